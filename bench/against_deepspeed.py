@@ -192,7 +192,7 @@ def batches(run: Run, *, rank: int, ranks: int) -> Iterator[dict[str, Tensor]]:
     rows, length = run.train.global_batch // ranks, run.data.sequence_length
     for step in range(run.train.steps):
         starts = torch.randint(0, 256, (rows * ranks, 1), generator=torch.Generator().manual_seed(step))
-        tokens = (starts + torch.arange(length + 1)) % run.decoder.vocabulary
+        tokens = (starts + torch.arange(length + 1)) % run.decoder_config.vocabulary
         own = tokens[rank * rows : (rank + 1) * rows]
         yield {"tokens": own[:, :-1].contiguous(), "labels": own[:, 1:].contiguous()}
 
@@ -208,7 +208,7 @@ def train_ours(run: Run, asked: argparse.Namespace) -> None:
         measured = Measured(asked)
         plan = Plan.from_run(run, world_size=ranks.world_size)
         with torch.device("meta"):
-            model = DecoderModel(run.decoder)
+            model = DecoderModel(run.decoder_config)
         model = shard(model, plan)
         data = batches(run, rank=ranks.rank, ranks=ranks.world_size)
         state = TrainState(model, build_optimizer(model, plan), data=data)
@@ -220,7 +220,7 @@ def train_ours(run: Run, asked: argparse.Namespace) -> None:
             loss = next(steps).loss
             return loss, began[-1]
 
-        measured.go(step, settle=state.settle)
+        measured.go(step, settle=state.wait_for_updates)
         measured.tell(run, parameters=sum(p.numel() for p in model.parameters()))
 
 
@@ -236,7 +236,7 @@ def train_deepspeed(run: Run, asked: argparse.Namespace) -> None:
 
     measured = Measured(asked)
     with torch.device("meta"):
-        model = DecoderModel(run.decoder)
+        model = DecoderModel(run.decoder_config)
     model = materialize(model, seed=run.run.seed)
     parameters = sum(p.numel() for p in model.parameters())
     engine, *_ = deepspeed.initialize(
@@ -263,7 +263,7 @@ def train_deepspeed(run: Run, asked: argparse.Namespace) -> None:
 def deepspeed_config(run: Run, asked: argparse.Namespace, *, ranks: int) -> dict[str, Any]:
     """Optimizer offload with both pipelines on, and buckets by the model's width, as transformers sets them
     for "auto": those of its defaults are for far larger models, and slow it down here."""
-    section, width = run.optimizer, run.decoder.d_model
+    section, width = run.optimizer, run.decoder_config.d_model
     zero: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": run.offload.sub_group_parameters,

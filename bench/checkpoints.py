@@ -75,9 +75,9 @@ def trained(settings: list[str]) -> tuple[TrainState, Plan]:
     run = Run.load(overrides=[*SIZES, *settings])
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     with torch.device("meta"):
-        model = DecoderModel(run.decoder)
+        model = DecoderModel(run.decoder_config)
     shard(model, plan)
-    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.decoder.vocabulary))
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.decoder_config.vocabulary))
     next(train(state, plan))
     return state, plan
 
@@ -157,7 +157,7 @@ def beside_training(state: TrainState, plan: Plan, directory: Path, *, steps: in
 
 def agreed(saver: BackgroundSaver) -> list:
     """Outcomes, once every rank has one: all leave the loop together."""
-    done = torch.tensor([float(saver.done)])
+    done = torch.tensor([float(saver.is_idle)])
     dist.all_reduce(done, op=dist.ReduceOp.MIN)
     return saver.outcomes() if done.item() else []
 

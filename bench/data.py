@@ -22,7 +22,7 @@ from shutil import rmtree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.data.build import build_packed_data
-from fullshard.data.files import list_stdlib
+from fullshard.data.files import list_stdlib_files
 from fullshard.spec.run import Run
 
 AT_ONCE = 1000
@@ -71,12 +71,12 @@ def main() -> None:
         started = time.perf_counter()
         data = build_packed_data(run_of(source, asked.directory, packing=packing))
         took = time.perf_counter() - started
-        print(f"{packing}: {100 * data.efficiency:.3f} % full, laid out in {took:.2f} s: {data.describe()}")
+        print(f"{packing}: {100 * data.packing_efficiency:.3f} % full in {took:.2f} s: {data.describe()}")
 
 
 def write_texts(path: Path, *, size: int) -> list[str]:
     """Pieces of source files until they are `size` bytes; a file may come again, cut otherwise."""
-    files = [path.read_text(encoding="utf-8", errors="ignore") for path in list_stdlib()]
+    files = [path.read_text(encoding="utf-8", errors="ignore") for path in list_stdlib_files()]
     drawn, texts = random.Random(0), list[str]()
     left = size
     with path.open("w", encoding="utf-8") as file:

@@ -60,7 +60,7 @@ def main(path: str, measured: str) -> None:
         device = "cuda" if run.run.device == "cuda" else "cpu"
         plan = Plan.from_run(run, world_size=row["world_size"], device=device)
         with torch.device("meta"):
-            model = DecoderModel(run.decoder)
+            model = DecoderModel(run.decoder_config)
         ours = peak_bytes(describe(model, plan, loss=next_token_loss, device_type=device), plan).total
         seen = row["memory"]["bytes"]
         told = (accelerate_bytes(model, plan), deepspeed_bytes(model, plan), ours)

@@ -23,8 +23,8 @@ from torch import nn
 
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.host_memory import allocate_host, as_memoryview
-from fullshard.offload.state import offloaded_of
+from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
+from fullshard.offload.state import find_offloaded_state
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.optimizer import build_optimizer
@@ -97,7 +97,7 @@ def streamed_step(directory: Path, *, count: int, groups: int) -> Callable[[], N
         model = Layers(count)
     shard(model, plan)
     optimizer = build_optimizer(model, plan)
-    offloaded = offloaded_of(model)
+    offloaded = find_offloaded_state(model)
     assert offloaded is not None
     store = offloaded.store
     assert isinstance(store, DriveStore)
@@ -109,16 +109,16 @@ def streamed_step(directory: Path, *, count: int, groups: int) -> Callable[[], N
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
-        offloaded.settle()
+        offloaded.wait_for_update()
         done += 1
-        store.commit(100 + done, b"")
+        store.commit_generation(100 + done, b"")
 
     return act
 
 
 def plain_loop(directory: Path, *, size_bytes: int, piece_bytes: int) -> Callable[[], None]:
     files = [DriveFile.create(directory / f"plain-{one}", size_bytes) for one in range(2)]
-    buffers = [as_memoryview(allocate_host(piece_bytes, pinned=False)) for _ in files]
+    buffers = [as_memoryview(allocate_host_memory(piece_bytes, pinned=False)) for _ in files]
     turn = 0
 
     def through(transfer: Callable[[memoryview, int], None], buffer: memoryview) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.data.build import build_data
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
-from fullshard.sharding.collectives import use_gloo_collectives
+from fullshard.sharding.collectives import replace_gloo_collectives
 from fullshard.sharding.mesh import build_mesh, process_group
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import Plan
@@ -32,7 +32,7 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
-from fullshard.training.step import to_device
+from fullshard.training.step import move_batch_to_device
 
 # Single steps alternate, so that other load on the machine affects both alike; the median excludes outliers.
 WARMUP_TURNS = 5
@@ -144,7 +144,7 @@ def _in_turns(
 
 def _our_steps(plan: Plan) -> Callable[[], None]:
     with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder)
+        model = DecoderModel(plan.run.decoder_config)
     shard(model, plan)
     steps = train(TrainState(model, build_optimizer(model, plan), data=build_data(plan.run)), plan)
 
@@ -162,7 +162,7 @@ def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
     """
     run, mesh = plan.run, build_mesh(plan)
     torch.manual_seed(run.run.seed)
-    model = DecoderModel(run.decoder).to(plan.device)
+    model = DecoderModel(run.decoder_config).to(plan.device)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[plan.precision.param], reduce_dtype=TORCH_DTYPE[plan.precision.reduce]
     )
@@ -173,7 +173,7 @@ def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if own_collectives and plan.device == "cpu":
         for unit in (model.embedding, *model.blocks, model.norm, model):
-            use_gloo_collectives(cast(FSDPModule, unit))
+            replace_gloo_collectives(cast(FSDPModule, unit))
     section = run.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True
@@ -204,7 +204,7 @@ def _endless(plan: Plan) -> Iterator[dict[str, Tensor]]:
     step = 0
     while True:
         for batch in data.microbatches(step, rank=rank, plan=plan):
-            yield to_device(batch, device)
+            yield move_batch_to_device(batch, device)
         step += 1
 
 

@@ -24,13 +24,13 @@ def main() -> None:
     run = Run.load(overrides=[*(f"model.{one}" for one in SIZES.split()), *batch, "run.compile=auto"])
     start = time.perf_counter()
     with torch.device("meta"):
-        model = DecoderModel(run.decoder)
+        model = DecoderModel(run.decoder_config)
     spec = describe(model, run, loss=next_token_loss, device_type="cuda")
     print(f"described {spec.numel / 1e9:.0f}B parameters in {time.perf_counter() - start:.2f} s")
     hardware = hardware_on("2048x8xH100")
     seconds: list[float] = []
     for _ in range(5):
-        spec.kept.clear()
+        spec.derived_value_cache.clear()
         start = time.perf_counter()
         found = search(spec, hardware, run)
         seconds.append(time.perf_counter() - start)
@@ -40,7 +40,7 @@ def main() -> None:
     assert plan is not None, "something is best or closest"
     single: list[float] = []
     for _ in range(9):
-        spec.kept.clear()
+        spec.derived_value_cache.clear()
         start = time.perf_counter()
         predict(spec, plan, hardware)
         single.append(time.perf_counter() - start)

@@ -13,7 +13,7 @@ from runs import settings
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.search import reserve_bytes, with_workspace
+from fullshard.planner.search import add_workspace_bytes, allocator_reserve_bytes
 from fullshard.planner.step_time import step_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.hardware_text import hardware_on
@@ -44,18 +44,18 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
         device = "cuda" if run.run.device == "cuda" else "cpu"
         plan = Plan.from_run(run, world_size=row["world_size"], device=device)
         with torch.device("meta"):
-            model = DecoderModel(run.decoder)
+            model = DecoderModel(run.decoder_config)
         spec = describe(model, plan, loss=next_token_loss, device_type=device)
         terms, seen = peak_bytes(spec, plan), row["memory"]
         reserved = ""
         if device == "cuda":
             chip = hardware_on(CHIP)
-            terms = with_workspace(terms, chip)
-            told = terms.total + reserve_bytes(chip, terms)
+            terms = add_workspace_bytes(terms, chip)
+            told = terms.total + allocator_reserve_bytes(chip, terms)
             errors_reserved.append(100 * abs(told / seen["reserved"] - 1))
             reserved = f"reserved {told / 2**20:.0f} of {seen['reserved'] / 2**20:.0f}"
             reserved += f" {percent(told, seen['reserved'])}"
-        if not run.offload.takes_optimizer or device == "cuda":  # else the device is the tier's host, too
+        if not run.offload.offloads_optimizer or device == "cuda":  # else the device is the tier's host, too
             errors.append(terms.total / seen["bytes"] - 1)
         seconds = ""
         if hardware is not None:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import save
-from fullshard.models.huggingface import hf_model
+from fullshard.models.huggingface import build_hf_model
 from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import process_group
 from fullshard.spec.model_section import HuggingFaceModel
@@ -53,7 +53,7 @@ def main() -> None:
             make(directory / "in", asked.gigabytes)
         dist.barrier()
         plan = plan_of(directory / "in")
-        hf_model(HuggingFaceModel(hf=str(directory / "in")))  # imports what building imports
+        build_hf_model(HuggingFaceModel(hf=str(directory / "in")))  # imports what building imports
         for turn in range(asked.turns):
             importing(directory / "in", plan, turn)
         saved(directory, plan)
@@ -84,7 +84,7 @@ def make(directory: Path, gigabytes: float) -> None:
     }
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    model = hf_model(HuggingFaceModel(hf=str(directory)))
+    model = build_hf_model(HuggingFaceModel(hf=str(directory)))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names: dict[str, str] = {}
     part: dict[str, torch.Tensor] = {}
@@ -112,7 +112,7 @@ def importing(source: Path, plan: Plan, turn: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gc.collect()  # the model of the turn before
     before = memory("VmRSS")
-    model = shard(hf_model(HuggingFaceModel(hf=str(source))), plan, init="none")
+    model = shard(build_hf_model(HuggingFaceModel(hf=str(source))), plan, init="none")
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     seconds = in_turn(
         {
@@ -136,7 +136,7 @@ def importing(source: Path, plan: Plan, turn: int) -> None:
 
 def saved(directory: Path, plan: Plan) -> None:
     gc.collect()
-    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, init="none")
+    model = shard(build_hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, init="none")
     load_pretrained(model, directory / "in", plan=plan)
     save(TrainState(model, build_optimizer(model, plan)), directory / "checkpoints", plan=plan)
 

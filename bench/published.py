@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.search import predict
-from fullshard.spec.hardware import CollectiveRate, Hardware, Link, slower
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -35,7 +35,9 @@ KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
     """The chip as the catalog has it; the network and the kernel of attention as the source tells."""
-    hardware = hardware_on(row["chip"]).on(nodes=row["nodes"], ranks_per_node=row["gpus_per_node"])
+    hardware = hardware_on(row["chip"]).with_rank_counts(
+        nodes=row["nodes"], ranks_per_node=row["gpus_per_node"]
+    )
     hardware = with_kernel(hardware, row["attention"])
     told = row.get("across_gb_per_second_per_gpu")
     if told is None or hardware.across is None:
@@ -47,8 +49,8 @@ def with_kernel(hardware: Hardware, name: str) -> Hardware:
     """The hardware, with a kernel of attention that is not the catalog's."""
     forward, backward = KERNELS.get(name, (1.0, 1.0))
     rates = hardware.rates
-    attention = {dtype: slower(curve, forward) for dtype, curve in rates.attention.items()}
-    again = {dtype: slower(curve, backward) for dtype, curve in rates.attention_backward.items()}
+    attention = {dtype: curve_with_slowdown(curve, forward) for dtype, curve in rates.attention.items()}
+    again = {dtype: curve_with_slowdown(curve, backward) for dtype, curve in rates.attention_backward.items()}
     rates = rates.model_copy(update={"attention": attention, "attention_backward": again})
     return hardware.model_copy(update={"rates": rates})
 
@@ -98,7 +100,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         "prefetch.mode=implicit",
         "run.device=cuda",
     ]
-    plan = Plan.for_prediction(Run.load(overrides=overrides), world_size=world, device="cuda")
+    plan = Plan.from_run_for_prediction(Run.load(overrides=overrides), world_size=world, device="cuda")
     # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
     precision = plan.precision.model_copy(update={"stochastic_rounding": False})
     return plan.model_copy(update={"precision": precision})
@@ -113,7 +115,7 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
         spelled = row["model"].get("norm") == "operations"
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
-            model: nn.Module = kind(plan.run.decoder)
+            model: nn.Module = kind(plan.run.decoder_config)
         loss = mean_loss if spelled else next_token_loss
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
@@ -165,7 +167,7 @@ def main(part: str = "") -> None:
         if row["use"] == "test":
             errors.append(abs(error))
         told = row.get("peak_memory_gib")
-        memory = f"{prediction.reserved_bytes / 2**30:6.1f} GiB, told {told}" if told else ""
+        memory = f"{prediction.allocator_reserved_bytes / 2**30:6.1f} GiB, told {told}" if told else ""
         terms = " ".join(f"{n[:12]} {s:.2f}" for n, s in prediction.time.terms().items() if s > 0.005)
         print(
             f"{row['use']:5s} {row['name'][:58]:58s} told {row['tokens_per_second_per_gpu']:8.0f} "

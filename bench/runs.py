@@ -25,13 +25,13 @@ from torch import Tensor
 
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
-from fullshard.profiler.memory import measure_peak
-from fullshard.sharding.mesh import Ranks, process_group
+from fullshard.profiler.memory import measure_peak_memory
+from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import close_offload, shard
+from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 
@@ -47,16 +47,16 @@ def microbatches(plan: Plan, device: torch.device) -> Iterator[dict[str, Tensor]
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
         yield {
-            name: torch.randint(0, plan.run.decoder.vocabulary, shape, device=device)
+            name: torch.randint(0, plan.run.decoder_config.vocabulary, shape, device=device)
             for name in ("tokens", "labels")
         }
 
 
-def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
+def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
     """On every rank alike."""
     device = ranks.device
     with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder)
+        model = DecoderModel(plan.run.decoder_config)
     model = shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan))
 
@@ -73,14 +73,14 @@ def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
     step()
     peaks: list[dict[str, Any]] = []
     for _ in range(2 if device.type == "cpu" else 1):
-        with measure_peak(device, model=model, optimizer=state.optimizer) as peak:
+        with measure_peak_memory(device, model=model, optimizer=state.optimizer) as peak:
             step()
         parts = vars(peak.parts) if peak.parts else {}
         peaks.append(
             {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
         )
     times = [step() for _ in range(steps)]
-    close_offload(model, plan=plan, finished=True)
+    close_offloaded_state(model, plan=plan, finished=True)
     return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": times}
 
 
@@ -125,7 +125,7 @@ def joined(rows: list[dict[str, Any]], earlier: dict[str, Any] | None) -> dict[s
     }
 
 
-def _kind(ranks: Ranks) -> Any:
+def _kind(ranks: RankInfo) -> Any:
     return "cuda" if ranks.device.type == "cuda" else "cpu"
 
 

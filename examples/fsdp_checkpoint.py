@@ -23,7 +23,7 @@ def build(strategy: str, ranks: int, device: str, *, steps: int) -> tuple[fs.Tra
     run = fs.Run.load(overrides=[*SMALL, f"sharding.strategy={strategy}", f"train.steps={steps}"])
     plan = fs.Plan.from_run(run, world_size=ranks, device=device)
     with torch.device("meta"):
-        model = fs.DecoderModel(run.decoder)
+        model = fs.DecoderModel(run.decoder_config)
     fs.shard(model, plan)
     return fs.TrainState(model, fs.build_optimizer(model, plan), data=fs.build_data(run)), plan
 

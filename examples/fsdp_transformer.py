@@ -22,7 +22,7 @@ def main() -> None:
     with fs.process_group() as ranks:
         plan = fs.Plan.from_run(run, world_size=ranks.world_size, device=ranks.device.type)
         with torch.device("meta"):
-            model = fs.DecoderModel(run.decoder)
+            model = fs.DecoderModel(run.decoder_config)
         fs.shard(model, plan)
         state = fs.TrainState(model, fs.build_optimizer(model, plan), data=fs.build_data(run))
         for step in fs.train(state, plan):

@@ -15,9 +15,9 @@ from fullshard.errors import MissingExtraError
 from fullshard.models.build import build_model
 from fullshard.spec.run import Run
 from fullshard.data.build import build_data
-from fullshard.training.adamw8bit import eight_bit_adamw
+from fullshard.training.adamw8bit import import_adamw8bit_class
 
-made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: eight_bit_adamw()}
+made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: import_adamw8bit_class()}
 for what, absent, settings in json.loads(sys.argv[1]):
     sys.modules[absent] = None  # as if it were not there
     try:

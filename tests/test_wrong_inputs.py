@@ -271,10 +271,10 @@ def test_the_checkpoint_of_another_model_is_refused_and_kept(capfd: pytest.Captu
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_goes_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from fullshard.jobs.run_directory import opened
+    from fullshard.jobs.run_directory import open_run_directory
 
     settings = [part for setting in [*TINY, "run.dir=run"] for part in ("--set", setting)]
-    with opened(Path("run"), resume=False):
+    with open_run_directory(Path("run"), resume=False):
         assert main(["train", *settings]) == 8
     assert "another run is writing run" in capfd.readouterr().err
 

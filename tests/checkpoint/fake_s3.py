@@ -180,7 +180,7 @@ def asked_at(port: int) -> Iterator[None]:
     import s3fs
 
     def forget() -> None:
-        object_store._system.cache_clear()
+        object_store._shared_file_system.cache_clear()
         s3fs.S3FileSystem.clear_instance_cache()
 
     before = dict(os.environ)

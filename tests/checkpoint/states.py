@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.checkpoint.manifest import SavedTensor, check_same_tensors
 from fullshard.checkpoint.save import save
 from fullshard.system.direct_io import LARGE_BYTES
 
@@ -34,7 +34,9 @@ class State:
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         mine = {name: tensor for name, tensor in self.held.items() if name in saved or ".rank" not in name}
-        compare_names(mine, {name: one for name, one in saved.items() if name in mine or ".rank" not in name})
+        check_same_tensors(
+            mine, {name: one for name, one in saved.items() if name in mine or ".rank" not in name}
+        )
         return {name: torch.zeros_like(tensor) for name, tensor in mine.items()}
 
     def load_values(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:

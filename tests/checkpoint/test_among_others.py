@@ -15,7 +15,7 @@ from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
-from fullshard.spec.weight_map import Shape, WeightMap, whole
+from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
 
@@ -226,7 +226,9 @@ def test_an_export_takes_the_newest_again_when_its_checkpoint_is_removed(tmp_pat
 
     def naming(shapes: Mapping[str, Shape]) -> WeightMap:
         overtake(noted["directory"], noted["spare"])
-        return WeightMap(parts={name: whole(name, shape) for name, shape in shapes.items()}, shapes=shapes)
+        return WeightMap(
+            parts={name: map_unchanged_tensor(name, shape) for name, shape in shapes.items()}, shapes=shapes
+        )
 
     export(noted["directory"], tmp_path / "model.safetensors", naming=naming)
     expected = {n.removeprefix("model."): t for n, t in numbers(3).items() if n.startswith("model.")}

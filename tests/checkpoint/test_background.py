@@ -20,7 +20,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
-from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
 from tests.checkpoint.states import State, assert_same, loaded, loaded_sharded, numbers, ones_own, sharded
 
 
@@ -30,7 +30,7 @@ class Training(State):
 
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def before_update(self, act: Callable[[], None]) -> None:
+    def register_before_update(self, act: Callable[[], None]) -> None:
         self.waiting.append(act)
 
     def update(self) -> None:
@@ -47,9 +47,9 @@ class SlowPlace(LocalLocation):
     may_commit = threading.Event()
 
     @contextmanager
-    def writing(self):
+    def lock_for_writing(self):
         self.may_commit.wait(20)
-        with super().writing():
+        with super().lock_for_writing():
             yield
 
 
@@ -151,7 +151,7 @@ class _Watched:
 
     def write(self, data: memoryview) -> int:
         if len(data) >= LARGE_BYTES:
-            self.tell(address(data))
+            self.tell(memory_address(data))
         return self.file.write(data)
 
 
@@ -160,8 +160,8 @@ class _WatchedFiles(LocalFiles):
     tell: Callable[[int], None] = id
 
     @contextmanager
-    def create(self, name: str):
-        with super().create(name) as file:
+    def create_file(self, name: str):
+        with super().create_file(name) as file:
             yield _Watched(file, self.tell)
 
 
@@ -169,8 +169,8 @@ class _WatchedFiles(LocalFiles):
 class _WatchedPlace(LocalLocation):
     tell: Callable[[int], None] = id
 
-    def begin(self, step: int, *, needed_bytes: int):
-        return _WatchedFiles(super().begin(step, needed_bytes=needed_bytes).path, tell=self.tell)
+    def create_draft(self, step: int, *, needed_bytes: int):
+        return _WatchedFiles(super().create_draft(step, needed_bytes=needed_bytes).path, tell=self.tell)
 
 
 def large(step: int) -> Training:
@@ -188,7 +188,7 @@ def save_well_before_an_update(saver: BackgroundSaver, state: Training) -> None:
     """Half as long again as the save takes passes before it may come."""
     began = time.perf_counter()
     saver.save(state)
-    while not saver.done:
+    while not saver.is_idle:
         time.sleep(0.01)
     time.sleep((time.perf_counter() - began) / 2)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fullshard.checkpoint.digests import KeyFile, digest
+from fullshard.checkpoint.digests import KeyFile, compute_digest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import CheckpointLocation, latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory, gather
+from fullshard.checkpoint.per_node import NodeLocalDirectory, gather_node_checkpoints
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.checkpoint.verify import find_damage
@@ -47,7 +47,7 @@ def test_a_signed_checkpoint_loads_with_its_key_and_without_one(tmp_path, key, l
     place = signed(tmp_path / "checkpoints", key)
     path = Path(save(State(1, numbers(1)), place, layout=layout))
     assert load_step(place) == load_step(tmp_path / "checkpoints") == load_step(signed(path, key)) == 1
-    assert not list(find_damage(place.steps()[0][1]))
+    assert not list(find_damage(place.list_checkpoints()[0][1]))
     assert key.read_text().strip().encode() not in b"".join(one.read_bytes() for one in path.iterdir())
 
 
@@ -70,7 +70,7 @@ def forged_manifest(path: Path) -> None:
     manifest = read_manifest(path)
     forged = manifest.model_copy(update={"values": manifest.values | {"tokens": 7}, "digest": "0" * 32})
     text = forged.model_dump_json(indent=1).encode() + b"\n"
-    (path / MANIFEST).write_bytes(text.replace(b"0" * 32, digest(text).encode()))
+    (path / MANIFEST).write_bytes(text.replace(b"0" * 32, compute_digest(text).encode()))
 
 
 def forged_table(path: Path) -> None:
@@ -79,7 +79,9 @@ def forged_table(path: Path) -> None:
     table = ShardFileTable.model_validate_json((path / "__0_0.distcp.pieces").read_bytes())
     data = (path / "__0_0.distcp").read_bytes()
     pieces = [
-        one.model_copy(update={"digests": (digest(data[one.offset : one.offset + one.length], strong=True),)})
+        one.model_copy(
+            update={"digests": (compute_digest(data[one.offset : one.offset + one.length], strong=True),)}
+        )
         for one in table.pieces
     ]
     forged = table.model_copy(update={"pieces": tuple(pieces)}).model_dump_json().encode()
@@ -92,7 +94,7 @@ def test_what_is_changed_without_the_key_is_not_loaded(tmp_path, key, forge: Cal
     path = Path(saved(place, 1))
     forge(path)
     with suppress(CheckpointError):
-        assert list(find_damage(place.steps()[0][1])), "verify did not see it"
+        assert list(find_damage(place.list_checkpoints()[0][1])), "verify did not see it"
     with pytest.raises(CheckpointError):
         load_step(place)
     with pytest.raises(CheckpointError):
@@ -136,7 +138,7 @@ def test_a_fifo_that_nobody_writes_is_no_key_and_a_pipe_with_a_key_is_read_once(
     os.close(writing)
     key = location_of(tmp_path, key_file=f"/dev/fd/{reading}").key
     assert key is not None
-    assert key.signature(b"") == key.signature(b"")
+    assert key.sign(b"") == key.sign(b"")
     os.close(reading)
 
 
@@ -167,8 +169,8 @@ def save_on_nodes(directory: Path, key: Path) -> int:
 def test_nodes_sign_what_they_save_and_what_is_gathered(ranks, tmp_path, key):
     assert ranks(2).run(save_on_nodes, tmp_path, key) == [3, 3]
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
-    path = gather(nodes, tmp_path / "all", key_file=key)
+    path = gather_node_checkpoints(nodes, tmp_path / "all", key_file=key)
     assert not list(find_damage(signed(path, key).as_checkpoint()))
     (tmp_path / "other").write_text("another secret of some length")
     with pytest.raises(CheckpointError, match="no step is there of all its nodes"):
-        gather(nodes, tmp_path / "again", key_file=tmp_path / "other")
+        gather_node_checkpoints(nodes, tmp_path / "again", key_file=tmp_path / "other")

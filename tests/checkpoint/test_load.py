@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fullshard.checkpoint.digests import digest
+from fullshard.checkpoint.digests import compute_digest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedFile, read_manifest
@@ -94,7 +94,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
     saved(tmp_path, 1)
     path = saved(tmp_path, 2)
     manifest = read_manifest(path).model_copy(update={"format": 3})
-    (path / "manifest.json").write_bytes(manifest.encoded())
+    (path / "manifest.json").write_bytes(manifest.encode_and_sign())
     with pytest.raises(CheckpointError, match="cannot be read by this fullshard"):
         loaded(tmp_path)
 
@@ -272,9 +272,9 @@ def without_padding(path: Path, name: str) -> None:
     files = {name: file for name, file in manifest.files.items() if name != "shards.json"}
     for file, content in changed.items():
         (path / file).write_bytes(content)
-        told = None if file == name else digest(content)
+        told = None if file == name else compute_digest(content)
         files[file] = SavedFile(size_bytes=len(content), digest=told)
-    (path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).encoded())
+    (path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).encode_and_sign())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

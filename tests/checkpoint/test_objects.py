@@ -25,8 +25,8 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
 from fullshard.checkpoint.object_files import ObjectFiles
-from fullshard.checkpoint.object_store import Store
-from fullshard.checkpoint.objects import ObjectLocation, is_abandoned
+from fullshard.checkpoint.object_store import ObjectStore
+from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.verify import find_damage
 from fullshard.cli.main import main
@@ -70,16 +70,16 @@ def url(server: Server) -> str:
 
 def objects(url: str) -> dict[str, int]:
     """Every object below a prefix, and its bytes."""
-    found = Store(url).listing(url)
+    found = ObjectStore(url).list_prefix(url)
     below = {f"{name}/{n}": size for name in found.prefixes for n, size in objects(f"{url}/{name}").items()}
     return {name: one.size_bytes for name, one in found.objects.items()} | below
 
 
 def flip(url: str, *, at: int) -> None:
-    data = bytearray(Store(url).get(url))
+    data = bytearray(ObjectStore(url).read_object(url))
     data[at] ^= 1
-    Store(url).remove([url])
-    Store(url).put_new(url, data=bytes(data))
+    ObjectStore(url).remove_objects([url])
+    ObjectStore(url).put_new_object(url, data=bytes(data))
 
 
 def data_file(url: str) -> str:
@@ -93,7 +93,7 @@ def asking(environment: dict[str, str], act: Any, *arguments: Any) -> Any:
     import s3fs  # which the fixture may have found missing
 
     os.environ.update(environment)
-    object_store._system.cache_clear()
+    object_store._shared_file_system.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
     return act(*arguments)
 
@@ -154,7 +154,7 @@ def die_while_uploading(url: str) -> None:
 
 def unfinished_uploads(url: str) -> list[str]:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    found = Store(url)._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+    found = ObjectStore(url)._file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
     return [one["Key"] for one in found.get("Uploads", [])]
 
 
@@ -168,11 +168,11 @@ def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, serv
         ranks(1).run(asking, server.environment, act, url)
     assert set(objects(url)) > before
     place = location_of(url)
-    assert [step for step, _ in place.steps()] == [1]
-    assert len(place.unfinished()) == 1
+    assert [step for step, _ in place.list_checkpoints()] == [1]
+    assert len(place.list_drafts()) == 1
     assert_same(loaded(url).held, numbers(1))
     saved(url, 3)
-    assert place.unfinished() == []
+    assert place.list_drafts() == []
     assert unfinished_uploads(url) == []
     assert {name for name in objects(url) if "step-00000003" not in name} == before
 
@@ -188,7 +188,7 @@ def test_a_flipped_byte_is_found_and_an_older_checkpoint_loaded(url, caplog):
     assert state.step == 1
     assert "an older checkpoint is taken instead" in caplog.text
     place = location_of(url)
-    assert [step for step, _ in place.steps()] == [1]
+    assert [step for step, _ in place.list_checkpoints()] == [1]
     kept = objects(path)
     saved(url, 2)
     assert kept.items() <= objects(path).items()  # what was set aside is not removed
@@ -202,10 +202,10 @@ def test_a_damaged_manifest_costs_no_file(url):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (writer,) = [f"{path}/{name}" for name in before if name.endswith(WRITER)]
-    Store(url).remove([writer])
-    of_the_dead = WriterProcess.this().model_copy(update={"pid": gone.pid})
-    Store(url).put_new(writer, data=of_the_dead.model_dump_json().encode())
-    flip(f"{path}/{MANIFEST}", at=Store(url).get(f"{path}/{MANIFEST}").index(b'"attempt"') + 12)
+    ObjectStore(url).remove_objects([writer])
+    of_the_dead = WriterProcess.current().model_copy(update={"pid": gone.pid})
+    ObjectStore(url).put_new_object(writer, data=of_the_dead.model_dump_json().encode())
+    flip(f"{path}/{MANIFEST}", at=ObjectStore(url).read_object(f"{path}/{MANIFEST}").index(b'"attempt"') + 12)
     assert loaded(url).step == 1
     saved(url, 3)
     saved(url, 2)  # takes the place of the damaged one
@@ -227,8 +227,8 @@ def test_of_two_writers_of_a_step_one_wins(url):
         save(State(5, {name: tensor + 1 for name, tensor in numbers(5).items()}), _Overtaken(url))
     assert "never overwritten" in str(raised.value)
     assert_same(loaded(url).held, numbers(5))
-    assert location_of(url).unfinished() == []
-    assert len(Store(url).listing(f"{url}/step-00000005").prefixes) == 1
+    assert location_of(url).list_drafts() == []
+    assert len(ObjectStore(url).list_prefix(f"{url}/step-00000005").prefixes) == 1
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class _Loses(ObjectLocation):
     """The store takes a file, and does not have it."""
 
     def commit(self, draft: Any, manifest: Any) -> Any:
-        Store(self.url).remove([f"{draft}/{manifest.data_files[0]}"])
+        ObjectStore(self.url).remove_objects([f"{draft}/{manifest.data_files[0]}"])
         return super().commit(draft, manifest)
 
 
@@ -261,7 +261,7 @@ def test_what_the_store_does_not_have_is_not_committed(url):
 
 
 def fill_and_fail(files: ObjectFiles) -> None:
-    with files.create("file") as file:
+    with files.create_file("file") as file:
         file.write(bytes(PART_BYTES + 1))
         raise KeyError
 
@@ -278,14 +278,14 @@ def test_retention_removes_every_object_of_what_is_old(url):
     for step in (1, 2, 3, 4):
         saved(url, step, keep=2)
     place = location_of(url)
-    assert [step for step, _ in place.steps()] == [4, 3]
+    assert [step for step, _ in place.list_checkpoints()] == [4, 3]
     assert {name.partition("/")[0] for name in objects(url)} == {"step-00000003", "step-00000004"}
 
 
 def test_what_was_copied_from_a_file_system_is_a_checkpoint(url, tmp_path):
     path = saved(tmp_path, 7)
     for file in path.iterdir():
-        Store(url).put_new(f"{url}/step-00000007/{file.name}", data=file.read_bytes())
+        ObjectStore(url).put_new_object(f"{url}/step-00000007/{file.name}", data=file.read_bytes())
     assert_same(loaded(url).held, numbers(7))
     saved(url, 8, keep=1)
     assert {name.partition("/")[0] for name in objects(url)} == {"step-00000008"}
@@ -293,26 +293,26 @@ def test_what_was_copied_from_a_file_system_is_a_checkpoint(url, tmp_path):
 
 def test_only_a_writer_that_is_dead_or_old_is_cleared_away(url, caplog):
     place = ObjectLocation(url)
-    draft = place.begin(1, needed_bytes=0)  # this very process: alive
+    draft = place.create_draft(1, needed_bytes=0)  # this very process: alive
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         saved(url, 2)
     assert "may still be writing" in caplog.text
-    assert place.unfinished() == [str(draft)]
-    Store(url).remove([f"{draft}/{WRITER}"])
+    assert place.list_drafts() == [str(draft)]
+    ObjectStore(url).remove_objects([f"{draft}/{WRITER}"])
     write_file(draft, WRITER, data=b"{}")
     saved(url, 3)
-    assert place.unfinished() == [str(draft)]  # whose it is cannot be told
-    place.discard(draft)
-    assert place.unfinished() == []
+    assert place.list_drafts() == [str(draft)]  # whose it is cannot be told
+    place.discard_draft(draft)
+    assert place.list_drafts() == []
 
 
 def test_an_attempt_that_is_older_than_any_save_is_abandoned(url):
-    draft = ObjectLocation(url).begin(1, needed_bytes=0)
-    now = Store(url).listing(str(draft)).objects[WRITER]
-    assert not is_abandoned(draft, now)
+    draft = ObjectLocation(url).create_draft(1, needed_bytes=0)
+    now = ObjectStore(url).list_prefix(str(draft)).objects[WRITER]
+    assert not is_attempt_abandoned(draft, now)
     assert now.changed is not None
-    assert not is_abandoned(draft, replace(now, changed=now.changed + timedelta(hours=23)))
-    assert is_abandoned(draft, replace(now, changed=now.changed + timedelta(hours=25)))
+    assert not is_attempt_abandoned(draft, replace(now, changed=now.changed + timedelta(hours=23)))
+    assert is_attempt_abandoned(draft, replace(now, changed=now.changed + timedelta(hours=25)))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

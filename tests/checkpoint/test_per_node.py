@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory, gather
+from fullshard.checkpoint.per_node import NodeLocalDirectory, gather_node_checkpoints
 from fullshard.checkpoint.save import Layout, save
 from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
@@ -32,7 +32,7 @@ def disks_of(directory: Path, ranks_a_node: int) -> NodeLocalDirectory:
 
 
 def joined(directory: Path, ranks_a_node: int) -> tuple[int | None, int, bool]:
-    disk = disks_of(directory, ranks_a_node).join()
+    disk = disks_of(directory, ranks_a_node).recover_and_group_ranks()
     return disk.node, disk.nodes, disk.is_leader
 
 
@@ -77,10 +77,10 @@ def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_pa
         assert (manifest.nodes, manifest.node) == (2, node)
         assert not list(find_damage(path))
         here = {name for name in os.listdir(path) if not name.endswith(".json")}
-        assert here == {name for name in manifest.own_files if not name.endswith(".json")}
+        assert here == {name for name in manifest.files_on_this_disk if not name.endswith(".json")}
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, mesh_shape), 3)
 
-    path = gather([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")
+    path = gather_node_checkpoints([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")
     assert path == tmp_path / "all" / STEP
     assert not list(find_damage(path))
     if layout == "sharded":
@@ -125,7 +125,7 @@ def test_parts_of_two_saves_are_no_checkpoint(ranks, tmp_path):
     (message, *_) = ranks(4).run(refused, tmp_path / "a", (4,), 2)
     assert "is whole on all of them" in message
     with pytest.raises(CheckpointError, match="no step is there of all its nodes"):
-        gather([tmp_path / "a" / "node-0", tmp_path / "a" / "node-1"], tmp_path / "all")
+        gather_node_checkpoints([tmp_path / "a" / "node-0", tmp_path / "a" / "node-1"], tmp_path / "all")
 
 
 def test_a_byte_that_one_node_lost_sends_all_to_the_older_step(ranks, tmp_path):

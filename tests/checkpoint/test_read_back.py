@@ -14,12 +14,12 @@ from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.manifest import MANIFEST, METADATA
 from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.storage import data_file
+from fullshard.checkpoint.storage import dcp_data_file_name
 from fullshard.errors import CheckpointError
 from tests.checkpoint import flipping_memory
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, saved_sharded
 
-DATA = data_file(0)
+DATA = dcp_data_file_name(0)
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class FlippingFiles(LocalFiles):
     flips: str = ""
 
     @contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
-        with super().create(name) as file:
+    def create_file(self, name: str) -> Iterator[BinaryIO]:
+        with super().create_file(name) as file:
             yield file
         if name == self.flips:
             data = bytearray((self.path / name).read_bytes())
@@ -42,8 +42,10 @@ class FlippingFiles(LocalFiles):
 class FlippingPlace(LocalLocation):
     flips: str = ""
 
-    def begin(self, step: int, *, needed_bytes: int) -> FlippingFiles:
-        return FlippingFiles(Path(str(super().begin(step, needed_bytes=needed_bytes))), flips=self.flips)
+    def create_draft(self, step: int, *, needed_bytes: int) -> FlippingFiles:
+        return FlippingFiles(
+            Path(str(super().create_draft(step, needed_bytes=needed_bytes))), flips=self.flips
+        )
 
 
 @pytest.mark.parametrize("flips", [DATA, f"{DATA}.pieces", METADATA, MANIFEST])
@@ -51,7 +53,7 @@ def test_what_a_disk_has_changed_is_not_acknowledged(tmp_path, flips):
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"{flips} was read back, and is other than was written"):
         saved(FlippingPlace(tmp_path, flips=flips), 2, read_back=True)
-    assert [step for step, _ in LocalLocation(tmp_path).steps()] == [1]
+    assert [step for step, _ in LocalLocation(tmp_path).list_checkpoints()] == [1]
     assert loaded(tmp_path).step == 1
     saved(tmp_path, 2, read_back=True)
     assert_same(loaded(tmp_path).held, numbers(2))
@@ -69,7 +71,7 @@ def test_what_a_store_has_changed_is_not_acknowledged(flips):
 
 def save_one_flipped(directory: Path) -> str:
     with pytest.raises(CheckpointError) as raised:
-        saved_sharded(FlippingPlace(directory, flips=data_file(1)), 1, (2,), {"read_back": True})
+        saved_sharded(FlippingPlace(directory, flips=dcp_data_file_name(1)), 1, (2,), {"read_back": True})
     return str(raised.value)
 
 
@@ -91,8 +93,8 @@ def test_a_save_in_the_background_is_read_back(tmp_path):
 
 @dataclass(frozen=True)
 class FlippingNode(NodeLocalDirectory):
-    def begin(self, step: int, *, needed_bytes: int) -> FlippingFiles:
-        return FlippingFiles(Path(str(super().begin(step, needed_bytes=needed_bytes))), flips=MANIFEST)
+    def create_draft(self, step: int, *, needed_bytes: int) -> FlippingFiles:
+        return FlippingFiles(Path(str(super().create_draft(step, needed_bytes=needed_bytes))), flips=MANIFEST)
 
 
 def test_a_disk_of_one_node_is_read_back(tmp_path):

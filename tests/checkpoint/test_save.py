@@ -354,7 +354,7 @@ def test_the_newest_k_whole_ones_are_kept(tmp_path):
 def leftover(directory: Path, name: str, **changes: object) -> Path:
     path = directory / name
     path.mkdir()
-    writer = WriterProcess.this().model_copy(update=changes)
+    writer = WriterProcess.current().model_copy(update=changes)
     (path / WRITER).write_text(writer.model_dump_json())
     return path
 
@@ -421,7 +421,7 @@ def test_every_nth_step_is_kept_besides(tmp_path):
 def test_a_second_writer_is_refused_while_the_first_writes(tmp_path):
     saved(tmp_path, 1)
     with (
-        LocalLocation(tmp_path).writing(),
+        LocalLocation(tmp_path).lock_for_writing(),
         pytest.raises(CheckpointError, match=f"another process is saving to {tmp_path}"),
     ):
         saved(tmp_path, 2)

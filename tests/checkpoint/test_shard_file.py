@@ -12,14 +12,14 @@ from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.shard_file import (
     ShardFileTable,
     ShardFileWriter,
-    read_part,
+    read_verified_part,
     verify_padding,
     verify_piece,
 )
-from fullshard.checkpoint.snapshot_reader import LiveShards
+from fullshard.checkpoint.snapshot_reader import LiveShardReader
 from fullshard.checkpoint.storage import write_shards
 from fullshard.errors import DamagedCheckpointError
-from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, aligned_memory
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, allocate_aligned_memory
 from tests.checkpoint.states import assert_same, mixed
 
 
@@ -30,7 +30,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 def page_aligned(tensor: Tensor) -> Tensor:
     if not tensor.nbytes:
         return tensor.clone()
-    copy = torch.frombuffer(aligned_memory(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    copy = torch.frombuffer(allocate_aligned_memory(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor)
 
 
@@ -40,7 +40,7 @@ def written(
     file = file or io.BytesIO()
     with ShardFileWriter(file, in_step=in_step) as pieces:
         for name, tensor in tensors.items():
-            pieces.add(name, tensor, index=(0,) * tensor.ndim)
+            pieces.write_tensor(name, tensor, index=(0,) * tensor.ndim)
     return file.getvalue(), pieces.table
 
 
@@ -60,7 +60,7 @@ def test_a_large_tensors_elements_begin_a_page_or_lie_as_in_memory_and_others_ta
             assert padding == 0, piece.name
         assert data[begin : begin + tensors[piece.name].nbytes] == bytes_of(tensors[piece.name])
         end = piece.offset + piece.length
-    assert end == len(data) == table.size_bytes
+    assert end == len(data) == table.data_file_bytes
 
 
 def test_each_piece_is_what_torch_saves_and_has_its_digests():
@@ -75,7 +75,7 @@ def test_each_piece_is_what_torch_saves_and_has_its_digests():
         verify_piece(io.BytesIO(data), piece, block_bytes=table.block_bytes, scratch=scratch)
         found = torch.zeros_like(tensors[piece.name])
         offsets = (0,) * found.ndim
-        read_part(
+        read_verified_part(
             io.BytesIO(data),
             piece,
             offsets=offsets,
@@ -102,7 +102,9 @@ def test_where_a_tensor_lies_in_memory_changes_nothing_but_padding(tmp_path, mov
     finally:
         torch.serialization.set_crc32_options(True)
     shards = [(name, (0,) * tensor.ndim, move(tensor)) for name, tensor in mixed().items()]
-    held = LiveShards({name: one for name, _, one in shards}, copied=lambda _, one: one) if live else None
+    held = (
+        LiveShardReader({name: one for name, _, one in shards}, copied=lambda _, one: one) if live else None
+    )
     write_shards(LocalFiles(tmp_path), "data", shards=shards, held=held)
     found = (tmp_path / "data").read_bytes()
     table = ShardFileTable.model_validate_json((tmp_path / "data.pieces").read_bytes())

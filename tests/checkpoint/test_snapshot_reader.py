@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.snapshot_reader import LiveShards
+from fullshard.checkpoint.snapshot_reader import LiveShardReader
 from fullshard.errors import CheckpointError
 
 NAMES = ("a", "b", "c", "d")
@@ -29,18 +29,18 @@ def of(copied: list[str], failing: str = "") -> Callable[[str, Tensor], Tensor]:
     return copy
 
 
-def read(held: LiveShards, name: str, shard: Tensor) -> Tensor:
-    with held.read(name, shard, last=True) as found:
+def read(held: LiveShardReader, name: str, shard: Tensor) -> Tensor:
+    with held.read_shard(name, shard, last=True) as found:
         return found.clone()
 
 
 @pytest.mark.parametrize("written", range(len(NAMES) + 1))
 def test_what_is_not_written_is_copied_before_it_changes(written: int) -> None:
     shards, copied, found = some(), list[str](), dict[str, Tensor]()
-    held = LiveShards(shards, copied=of(copied))
+    held = LiveShardReader(shards, copied=of(copied))
     for name in NAMES[:written]:
         found[name] = read(held, name, shards[name])
-    held.copy_unwritten()
+    held.copy_unwritten_shards()
     for shard in shards.values():
         shard.fill_(9)
     for name in NAMES[written:]:
@@ -51,15 +51,15 @@ def test_what_is_not_written_is_copied_before_it_changes(written: int) -> None:
 
 def test_nothing_changes_while_it_is_read() -> None:
     shards, copied, order = some(), list[str](), list[str]()
-    held = LiveShards(shards, copied=of(copied))
+    held = LiveShardReader(shards, copied=of(copied))
 
     def change() -> None:
-        held.copy_unwritten()
+        held.copy_unwritten_shards()
         order.append("settled")
         shards["b"].fill_(9)
 
     training = threading.Thread(target=change)
-    with held.read("b", shards["b"], last=True) as found:
+    with held.read_shard("b", shards["b"], last=True) as found:
         training.start()
         training.join(0.1)
         assert torch.equal(found, some()["b"])
@@ -71,10 +71,10 @@ def test_nothing_changes_while_it_is_read() -> None:
 
 def test_a_shard_that_is_read_again_is_still_the_one_of_before() -> None:
     shards = some()
-    held = LiveShards(shards, copied=of([]))
-    with held.read("c", shards["c"], last=False):
+    held = LiveShardReader(shards, copied=of([]))
+    with held.read_shard("c", shards["c"], last=False):
         pass
-    held.copy_unwritten()
+    held.copy_unwritten_shards()
     shards["c"].fill_(9)
     assert torch.equal(read(held, "c", shards["c"]), some()["c"])
     with pytest.raises(AssertionError, match="c is read after the last time"):
@@ -83,8 +83,8 @@ def test_a_shard_that_is_read_again_is_still_the_one_of_before() -> None:
 
 def test_a_copy_that_fails_is_the_saves_failure_and_not_trainings() -> None:
     shards, copied = some(), list[str]()
-    held = LiveShards(shards, copied=of(copied, failing="c"))
-    held.copy_unwritten()
+    held = LiveShardReader(shards, copied=of(copied, failing="c"))
+    held.copy_unwritten_shards()
     for shard in shards.values():
         shard.fill_(9)
     assert torch.equal(read(held, "b", shards["b"]), some()["b"])
@@ -94,7 +94,7 @@ def test_a_copy_that_fails_is_the_saves_failure_and_not_trainings() -> None:
 
 def test_nothing_is_copied_for_a_save_that_has_ended() -> None:
     copied = list[str]()
-    held = LiveShards(some(), copied=of(copied))
-    held.finish()
-    held.copy_unwritten()
+    held = LiveShardReader(some(), copied=of(copied))
+    held.release_shards()
+    held.copy_unwritten_shards()
     assert not copied

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.digests import digest
+from fullshard.checkpoint.digests import compute_digest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
-from fullshard.checkpoint.per_node import gather
+from fullshard.checkpoint.per_node import gather_node_checkpoints
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.verify import diff, find_damage
+from fullshard.checkpoint.verify import find_damage, iterate_differences
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved
@@ -58,8 +58,8 @@ def replace(path: Path, contents: dict[str, bytes]) -> None:
     files = dict(manifest.files)
     for name, data in contents.items():
         (path / name).write_bytes(data)
-        files[name] = SavedFile(size_bytes=len(data), digest=digest(data))
-    (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encoded())
+        files[name] = SavedFile(size_bytes=len(data), digest=compute_digest(data))
+    (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encode_and_sign())
 
 
 @pytest.mark.filterwarnings(
@@ -76,7 +76,7 @@ def test_no_pickle_of_a_checkpoint_is_ever_read(tmp_path, attack: Callable[[Path
 
     assert_same(loaded(path).held, numbers(1))
     export(path, tmp_path / "model.safetensors")
-    assert not list(diff(path, path))
+    assert not list(iterate_differences(path, path))
     assert not list(find_damage(path))
     assert not marker.exists()
 
@@ -86,7 +86,7 @@ def rewritten_manifest(path: Path, change: Callable[[str], str]) -> None:
     manifest = read_manifest(path)
     blank = manifest.model_copy(update={"digest": "0" * 32}).model_dump_json(indent=1) + "\n"
     blank = change(blank)
-    (path / MANIFEST).write_text(blank.replace("0" * 32, digest(blank.encode())))
+    (path / MANIFEST).write_text(blank.replace("0" * 32, compute_digest(blank.encode())))
 
 
 OUTSIDE = [
@@ -112,7 +112,8 @@ def test_a_name_that_is_not_a_file_of_the_directory_is_damage(tmp_path, name):
 
 def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
     paths = [saved(tmp_path / node / "deep", 1) for node in ("one", "two")]
-    entry = f'"../../payload": {{"size_bytes": 5, "digest": "{digest(b"bytes")}", "node": 1}}, "writer.json"'
+    digest = compute_digest(b"bytes")
+    entry = f'"../../payload": {{"size_bytes": 5, "digest": "{digest}", "node": 1}}, "writer.json"'
     for number, path in enumerate(paths):
         (path.parents[1] / "payload").write_text("bytes")
 
@@ -123,7 +124,7 @@ def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
 
         rewritten_manifest(path, of_two_nodes)
     with suppress(CheckpointError):
-        gather([path.parent for path in paths], tmp_path / "far" / "away" / "target")
+        gather_node_checkpoints([path.parent for path in paths], tmp_path / "far" / "away" / "target")
     assert not list((tmp_path / "far").rglob("payload"))
 
 

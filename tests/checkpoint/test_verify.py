@@ -11,7 +11,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import BLOCK_BYTES, ShardFileTable
-from fullshard.checkpoint.verify import diff, find_damage
+from fullshard.checkpoint.verify import find_damage, iterate_differences
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
@@ -142,7 +142,7 @@ def test_one_checkpoint_that_was_asked_for_is_not_replaced_by_another(tmp_path):
 def test_the_same_state_on_other_ranks_shows_no_difference(ranks, tmp_path):
     (two, *_) = ranks(2).run(saved_sharded, tmp_path / "a", 3, (2,))
     (four, *_) = ranks(4).run(saved_sharded, tmp_path / "b", 3, (2, 2))
-    lines = list(diff(two, four))
+    lines = list(iterate_differences(two, four))
     assert lines == ["random.rank2: absent | uint8 [16]", "random.rank3: absent | uint8 [16]"]
 
 
@@ -152,7 +152,7 @@ def test_differences_are_named_and_measured(tmp_path):
     changed["model.uneven"][2, 1] += 0.5
     changed["model.scalar"] = torch.ones(2)
     other = save(State(3, changed, {"tokens": 301}), tmp_path / "b")
-    assert list(diff(one, other)) == [
+    assert list(iterate_differences(one, other)) == [
         "tokens: 300 | 301",
         "model.scalar: float32 [] | float32 [2]",
         "model.uneven: 1 of 35 elements differ, by at most 0.5",

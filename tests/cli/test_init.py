@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from fullshard.cli.init import run_toml
+from fullshard.cli.init import default_run_toml_text
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
@@ -41,14 +41,14 @@ def test_what_init_writes_is_the_default_run(tmp_path: Path) -> None:
 
 
 def test_every_key_stands_there_once_with_what_it_may_be() -> None:
-    text = run_toml()
+    text = default_run_toml_text()
     assert written_keys(text) == keys(Run())
     values = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     assert all("  # " in line or " # " in line for line in values)
 
 
 def test_unset_keys_are_comments_and_defaults_are_values() -> None:
-    written = tomllib.loads(run_toml())
+    written = tomllib.loads(default_run_toml_text())
     assert "microbatch" not in written["train"]
     assert written["sharding"]["units"]["policy"] == Run().sharding.units.policy
 

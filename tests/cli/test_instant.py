@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.launch.request import Request
+from fullshard.launch.request import LaunchRequest
 from fullshard.planning.for_run import plan_run
-from fullshard.planning.spec_cache import SHIPPED_FILE, public_version, read_shipped
+from fullshard.planning.spec_cache import SHIPPED_FILE, read_shipped_specs, version_without_build
 from fullshard.spec.run import Run
 from tests.planning.test_describe_run import gpt2
 
@@ -16,9 +16,9 @@ PLAN = "import sys; from fullshard.cli.main import main; assert not main(sys.arg
 TRAIN = """
 import sys
 from fullshard.planning.for_run import plan_run
-from fullshard.launch.request import Request
+from fullshard.launch.request import LaunchRequest
 from fullshard.spec.run import Run
-print(plan_run(Request(run=Run.load(overrides=sys.argv[1:]))).plan.model_dump_json())
+print(plan_run(LaunchRequest(run=Run.load(overrides=sys.argv[1:]))).plan.model_dump_json())
 """
 MODULES = "\nprint([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
 
@@ -41,7 +41,7 @@ def no_hardware_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_preset_is_planned_without_torch() -> None:
     from importlib.metadata import version
 
-    if not read_shipped(SHIPPED_FILE, torch=public_version(version("torch"))):
+    if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
         pytest.skip("shipped for another torch")
     assert printed(PLAN, "plan", "llama3-8b", "--on", "8xH100")
 
@@ -57,6 +57,6 @@ def test_a_config_is_planned_without_torch_the_second_time(tmp_path: Path, capsy
 
 def test_training_is_planned_without_torch_the_second_time() -> None:
     settings = ("model.layers=2", "run.device=cpu", "precision.mode=fp32")
-    first = plan_run(Request(run=Run.load(overrides=settings))).plan
+    first = plan_run(LaunchRequest(run=Run.load(overrides=settings))).plan
     assert first is not None
     assert printed(TRAIN, *settings) == [first.model_dump_json()]

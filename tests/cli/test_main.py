@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import typer
 
-from fullshard.cli.main import _app, main
+from fullshard.cli.main import _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 
 VERBS = [
@@ -95,7 +95,7 @@ def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tup
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])
 def test_an_option_takes_no_number_that_is_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = list(float_options(_app()))
+    options = list(float_options(_build_app()))
     assert (("plan",), "--price") in options
     for words, option in options:
         assert main([*words, f"{option}={value}"]) == 2

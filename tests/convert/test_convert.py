@@ -13,16 +13,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.convert.conversion import Conversion, convert
-from fullshard.convert.reader import Format, KeyVerdict, default
-from fullshard.convert.rules import load_rules
-from fullshard.convert.source import read_source
+from fullshard.convert.conversion import Conversion, convert_config
+from fullshard.convert.reader import ConfigFormat, KeyVerdict, default_run_setting
+from fullshard.convert.rules import read_rules
+from fullshard.convert.source import parse_config
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
-from fullshard.spec.toml_file import toml_value
+from fullshard.spec.toml_file import format_toml_value
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
@@ -92,7 +92,9 @@ QUICK = {"accelerate_fsdp1.yaml", "deepspeed_zero3.json", "fsdp1.py.txt"}
 
 
 def converted(path: Path, *, ranks: int | None = None) -> Conversion:
-    return convert(path.read_text(), name=path.stem if path.suffix == ".txt" else path.name, ranks=ranks)
+    return convert_config(
+        path.read_text(), name=path.stem if path.suffix == ".txt" else path.name, ranks=ranks
+    )
 
 
 def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -114,20 +116,20 @@ def keys_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_key_is_spoken_of_once(path):
-    said = [one.key for one in converted(path).said]
+    said = [one.key for one in converted(path).key_results]
     assert len(said) == len(set(said))
     assert set(said) == keys_of(path)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_only_keys_that_no_one_knows_are_unknown(path):
-    unknown = {one.key for one in converted(path).said if one.verdict is KeyVerdict.UNKNOWN}
+    unknown = {one.key for one in converted(path).key_results if one.verdict is KeyVerdict.UNKNOWN}
     assert unknown == UNKNOWN.get(path.name, set())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_what_sets_nothing_says_why(path):
-    for one in converted(path).said:
+    for one in converted(path).key_results:
         sets = one.verdict in (KeyVerdict.TAKEN, KeyVerdict.RENAMED)
         assert bool(one.sets) == sets
         assert one.why or sets, one
@@ -135,11 +137,11 @@ def test_what_sets_nothing_says_why(path):
 
 @pytest.mark.parametrize("name", ["accelerate", "deepspeed", "fsdp", "lightning", "torchtitan"])
 def test_every_rule_of_a_table_says_one_thing_and_sets_a_key_that_exists(name):
-    for key, rule in load_rules(name).items():
+    for key, rule in read_rules(name).items():
         assert sum(map(bool, (rule.not_needed, rule.unsupported, rule.sets))) == 1, key
         assert "$" not in rule.not_needed + rule.unsupported + rule.why + rule.instead, key
         if rule.sets:
-            default(rule.sets)
+            default_run_setting(rule.sets)
 
 
 def value_of(run: Run, target: str) -> str:
@@ -160,7 +162,7 @@ def test_it_says_the_same_in_other_words(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_what_is_printed_loads_as_the_run(path, tmp_path):
     conversion = converted(path)
-    (tmp_path / "run.toml").write_text(conversion.run_toml())
+    (tmp_path / "run.toml").write_text(conversion.run_toml_text())
     assert Run.load(tmp_path / "run.toml") == conversion.run
 
 
@@ -176,8 +178,8 @@ def test_a_key_that_is_no_key_is_never_passed_over(path, section):
     for part in section:
         inner = inner.setdefault(part, {})
     inner["surprise"] = 1
-    conversion = convert(json.dumps(tree), name="a.json")
-    found = next(one for one in conversion.said if one.key == ".".join((*section, "surprise")))
+    conversion = convert_config(json.dumps(tree), name="a.json")
+    found = next(one for one in conversion.key_results if one.key == ".".join((*section, "surprise")))
     assert found.verdict is KeyVerdict.UNKNOWN
 
 
@@ -217,15 +219,15 @@ def mappings(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @settings(max_examples=80)
 def test_whatever_a_value_is_it_is_told_or_refused(data):
     path = data.draw(st.sampled_from([path for path in CONFIGS if path.suffix != ".txt"]))
-    found, tree, _ = read_source(path.read_text(), name=path.name, format=None)
+    found, tree, _ = parse_config(path.read_text(), name=path.name, format=None)
     inner = data.draw(st.sampled_from(list(mappings(tree))))
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(st.sampled_from(ODD))
-    text = json.dumps(tree) if found is not Format.TORCHTITAN else toml_value_text(tree)
+    text = json.dumps(tree) if found is not ConfigFormat.TORCHTITAN else toml_value_text(tree)
     try:
-        conversion = convert(text, name=path.name, format=found)
+        conversion = convert_config(text, name=path.name, format=found)
     except SpecError:
         return
-    assert {one.key for one in conversion.said} == set(leaves(tree))
+    assert {one.key for one in conversion.key_results} == set(leaves(tree))
 
 
 BOMBS = {
@@ -249,7 +251,7 @@ BOMBS = {
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
 def test_text_that_grows_when_it_is_read_is_refused(text: str) -> None:
     with pytest.raises(SpecError):
-        convert(text, name="config")
+        convert_config(text, name="config")
 
 
 def test_values_that_only_yaml_or_python_has_become_text() -> None:
@@ -259,23 +261,23 @@ def test_values_that_only_yaml_or_python_has_become_text() -> None:
         '{"train_batch_size": 1e999, "gradient_clipping": "nan", "bf16": {"enabled": "\\u007f"}}',
     ):
         try:
-            conversion = convert(text, name="config")
+            conversion = convert_config(text, name="config")
         except SpecError:
             continue
         conversion.model_dump_json()
-        assert Run.parse(tomllib.loads(conversion.run_toml()), source="it") == conversion.run
+        assert Run.parse(tomllib.loads(conversion.run_toml_text()), source="it") == conversion.run
 
 
 def test_a_comment_and_a_text_of_toml_hold_no_control_characters() -> None:
     text = '{"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", '
     text += '"nvme_path": "a\\u007f\\u0001"}}}'
-    conversion = convert(text, name="a\x00\x7fb.json")
-    assert tomllib.loads(conversion.run_toml())["offload"]["path"] == "a\x7f\x01"
+    conversion = convert_config(text, name="a\x00\x7fb.json")
+    assert tomllib.loads(conversion.run_toml_text())["offload"]["path"] == "a\x7f\x01"
 
 
 def toml_value_text(tree: dict[str, Any]) -> str:
     """Each key of the top as one line; what TOML has no word for becomes an empty string."""
-    return "\n".join(f"{key} = {toml_value(_without_none(value))}" for key, value in tree.items())
+    return "\n".join(f"{key} = {format_toml_value(_without_none(value))}" for key, value in tree.items())
 
 
 def _without_none(value: Any) -> Any:
@@ -291,9 +293,9 @@ def train_two_steps(text: str, overrides: list[str], ranks: int) -> list[float]:
         run = Run.load(file.name, overrides=overrides)
     plan = Plan.from_run(run, world_size=ranks)
     with torch.device("meta"):
-        model = DecoderModel(run.decoder)
+        model = DecoderModel(run.decoder_config)
     shard(model, plan)
-    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.decoder.vocabulary))
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.decoder_config.vocabulary))
     return [step.loss for step in train(state, plan)]
 
 
@@ -311,7 +313,7 @@ def test_the_run_trains(path, ranks):
         Strategy.HYBRID_SHARD_ZERO2,
     )
     count = 4 if wide else 2
-    text = converted(path, ranks=count).run_toml()
+    text = converted(path, ranks=count).run_toml_text()
     losses = ranks(count).run(train_two_steps, text, TINY, count)
     assert losses == [losses[0]] * count
     assert all(0 < loss < 10 for loss in losses[0])
@@ -319,8 +321,8 @@ def test_the_run_trains(path, ranks):
 
 def test_batches_multiply_to_the_whole():
     text = '{"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}'
-    assert convert(text, name="a.json", ranks=8).run.train.global_batch == 96
-    assert any("--ranks" in note for note in convert(text, name="a.json").notes)
+    assert convert_config(text, name="a.json", ranks=8).run.train.global_batch == 96
+    assert any("--ranks" in note for note in convert_config(text, name="a.json").notes)
 
 
 @pytest.mark.parametrize(
@@ -347,41 +349,47 @@ def test_batches_multiply_to_the_whole():
 )
 def test_what_is_no_config_is_refused(text, told):
     with pytest.raises(SpecError, match=told):
-        convert(text, name="a.json")
+        convert_config(text, name="a.json")
 
 
 def test_a_format_that_is_asked_for_is_the_one_that_is_read():
-    assert convert("debug: true", name="a.yaml", format=Format.ACCELERATE).format is Format.ACCELERATE
+    assert (
+        convert_config("debug: true", name="a.yaml", format=ConfigFormat.ACCELERATE).format
+        is ConfigFormat.ACCELERATE
+    )
     with pytest.raises(SpecError, match="no config of torchtitan"):
-        convert('{"fp16": {"enabled": true}}', name="a", format=Format.TORCHTITAN)
+        convert_config('{"fp16": {"enabled": true}}', name="a", format=ConfigFormat.TORCHTITAN)
 
 
 def test_python_is_read_and_never_run(tmp_path):
     touched = tmp_path / "touched"
     text = f"open({str(touched)!r}, 'w')\nFSDP(model, forward_prefetch=bool(open({str(touched)!r}, 'w')))"
-    said = {one.key: one.verdict for one in convert(text, name="a.py").said}
+    said = {one.key: one.verdict for one in convert_config(text, name="a.py").key_results}
     assert not touched.exists()
     assert said.keys() == {"module", "forward_prefetch"}
 
 
 def test_a_value_that_only_the_program_knows_is_not_guessed():
     text = "FSDP(m, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=args.size))"
-    said = {one.key: one for one in convert(text, name="a.py").said}
+    said = {one.key: one for one in convert_config(text, name="a.py").key_results}
     assert said["auto_wrap_policy.min_num_params"].verdict is KeyVerdict.NOT_SUPPORTED
     assert "sharding.units.min_parameters" in said["auto_wrap_policy.min_num_params"].why
 
 
 def test_names_that_go_in_circles_end():
-    convert("a = b\nb = a\nFSDP(m, device_id=a)", name="a.py")
+    convert_config("a = b\nb = a\nFSDP(m, device_id=a)", name="a.py")
 
 
 @pytest.mark.parametrize("value", ["args.recompute", "bool(os.environ['X'])"])
 def test_a_switch_that_only_the_program_knows_is_not_taken_for_off(value):
     said = {
-        one.key: one for one in convert(f"FSDP2Config(activation_checkpointing={value})", name="a.py").said
+        one.key: one
+        for one in convert_config(f"FSDP2Config(activation_checkpointing={value})", name="a.py").key_results
     }
     assert said["activation_checkpointing"].verdict is KeyVerdict.NOT_SUPPORTED
-    said = {one.key: one for one in convert(f"FSDP(m, forward_prefetch={value})", name="a.py").said}
+    said = {
+        one.key: one for one in convert_config(f"FSDP(m, forward_prefetch={value})", name="a.py").key_results
+    }
     assert said["forward_prefetch"].verdict is KeyVerdict.NOT_SUPPORTED
 
 
@@ -399,22 +407,24 @@ def test_a_switch_that_only_the_program_knows_is_not_taken_for_off(value):
     ],
 )
 def test_what_asks_for_nothing_is_not_said_to_be_missing(text, key, verdict):
-    said = {one.key: one for one in convert(text, name="a.json", format=Format.DEEPSPEED).said}
+    said = {
+        one.key: one for one in convert_config(text, name="a.json", format=ConfigFormat.DEEPSPEED).key_results
+    }
     assert said[key or "zero_optimization.zero_quantized_weights"].verdict is verdict
 
 
 def test_of_keys_that_contradict_each_other_the_first_counts_and_the_other_is_told():
     text = "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}"
-    conversion = convert(text, name="a.yaml")
+    conversion = convert_config(text, name="a.yaml")
     assert conversion.run.sharding.strategy is Strategy.NO_SHARD
-    assert conversion.said[1].verdict is KeyVerdict.NOT_SUPPORTED
-    assert "distributed_type" in conversion.said[1].why
+    assert conversion.key_results[1].verdict is KeyVerdict.NOT_SUPPORTED
+    assert "distributed_type" in conversion.key_results[1].why
 
 
 @pytest.mark.parametrize(
     "text", ["FSDP(model)", "fully_shard(model)", "Fabric(strategy=FSDPStrategy(timeout=None))"]
 )
 def test_what_is_left_out_is_the_other_tools_default(text):
-    conversion = convert(text, name="a.py")
+    conversion = convert_config(text, name="a.py")
     assert conversion.run.sharding.strategy is Strategy.FULL_SHARD
     assert any("sharding.strategy" in note for note in conversion.notes)

@@ -65,7 +65,7 @@ def test_sources_without_weights_are_one(tmp_path: Path):
     ]
     data = build_data(run_of(tmp_path / "cache", sources=sources, packing="best_fit"))
     assert isinstance(data, PackedData)
-    assert (len(data.pools), data.documents) == (1, 40)
+    assert (len(data.pools), data.document_count) == (1, 40)
 
 
 def test_a_function_of_ones_own_gives_the_batches(tmp_path: Path):
@@ -93,14 +93,14 @@ def test_sequences_longer_than_any_document_are_refused_where_none_are_packed(tm
     settings = {"source": "jsonl", "paths": (path,), "packing": "none", "validation_fraction": 0}
     with pytest.raises(DataError, match=r"(?s)longer than any document.*30 tokens.*best_fit"):
         build_data(run_of(tmp_path, **settings, sequence_length=31))
-    assert build_data(run_of(tmp_path, **settings, sequence_length=30)).documents == 25
+    assert build_data(run_of(tmp_path, **settings, sequence_length=30)).document_count == 25
 
 
 def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):
     np.save(tmp_path / "a.npy", np.arange(1000))
     settings = {"source": "memmap", "paths": (f"{tmp_path}/a.npy",)}
     assert build_data(run_of(tmp_path / "cache", **settings)).vocabulary == 1000
-    with pytest.raises(DataError, match=r"(?s)not made with.*a token 999, where the tokenizer has"):
+    with pytest.raises(DataError, match=r"(?s)not made with.*token 999; the tokenizer has"):
         build_data(run_of(tmp_path / "cache", **settings, tokenizer=save_tokenizer(tmp_path / "tok")))
 
 

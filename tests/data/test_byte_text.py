@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.cli.main import main
-from fullshard.data.build import build_packed_data, tokenizer_vocabulary
+from fullshard.data.build import build_packed_data, tokenizer_vocabulary_size
 from fullshard.data.packed import PackedData
 from fullshard.errors import DataError
 from fullshard.spec.plan import Plan
@@ -51,12 +51,12 @@ def test_any_number_of_ranks_sees_the_same_samples_from_any_step_on(tmp_path_fac
 def test_the_default_run_needs_no_cache_and_knows_its_text(tmp_path: Path):
     data = build_packed_data(Run.parse({"data": {"cache": str(tmp_path / "cache")}}, source="test"))
     assert not (tmp_path / "cache").exists()
-    assert data.train_tokens > 5_000_000
-    assert 0.04 < data.validation_tokens / (data.validation_tokens + data.train_tokens) <= 0.05
+    assert data.training_token_count > 5_000_000
+    assert 0.04 < data.validation_tokens / (data.validation_tokens + data.training_token_count) <= 0.05
     assert data.byte_entropy is not None
     assert 2.5 < data.byte_entropy < 4
     assert "nats/byte" in data.describe()
-    assert "import " in data.decode(torch.from_numpy(data.stores[0].tokens[:100_000].astype(np.int64)))
+    assert "import " in data.decode(torch.from_numpy(data.token_stores[0].tokens[:100_000].astype(np.int64)))
 
 
 def test_text_in_memory_has_the_tokens_and_rows_of_the_cache(tmp_path: Path):
@@ -65,8 +65,8 @@ def test_text_in_memory_has_the_tokens_and_rows_of_the_cache(tmp_path: Path):
     lines = "".join(f'{{"text": "{chr(ord("A") + i) * 20}"}}\n' for i in range(26))
     (tmp_path / "a.jsonl").write_text(lines)
     mapped = data_of(tmp_path, "a.jsonl", source="jsonl")
-    assert isinstance(mapped.stores[0].tokens, np.memmap)
-    assert not isinstance(here.stores[0].tokens, np.memmap)
+    assert isinstance(mapped.token_stores[0].tokens, np.memmap)
+    assert not isinstance(here.token_stores[0].tokens, np.memmap)
     plan = plan_of(2, 3, validate_sequences=4)
     assert rows_of(here, range(20), plan) == rows_of(mapped, range(20), plan)
     for rank in range(2):
@@ -77,14 +77,14 @@ def test_text_in_memory_has_the_tokens_and_rows_of_the_cache(tmp_path: Path):
 def test_no_document_is_on_both_sides(tmp_path: Path):
     data = data_of(letters(tmp_path), validation_fraction=0.25)
     plan = plan_of(1, 1, validate_sequences=1000)
-    epoch = rows_of(data, range(data.pools[0].training.count), plan)
+    epoch = rows_of(data, range(data.pools[0].training.row_count), plan)
     held_out = {
         token for batch in data.validation(rank=0, plan=plan) for token in batch["tokens"].ravel().tolist()
     }
     trained = {token for row in epoch for token in row}
     assert trained & held_out == {0}
     assert len(trained | held_out) == 27
-    assert (data.documents, len(held_out)) == (26, 7)
+    assert (data.document_count, len(held_out)) == (26, 7)
 
 
 def test_data_does_not_depend_on_where_it_lies(tmp_path: Path):
@@ -134,6 +134,6 @@ def test_files_that_are_no_text_are_refused_by_name(tmp_path: Path, content: byt
 
 
 def test_a_model_without_room_for_bytes_is_refused(capsys):
-    assert tokenizer_vocabulary(Run().data) == 256
+    assert tokenizer_vocabulary_size(Run().data) == 256
     assert main(["data", "prepare", "--set", "model.vocabulary=255"]) == 2
     assert "a vocabulary of 255" in capsys.readouterr().err

@@ -10,19 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.cache import cache_root, digests, get_or_build, key_of, manifest_of
+from fullshard.data.cache import (
+    cache_key,
+    file_digests,
+    get_or_build_entry,
+    make_cache_directory,
+    read_manifest,
+)
 from fullshard.errors import DataError
 
 WRITES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
-from fullshard.data.cache import get_or_build
+from fullshard.data.cache import get_or_build_entry
 
 def build(draft):
     (draft / "half").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
-get_or_build(Path(sys.argv[1]), "entry", build=build)
+get_or_build_entry(Path(sys.argv[1]), "entry", build=build)
 """
 
 
@@ -38,11 +44,11 @@ def counting(counts: list[int], text: str = "whole", *, seconds: float = 0.0):
 
 def test_an_entry_is_made_once(tmp_path: Path):
     counts: list[int] = []
-    entries = {get_or_build(tmp_path, "entry", build=counting(counts)) for _ in range(3)}
+    entries = {get_or_build_entry(tmp_path, "entry", build=counting(counts)) for _ in range(3)}
     assert entries == {tmp_path / "entry"}
     assert len(counts) == 1
     assert (tmp_path / "entry" / "file").read_text() == "whole"
-    assert manifest_of(tmp_path / "entry")["number"] == 1
+    assert read_manifest(tmp_path / "entry")["number"] == 1
 
 
 def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
@@ -50,7 +56,9 @@ def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
     alive: list[int] = []
 
     def want() -> None:
-        get_or_build(tmp_path, "entry", build=counting(counts, seconds=0.5), alive=lambda: alive.append(1))
+        get_or_build_entry(
+            tmp_path, "entry", build=counting(counts, seconds=0.5), alive=lambda: alive.append(1)
+        )
 
     threads = [threading.Thread(target=want) for _ in range(3)]
     for thread in threads:
@@ -66,7 +74,7 @@ def test_what_is_killed_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "entry").exists()
     counts: list[int] = []
-    get_or_build(tmp_path, "entry", build=counting(counts))
+    get_or_build_entry(tmp_path, "entry", build=counting(counts))
     assert len(counts) == 1
     assert list(tmp_path.glob(".entry.tmp-*")) == []
 
@@ -77,15 +85,15 @@ def test_what_raises_leaves_nothing(tmp_path: Path):
         raise DataError("corrupt.")
 
     with pytest.raises(DataError, match="corrupt"):
-        get_or_build(tmp_path, "entry", build=build)
+        get_or_build_entry(tmp_path, "entry", build=build)
     assert [path.name for path in tmp_path.iterdir()] == [".entry.lock"]
 
 
 def test_an_entry_that_lost_bytes_is_made_again(tmp_path: Path):
     counts: list[int] = []
-    get_or_build(tmp_path, "entry", build=counting(counts))
+    get_or_build_entry(tmp_path, "entry", build=counting(counts))
     os.truncate(tmp_path / "entry" / "file", 3)
-    get_or_build(tmp_path, "entry", build=counting(counts))
+    get_or_build_entry(tmp_path, "entry", build=counting(counts))
     assert len(counts) == 2
     assert (tmp_path / "entry" / "file").read_text() == "whole"
 
@@ -93,7 +101,7 @@ def test_an_entry_that_lost_bytes_is_made_again(tmp_path: Path):
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"(?s)cannot be written.*data\.cache"):
-        cache_root(str(tmp_path / "file" / "cache"))
+        make_cache_directory(str(tmp_path / "file" / "cache"))
 
 
 def aged(path: Path, text: str, *, seconds: float) -> Path:
@@ -106,25 +114,25 @@ def test_digests_follow_content_alone(tmp_path: Path):
     one = aged(tmp_path / "one", "same", seconds=100)
     other = aged(tmp_path / "other", "same", seconds=50)
     third = aged(tmp_path / "third", "else", seconds=100)
-    found = digests([one, other, third], root=tmp_path / "cache")
+    found = file_digests([one, other, third], root=tmp_path / "cache")
     assert found[0] == found[1] != found[2]
-    assert digests([one, other, third], root=tmp_path / "cache") == found
+    assert file_digests([one, other, third], root=tmp_path / "cache") == found
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path: Path):
-    before = digests([aged(tmp_path / "a", "one", seconds=100)], root=tmp_path / "cache")
-    assert digests([aged(tmp_path / "a", "two", seconds=50)], root=tmp_path / "cache") != before
+    before = file_digests([aged(tmp_path / "a", "one", seconds=100)], root=tmp_path / "cache")
+    assert file_digests([aged(tmp_path / "a", "two", seconds=50)], root=tmp_path / "cache") != before
 
 
 def test_a_file_of_this_moment_is_not_remembered(tmp_path: Path):
     path = tmp_path / "a"
     path.write_text("one")
     seen = path.stat()
-    before = digests([path], root=tmp_path / "cache")
+    before = file_digests([path], root=tmp_path / "cache")
     path.write_text("two")
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # as two writes within a tick of the clock
-    assert digests([path], root=tmp_path / "cache") != before
+    assert file_digests([path], root=tmp_path / "cache") != before
 
 
 def test_keys_follow_facts():
-    assert key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1}) != key_of({"a": 1, "b": [3]})
+    assert cache_key({"a": 1, "b": [2]}) == cache_key({"b": [2], "a": 1}) != cache_key({"a": 1, "b": [3]})

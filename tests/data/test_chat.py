@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
+from fullshard.data.chat_template import ChatTemplate, UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
 from tests.data.samples import CHAT, save_tokenizer
@@ -24,7 +24,7 @@ FORGETS = "{% for m in messages[-2:] %}<|{{ m.role }}|>{{ m.content }}{% endfor 
 
 def trained_text(path: str, train_on: str = "assistant") -> list[str]:
     """The text of each run of tokens that are trained on."""
-    tokens, trained = ChatTemplate(path).encode(TALK, train_on=train_on)
+    tokens, trained = ChatTemplate(path).encode_conversation(TALK, train_on=train_on)
     runs: list[list[int]] = [[]]
     for token, kept in zip(tokens.tolist(), trained.tolist(), strict=True):
         runs[-1].append(token) if kept else runs.append([])
@@ -49,15 +49,15 @@ def test_a_template_that_marks_what_is_generated_is_taken_at_its_word(tmp_path: 
 
 def test_a_template_that_changes_earlier_messages_has_no_answer(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok", template=FORGETS)
-    with pytest.raises(NotWrittenOutError, match="message 2 changes"):
+    with pytest.raises(UntokenizableRecordError, match="message 2 changes"):
         trained_text(path)
 
 
 @pytest.mark.parametrize("talk", [[], "text", [{"content": "no role"}], ["text"], None])
 def test_what_is_no_conversation_is_refused(tmp_path: Path, talk: object):
     path = save_tokenizer(tmp_path / "tok", template=CHAT)
-    with pytest.raises(NotWrittenOutError):
-        ChatTemplate(path).encode(talk, train_on="all")
+    with pytest.raises(UntokenizableRecordError):
+        ChatTemplate(path).encode_conversation(talk, train_on="all")
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path):

@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.cache import cache_root, no_heartbeat
-from fullshard.data.readers import split_file
-from fullshard.data.sources import stores_of
+from fullshard.data.cache import make_cache_directory, no_heartbeat
+from fullshard.data.readers import split_file_into_parts
+from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import TokenStore
 from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
-from fullshard.spec.data_section import SourceFields
+from fullshard.spec.data_section import DataSourceFields
 from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines
 
 
 def store_of(tmp_path: Path, **data: object) -> TokenStore:
     section = run_of(tmp_path / "cache", **data).data
-    (store,) = stores_of(section, section, root=cache_root(section.cache), alive=no_heartbeat)
+    (store,) = open_token_stores(
+        section, section, root=make_cache_directory(section.cache), alive=no_heartbeat
+    )
     return store
 
 
@@ -35,7 +37,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 def expected(path: str, texts: list[str]) -> list[list[int]]:
     tokenizer = open_tokenizer(path)
-    return [[*tokens.tolist(), *tokenizer.after] for tokens in tokenizer.encode(texts)]
+    return [[*tokens.tolist(), *tokenizer.tokens_after_document] for tokens in tokenizer.encode(texts)]
 
 
 def write_source(kind: str, directory: Path) -> tuple[list[str], dict[str, object]]:
@@ -73,9 +75,11 @@ def test_every_source_gives_the_tokens_of_its_texts(tmp_path: Path, tokenizer: s
 
 def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
     paths = [Path(texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i)) for i in range(6)]
-    parts = [part for path in paths for part in split_file("jsonl", path, size=path.stat().st_size)]
+    parts = [
+        part for path in paths for part in split_file_into_parts("jsonl", path, size=path.stat().st_size)
+    ]
     recipe = TokenizeSettings(
-        SourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16"
+        DataSourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16"
     )
     alone, together = (
         list(tokenize_tasks([[part] for part in parts], recipe, processes=processes)) for processes in (1, 2)
@@ -119,7 +123,7 @@ def test_a_long_text_is_one_document(tmp_path: Path):
     whole = (text(3) + "\n") * (9_000_000 // len(text(3)))
     (tmp_path / "a.txt").write_text(whole)
     store = store_of(tmp_path, source="text", paths=(f"{tmp_path}/a.txt",), packing="best_fit")
-    assert store.documents == 1
+    assert store.document_count == 1
     assert store.tokens.tobytes() == whole.encode() + b"\0"
 
 
@@ -134,11 +138,11 @@ def test_prompts_are_left_out_of_the_labels(tmp_path: Path, tokenizer: str):
         "prompt_field": "ask",
         "completion_field": "say",
     }
-    assert store_of(tmp_path, **settings).trained is None
+    assert store_of(tmp_path, **settings).loss_mask is None
     store = store_of(tmp_path, **settings, train_on="completion")
     said = expected(tokenizer, [row["say"] for row in rows])
     for begin, end, wanted in zip(store.begins, store.ends, said, strict=True):
-        assert store.tokens[begin:end][store.trained[begin:end] == 1].tolist() == wanted
+        assert store.tokens[begin:end][store.loss_mask[begin:end] == 1].tolist() == wanted
 
 
 def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str):
@@ -152,7 +156,7 @@ def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str
         records="messages",
         train_on="assistant",
     )
-    words = open_tokenizer(tokenizer).decode(store.tokens[store.trained == 1].tolist())
+    words = open_tokenizer(tokenizer).decode(store.tokens[store.loss_mask == 1].tolist())
     assert words == "sat<|endoftext|>\n" * 3
 
 
@@ -193,7 +197,7 @@ def test_a_split_that_is_not_there_is_told_with_those_that_are(tmp_path: Path):
     rows = datasets.Dataset.from_list([{"text": "a"}])
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "set")
     settings = {"source": "datasets", "paths": (f"{tmp_path}/set",)}
-    assert store_of(tmp_path, **settings, split="test").documents == 1
+    assert store_of(tmp_path, **settings, split="test").document_count == 1
     with pytest.raises(DataError, match=r"(?s)no split 'dev'.*train, test"):
         store_of(tmp_path, **settings, split="dev")
     with pytest.raises(DataError, match="cannot be loaded"):

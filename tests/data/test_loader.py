@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.prefetch import PrefetchingBatches
+from fullshard.data.prefetch import MicrobatchPrefetcher
 from fullshard.errors import DataError
 from fullshard.spec.plan import Plan
 from tests.data.samples import plan_of
@@ -33,7 +33,7 @@ class Numbers:
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 3))
 def test_any_course_of_steps_is_what_it_is_without(steps: list[int], ahead: int, accumulation: int):
     plan, plain = plan_of(2, 1, accumulation), Numbers()
-    with PrefetchingBatches(Numbers(), steps=ahead) as data:
+    with MicrobatchPrefetcher(Numbers(), steps=ahead) as data:
         for step in steps:
             wanted = list(plain.microbatches(step, rank=1, plan=plan))
             assert list(data.microbatches(step, rank=1, plan=plan)) == wanted
@@ -41,7 +41,7 @@ def test_any_course_of_steps_is_what_it_is_without(steps: list[int], ahead: int,
 
 def test_steps_in_order_are_each_made_once_and_only_so_many_ahead():
     numbers = Numbers()
-    with PrefetchingBatches(numbers, steps=2) as data:
+    with MicrobatchPrefetcher(numbers, steps=2) as data:
         for step in range(5):
             list(data.microbatches(step, rank=0, plan=plan_of(1, 1)))
             assert max(numbers.asked) <= step + 2
@@ -50,7 +50,7 @@ def test_steps_in_order_are_each_made_once_and_only_so_many_ahead():
 
 def test_what_raises_does_so_in_the_step_that_asks_and_the_next_goes_on():
     plan = plan_of(1, 1)
-    with PrefetchingBatches(Numbers(fails=2), steps=2) as data:
+    with MicrobatchPrefetcher(Numbers(fails=2), steps=2) as data:
         for step in (0, 1):
             assert list(data.microbatches(step, rank=0, plan=plan)) == [(step, 0, 0)]
         with pytest.raises(DataError, match="step 2 is corrupt"):
@@ -60,7 +60,7 @@ def test_what_raises_does_so_in_the_step_that_asks_and_the_next_goes_on():
 
 def test_no_thread_outlives_the_block():
     before = threading.active_count()
-    with PrefetchingBatches(Numbers(), steps=1) as data:
+    with MicrobatchPrefetcher(Numbers(), steps=1) as data:
         list(data.microbatches(0, rank=0, plan=plan_of(1, 1)))
         assert threading.active_count() == before + 1
     assert threading.active_count() == before

@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard.data.cache import cache_root, no_heartbeat
-from fullshard.data.memmaps import memmap_stores
+from fullshard.data.cache import make_cache_directory, no_heartbeat
+from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.token_store import TokenStore
 from fullshard.errors import DataError
-from fullshard.spec.data_section import SourceFields
+from fullshard.spec.data_section import DataSourceFields
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 1], [9, 10, 11, 12, 1]]
 JOINED = [token for document in DOCUMENTS for token in document]
 
 
 def stores(tmp_path: Path, pattern: str, **fields: object) -> list[TokenStore]:
-    given = SourceFields(paths=(f"{tmp_path}/{pattern}",), **fields)
-    return memmap_stores(given, root=cache_root(str(tmp_path / "cache")), alive=no_heartbeat)
+    given = DataSourceFields(paths=(f"{tmp_path}/{pattern}",), **fields)
+    return open_memmap_stores(given, root=make_cache_directory(str(tmp_path / "cache")), alive=no_heartbeat)
 
 
 def documents(store: TokenStore) -> list[list[int]]:
@@ -40,7 +40,7 @@ def test_arrays_and_raw_files_are_cut_at_the_token_that_ends_a_document(tmp_path
     for pattern, fields in (("a.npy", {}), ("b.bin", {"dtype": dtype})):
         (store,) = stores(tmp_path, pattern, eod_token=1, **fields)
         assert documents(store) == DOCUMENTS
-        assert store.vocabulary == 13
+        assert store.vocabulary_size == 13
         assert isinstance(store.tokens, np.memmap)
         assert documents(stores(tmp_path, pattern, **fields)[0]) == [JOINED]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.sampling import LONGEST_PERIOD, interleave_sources
+from fullshard.data.sampling import LONGEST_PERIOD, build_source_interleaving
 
 laws = settings(max_examples=50)
 weights = st.lists(st.integers(1, 50).map(lambda n: n / 10), min_size=1, max_size=5)
@@ -14,10 +14,13 @@ weights = st.lists(st.integers(1, 50).map(lambda n: n / 10), min_size=1, max_siz
 @laws
 @given(weights, st.integers(0, 10**6))
 def test_any_sample_is_found_alone_and_each_source_counts_on(weights: list[float], first: int):
-    pattern = interleave_sources(weights)
+    pattern = build_source_interleaving(weights)
     numbers = np.arange(first, first + 2 * len(pattern.sources))
-    sources, own = pattern.locate(numbers)
-    alone = [tuple(int(x[0]) for x in pattern.locate(numbers[i : i + 1])) for i in range(0, len(numbers), 7)]
+    sources, own = pattern.locate_samples(numbers)
+    alone = [
+        tuple(int(x[0]) for x in pattern.locate_samples(numbers[i : i + 1]))
+        for i in range(0, len(numbers), 7)
+    ]
     assert alone == list(zip(sources.tolist(), own.tolist(), strict=True))[::7]
     for source in range(len(weights)):
         counted = own[sources == source]
@@ -28,7 +31,7 @@ def test_any_sample_is_found_alone_and_each_source_counts_on(weights: list[float
 @laws
 @given(weights)
 def test_proportions_are_exact_in_a_period_and_even_within(weights: list[float]):
-    pattern = interleave_sources(weights)
+    pattern = build_source_interleaving(weights)
     shares = np.array(weights) / sum(weights)
     assert pattern.counts / len(pattern.sources) == pytest.approx(shares, rel=1e-12)
     seen = np.cumsum(pattern.sources[:, None] == np.arange(len(weights)), axis=0)
@@ -37,11 +40,11 @@ def test_proportions_are_exact_in_a_period_and_even_within(weights: list[float])
 
 
 def test_weights_that_need_a_long_period_are_rounded_to_the_longest():
-    pattern = interleave_sources([0.123456789, 1 / 3])
+    pattern = build_source_interleaving([0.123456789, 1 / 3])
     assert len(pattern.sources) == pytest.approx(LONGEST_PERIOD, abs=1)
     assert pattern.counts[0] / pattern.counts[1] == pytest.approx(0.123456789 * 3, rel=1e-4)
 
 
 def test_order_is_the_same_on_every_machine():
-    assert interleave_sources([0.5, 0.25, 0.25]).sources.tolist() == [0, 1, 2, 0]
-    assert interleave_sources([0.7, 0.3]).sources.tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert build_source_interleaving([0.5, 0.25, 0.25]).sources.tolist() == [0, 1, 2, 0]
+    assert build_source_interleaving([0.7, 0.3]).sources.tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fullshard.data.batches import IGNORED_LABEL
 from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
-from fullshard.data.prefetch import PrefetchingBatches
+from fullshard.data.prefetch import MicrobatchPrefetcher
 from tests.data.samples import plan_of, run_of
 
 S = 7
@@ -111,7 +111,7 @@ def test_ranks_and_microbatches_together_see_what_one_alone_sees(
 def test_each_token_is_seen_once_an_epoch(packing: str, epoch: int, seed: int):
     data = data_of(packing, seed=seed)
     (pool,) = data.pools
-    rows = rows_from(data, epoch * pool.training.count, pool.training.count)
+    rows = rows_from(data, epoch * pool.training.row_count, pool.training.row_count)
     documents = pool.stream.stores[0].tokens
     seen = Counter(token for tokens, _ in rows for token in tokens if token)
     if packing == "concat":  # but what the last window leaves
@@ -157,7 +157,7 @@ def test_parts_on_any_ranks_lose_no_sample_and_double_none(packing: str, mixed: 
     whole = [global_batch(data_of(packing, weights=weights), step, 1, 12) for step in range(total)]
     seen, step = [], 0
     for world, steps in parts:
-        with PrefetchingBatches(data_of.__wrapped__(packing, weights=weights), steps=1) as data:
+        with MicrobatchPrefetcher(data_of.__wrapped__(packing, weights=weights), steps=1) as data:
             plan = plan_of(world, 12 // world)
             for _ in range(steps):
                 shares = [list(data.microbatches(step, rank=rank, plan=plan)) for rank in range(world)]
@@ -176,7 +176,7 @@ def test_a_mixture_has_its_sources_in_proportion_and_each_in_whole_epochs(
     rows = rows_from(data, first * period, period)
     from_each = Counter(max(tokens) // 1000 - 1 for tokens, *_ in rows)
     assert [from_each[i] / period for i in range(len(weights))] == [w / sum(weights) for w in weights]
-    count = data.pools[0].training.count
+    count = data.pools[0].training.row_count
     own = [row for row in rows_from(data, 0, 4 * count) if max(row[0]) // 1000 == 1]
     assert len(set(own[:count])) == min(count, len(own))
 
@@ -216,7 +216,7 @@ def test_microbatches_are_int64_of_the_planned_shape():
 
 def test_seeds_and_epochs_order_rows_differently():
     data = data_of("best_fit")
-    count = data.pools[0].training.count
+    count = data.pools[0].training.row_count
     first, second = rows_from(data, 0, count), rows_from(data, count, count)
     assert sorted(first) == sorted(second)
     assert first != second != rows_from(data_of("best_fit", seed=1), 0, count)
@@ -231,9 +231,9 @@ def test_nothing_of_the_tokens_or_their_layout_is_copied_by_a_rank():
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 def test_what_is_told_of_the_data_is_what_there_is(packing: str):
     data = data_of(packing, fraction=0.2)
-    summary = data.summary()
+    summary = data.summary_figures()
     assert summary["documents"] == 40
     assert summary["vocabulary"] == data.vocabulary
-    assert summary["efficiency"] == data.train_tokens / (summary["training sequences"] * S)
+    assert summary["efficiency"] == data.training_token_count / (summary["training sequences"] * S)
     assert "40 documents" in data.describe()
     assert packing in data.describe()

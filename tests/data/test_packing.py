@@ -9,13 +9,13 @@ from fullshard.data.packing import (
     NO_LABEL,
     Packing,
     Rows,
-    Spans,
-    best_fit,
-    count_tokens,
-    open_rows,
-    pack_rows,
-    split_long,
-    split_spans,
+    TokenSpans,
+    build_rows_from_arrays,
+    count_packed_tokens,
+    pack_best_fit_decreasing,
+    pack_spans_into_rows,
+    split_long_spans,
+    split_training_and_held_out,
 )
 
 laws = settings(max_examples=60)
@@ -23,30 +23,32 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 capacities = st.integers(1, 20)
 
 
-def spans_of(sizes: list[int]) -> Spans:
+def spans_of(sizes: list[int]) -> TokenSpans:
     """One behind the other, each from a multiple of 100 on."""
-    return Spans(np.arange(len(sizes)) * 100, np.array(sizes))
+    return TokenSpans(np.arange(len(sizes)) * 100, np.array(sizes))
 
 
-def rows_of(spans: Spans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
-    arrays = pack_rows(spans, packing=packing, sequence_length=length)
-    return open_rows(arrays, tokens=count_tokens(arrays), sequence_length=length, masked=masked)
+def rows_of(spans: TokenSpans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
+    arrays = pack_spans_into_rows(spans, packing=packing, sequence_length=length)
+    return build_rows_from_arrays(
+        arrays, tokens=count_packed_tokens(arrays), sequence_length=length, masked=masked
+    )
 
 
 def places(rows: Rows) -> list[int]:
     return [
         place
-        for row in range(rows.count)
-        for begin, n, _ in rows.pieces(row)
+        for row in range(rows.row_count)
+        for begin, n, _ in rows.iterate_row_pieces(row)
         for place in range(begin, begin + n)
     ]
 
 
-def all_places(spans: Spans) -> list[int]:
+def all_places(spans: TokenSpans) -> list[int]:
     return [begin + i for begin, n in zip(spans.begins, spans.lengths, strict=True) for i in range(n)]
 
 
-def all_but_ends_alone(spans: Spans, length: int) -> list[int]:
+def all_but_ends_alone(spans: TokenSpans, length: int) -> list[int]:
     """Without a document's last token where it would be a piece of its own."""
     alone = {b + n - 1 for b, n in zip(spans.begins, spans.lengths, strict=True) if (n - 1) % length == 0}
     return [place for place in all_places(spans) if place not in alone]
@@ -67,7 +69,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> int:
 @laws
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=200), st.integers(20, 30))
 def test_best_fit_takes_each_piece_once_as_one_by_one_would(lengths: list[int], capacity: int):
-    order, offsets = best_fit(np.array(lengths), capacity)
+    order, offsets = pack_best_fit_decreasing(np.array(lengths), capacity)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     filled = np.add.reduceat(np.array(lengths)[order], offsets[:-1])
     assert offsets[0] == 0
@@ -80,8 +82,8 @@ def test_best_fit_takes_each_piece_once_as_one_by_one_would(lengths: list[int], 
 def test_stories_fill_over_99_percent(capacity: int):
     """Lengths as of short stories: log-normal around 200 tokens, some of them longer than a row."""
     lengths = np.random.default_rng(0).lognormal(5.3, 0.7, 20_000).astype(np.int64) + 8
-    pieces, _ = split_long(Spans(np.cumsum(lengths) - lengths, lengths), capacity)
-    _, offsets = best_fit(pieces.lengths, capacity)
+    pieces, _ = split_long_spans(TokenSpans(np.cumsum(lengths) - lengths, lengths), capacity)
+    _, offsets = pack_best_fit_decreasing(pieces.lengths, capacity)
     assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.99
 
 
@@ -89,7 +91,7 @@ def test_stories_fill_over_99_percent(capacity: int):
 @given(sizes, capacities)
 def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
     spans = spans_of(sizes)
-    pieces, _ = split_long(spans, capacity)
+    pieces, _ = split_long_spans(spans, capacity)
     assert all_places(pieces) == all_but_ends_alone(spans, capacity)
     assert max([*pieces.lengths, 0]) <= capacity
     assert len(pieces.lengths) == sum(
@@ -104,8 +106,8 @@ def test_filled_rows_have_every_token_once_with_the_next_for_its_label(sizes, ca
     rows = rows_of(spans, packing=packing, length=capacity)
     assert sorted(places(rows)) == all_but_ends_alone(spans, capacity)
     last = {begin + n - 1 for begin, n in zip(spans.begins, spans.lengths, strict=True)}
-    for row in range(rows.count):
-        pieces = list(rows.pieces(row))
+    for row in range(rows.row_count):
+        pieces = list(rows.iterate_row_pieces(row))
         assert sum(n for _, n, _ in pieces) <= capacity
         assert len(pieces) == 1 or packing == "best_fit"
         for begin, n, label in pieces:
@@ -118,11 +120,11 @@ def test_joined_rows_are_windows_of_the_documents_joined(sizes, capacity, masked
     spans = spans_of(sizes)
     rows = rows_of(spans, packing="concat", length=capacity, masked=masked)
     joined = all_places(spans)
-    assert rows.count == (len(joined) - 1) // capacity
-    assert places(rows) == joined[: rows.count * capacity]
+    assert rows.row_count == (len(joined) - 1) // capacity
+    assert places(rows) == joined[: rows.row_count * capacity]
     following = dict(zip(joined, joined[1:], strict=False))
-    for row in range(rows.count):
-        for begin, n, label in rows.pieces(row):
+    for row in range(rows.row_count):
+        for begin, n, label in rows.iterate_row_pieces(row):
             last = begin + n - 1
             assert label == (NO_LABEL if masked and following[last] != last + 1 else following[last])
 
@@ -131,13 +133,13 @@ def test_joined_rows_are_windows_of_the_documents_joined(sizes, capacity, masked
 @given(sizes, st.floats(0, 0.9))
 def test_every_token_is_either_trained_on_or_held_out(sizes: list[int], fraction: float):
     spans = spans_of(sizes)
-    training, held_out = split_spans(spans.begins, spans.lengths, fraction=fraction)
+    training, held_out = split_training_and_held_out(spans.begins, spans.lengths, fraction=fraction)
     assert sorted(all_places(training) + all_places(held_out)) == all_places(spans)
     asked = round(fraction * sum(sizes))
-    assert min(asked, max(sizes) - 1) // 2 <= held_out.tokens <= asked
+    assert min(asked, max(sizes) - 1) // 2 <= held_out.token_count <= asked
 
 
 def test_one_document_has_its_tail_held_out():
-    training, held_out = split_spans(np.array([7]), np.array([100]), fraction=0.25)
+    training, held_out = split_training_and_held_out(np.array([7]), np.array([100]), fraction=0.25)
     assert (training.begins.tolist(), training.lengths.tolist()) == ([7], [75])
     assert (held_out.begins.tolist(), held_out.lengths.tolist()) == ([82], [25])

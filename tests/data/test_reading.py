@@ -8,12 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.readers import CorruptRecord, FilePart, Kind, TextRecord, read_records, split_file
+from fullshard.data.readers import (
+    CorruptRecord,
+    FilePart,
+    Kind,
+    TextRecord,
+    read_records,
+    split_file_into_parts,
+)
 from fullshard.errors import DataError
-from fullshard.spec.data_section import SourceFields
+from fullshard.spec.data_section import DataSourceFields
 
 laws = settings(max_examples=60)
-TEXT = SourceFields()
+TEXT = DataSourceFields()
 
 
 def cut_at(kind: Kind, path: Path, cuts: list[int]) -> list[FilePart]:
@@ -67,14 +74,14 @@ def test_a_corrupt_line_is_told_with_its_number(tmp_path_factory, bad, cuts):
 @pytest.mark.parametrize("line", [b'{"text": "\xff"}', b"[1]", b"7", b"{" * 100_000])
 def test_a_line_that_is_no_object_is_corrupt(tmp_path: Path, line: bytes):
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" + line)
-    _, told = read(split_file("jsonl", tmp_path / "a.jsonl", size=3 + len(line)))
+    _, told = read(split_file_into_parts("jsonl", tmp_path / "a.jsonl", size=3 + len(line)))
     assert isinstance(told, CorruptRecord)
     assert told.where().endswith("line 2")
 
 
 def test_text_that_is_no_utf8_is_told_with_the_byte(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"four\xff")
-    (told,) = read(split_file("text", tmp_path / "a.txt", size=5))
+    (told,) = read(split_file_into_parts("text", tmp_path / "a.txt", size=5))
     assert isinstance(told, CorruptRecord)
     assert told.where() == f"{tmp_path}/a.txt at byte 4"
 
@@ -82,12 +89,12 @@ def test_text_that_is_no_utf8_is_told_with_the_byte(tmp_path: Path):
 def test_packed_lines_are_read(tmp_path: Path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n{'))
-    one, other, told = read(split_file("jsonl", path, size=path.stat().st_size))
+    one, other, told = read(split_file_into_parts("jsonl", path, size=path.stat().st_size))
     assert (one.value, other.value) == ({"text": "a"}, {"text": "b"})
     assert told.where() == f"{path} line 3"
     path.write_bytes(b"no gzip")
     with pytest.raises(DataError, match="cannot be read"):
-        read(split_file("jsonl", path, size=7))
+        read(split_file_into_parts("jsonl", path, size=7))
 
 
 def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
@@ -95,12 +102,12 @@ def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": [f"{i}" for i in range(25)], "other": list(range(25))})
     parquet.write_table(table, path, row_group_size=10)
-    shards = split_file("parquet", path, size=path.stat().st_size)
+    shards = split_file_into_parts("parquet", path, size=path.stat().st_size)
     assert len(shards) == 3
     assert [one.value for one in read(shards)] == [{"text": f"{i}"} for i in range(25)]
     assert read(shards)[12].where() == f"{path} row group 1 row 2"
     with pytest.raises(DataError, match=r"(?s)no field 'story'.*fields text, other"):
-        list(read_records(shards[0], SourceFields(text_field="story")))
+        list(read_records(shards[0], DataSourceFields(text_field="story")))
     path.write_bytes(b"PAR1")
     with pytest.raises(DataError, match="no parquet file"):
-        split_file("parquet", path, size=4)
+        split_file_into_parts("parquet", path, size=4)

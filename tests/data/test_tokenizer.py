@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_files
+from fullshard.data.tokenizer import ByteTokenizer, list_tokenizer_files, open_tokenizer
 from fullshard.errors import DataError
 from tests.data.samples import END, save_tokenizer, text
 
@@ -18,8 +18,11 @@ def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):
     tokenizer = open_tokenizer(path)
     found = tokenizer.encode([text(3), ""])
     assert [one.tolist() for one in found] == [plain.encode(text(3)).ids, []]
-    assert (tokenizer.before, tokenizer.after) == ((), (plain.token_to_id(END),))
-    assert tokenizer.vocabulary == plain.get_vocab_size()
+    assert (tokenizer.tokens_before_document, tokenizer.tokens_after_document) == (
+        (),
+        (plain.token_to_id(END),),
+    )
+    assert tokenizer.vocabulary_size == plain.get_vocab_size()
     assert tokenizer.decode(found[0].tolist()) == text(3)
 
 
@@ -32,19 +35,25 @@ def test_what_the_tokenizer_puts_around_a_text_stands_around_a_document(tmp_path
     begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id(END)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     tokenizer.save(str(path))
-    assert (open_tokenizer(str(path)).before, open_tokenizer(str(path)).after) == ((begin,), (end,))
+    assert (
+        open_tokenizer(str(path)).tokens_before_document,
+        open_tokenizer(str(path)).tokens_after_document,
+    ) == ((begin,), (end,))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"<s> $A {END}", special_tokens=[("<s>", begin), (END, end)]
     )
     tokenizer.save(str(path))
-    assert (open_tokenizer(str(path)).before, open_tokenizer(str(path)).after) == ((begin,), (end,))
-    assert open_tokenizer(str(path), eos_token="<s>").after == (end, begin)
+    assert (
+        open_tokenizer(str(path)).tokens_before_document,
+        open_tokenizer(str(path)).tokens_after_document,
+    ) == ((begin,), (end,))
+    assert open_tokenizer(str(path), eos_token="<s>").tokens_after_document == (end, begin)
 
 
 def test_bytes_are_their_own_tokens():
     tokenizer = ByteTokenizer()
     assert tokenizer.encode(["é"])[0].tolist() == [0xC3, 0xA9]
-    assert (tokenizer.vocabulary, tokenizer.after) == (256, (0,))
+    assert (tokenizer.vocabulary_size, tokenizer.tokens_after_document) == (256, (0,))
     with pytest.raises(DataError, match=r"(?s)NUL.*data\.tokenizer"):
         tokenizer.encode(["a\0b"])
     with pytest.raises(DataError, match="UTF-8"):
@@ -54,8 +63,8 @@ def test_bytes_are_their_own_tokens():
 def test_tokens_follow_from_all_files_of_a_directory(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok")
     names = {"tokenizer.json", "tokenizer_config.json"}
-    assert {file.name for file in tokenizer_files(path)} == names
-    assert {file.name for file in tokenizer_files(f"{path}/tokenizer.json")} == names
+    assert {file.name for file in list_tokenizer_files(path)} == names
+    assert {file.name for file in list_tokenizer_files(f"{path}/tokenizer.json")} == names
 
 
 def test_absent_and_broken_tokenizers_are_refused(tmp_path: Path):
@@ -77,6 +86,6 @@ def test_a_token_that_ends_documents_must_be_known(tmp_path: Path):
     with pytest.raises(DataError, match=r"(?s)ends a document.*no <end>.*data\.eos_token"):
         open_tokenizer(str(path), eos_token="<end>")
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
-    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).after) == "a"
+    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).tokens_after_document) == "a"
     (path / "tokenizer_config.json").unlink()
-    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).after) == END
+    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).tokens_after_document) == END

@@ -3,13 +3,22 @@
 import pytest
 import torch.distributed as dist
 
-from fullshard.distributed.agreement import gathered, locally, on_all_ranks, on_rank_zero
+from fullshard.distributed.agreement import (
+    all_gather_object,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    run_on_this_rank,
+)
 from fullshard.errors import CheckpointError, DataError
 
 
 def ranks_and_first() -> tuple[int, int, list[int]]:
     rank = dist.get_rank()
-    return on_all_ranks(lambda: rank, doing="x"), on_rank_zero(lambda: rank, doing="x"), gathered(rank)
+    return (
+        run_on_all_ranks(lambda: rank, doing="x"),
+        run_on_rank_zero(lambda: rank, doing="x"),
+        all_gather_object(rank),
+    )
 
 
 def test_everyone_gives_ones_own_and_first_gives_rank_zeros(ranks):
@@ -22,8 +31,8 @@ def fail_on(failing: list[int]) -> str:
             raise DataError(f"rank {dist.get_rank()} has no data.", why="none", fix="get some")
 
     with pytest.raises(CheckpointError) as raised:
-        on_all_ranks(act, doing="reading")
-    assert gathered(1) == [1] * dist.get_world_size(), "all are still in step"
+        run_on_all_ranks(act, doing="reading")
+    assert all_gather_object(1) == [1] * dist.get_world_size(), "all are still in step"
     return str(raised.value)
 
 
@@ -34,7 +43,7 @@ def test_the_first_failing_rank_is_named_on_all(ranks):
 
 def fail_first() -> str:
     with pytest.raises(CheckpointError) as raised:
-        on_rank_zero(lambda: [][0], doing="choosing")
+        run_on_rank_zero(lambda: [][0], doing="choosing")
     return str(raised.value)
 
 
@@ -47,4 +56,4 @@ def test_an_interrupt_is_not_kept():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        locally(interrupted, doing="anything")
+        run_on_this_rank(interrupted, doing="anything")

@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.distributed.loopback import all_ranks_are_local, local_groups_on_loopback, loopback_interface
+from fullshard.distributed.loopback import (
+    all_ranks_are_local,
+    bind_local_groups_to_loopback,
+    find_loopback_interface,
+)
 from fullshard.errors import LaunchError
 from fullshard.sharding.mesh import process_group
 from tests.launch.sockets import listening
@@ -34,7 +38,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 def test_ranks_are_local_where_they_cannot_be_elsewhere(environment: dict[str, str], local: bool) -> None:
     assert all_ranks_are_local(environment) is local
     found = dict(environment)
-    with local_groups_on_loopback(found):
+    with bind_local_groups_to_loopback(found):
         assert ("GLOO_SOCKET_IFNAME" in found) is local
         assert ("NCCL_SOCKET_IFNAME" in found) is local
     assert found == environment
@@ -42,15 +46,15 @@ def test_ranks_are_local_where_they_cannot_be_elsewhere(environment: dict[str, s
 
 @linux
 def test_the_interface_is_the_one_that_has_the_loopback_address() -> None:
-    assert loopback_interface() in {name for _, name in socket.if_nameindex()}
+    assert find_loopback_interface() in {name for _, name in socket.if_nameindex()}
     environment: dict[str, str] = {}
-    with local_groups_on_loopback(environment):
-        assert environment["NCCL_SOCKET_IFNAME"] == f"={loopback_interface()}"
+    with bind_local_groups_to_loopback(environment):
+        assert environment["NCCL_SOCKET_IFNAME"] == f"={find_loopback_interface()}"
 
 
 def test_an_interface_that_the_user_has_set_is_kept() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth"}
-    with local_groups_on_loopback(environment):
+    with bind_local_groups_to_loopback(environment):
         assert environment == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth"}
     assert environment == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth"}
 

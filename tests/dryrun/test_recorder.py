@@ -5,20 +5,20 @@ import torch.distributed.fsdp  # the engine's own operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-from fullshard.dryrun.events import Allocate, Free, live_after
-from fullshard.dryrun.recorder import Recorder
+from fullshard.dryrun.events import AllocateEvent, FreeEvent, live_block_sizes_after
+from fullshard.dryrun.recorder import StorageEventRecorder
 
 
-def recorded(act, device="cpu") -> Recorder:
-    recorder = Recorder(device)
-    with FakeTensorMode(), recorder.record_all(), recorder:
+def recorded(act, device="cpu") -> StorageEventRecorder:
+    recorder = StorageEventRecorder(device)
+    with FakeTensorMode(), recorder.record_resizes_and_random_states(), recorder:
         act(recorder)
     return recorder
 
 
-def changes(recorder: Recorder) -> list[int]:
-    sizes = {e.block: e.size for e in recorder.events if isinstance(e, Allocate)}
-    return [e.size if isinstance(e, Allocate) else -sizes[e.block] for e in recorder.events]
+def changes(recorder: StorageEventRecorder) -> list[int]:
+    sizes = {e.block: e.size for e in recorder.events if isinstance(e, AllocateEvent)}
+    return [e.size if isinstance(e, AllocateEvent) else -sizes[e.block] for e in recorder.events]
 
 
 def test_a_storage_lives_as_long_as_a_tensor_on_it():
@@ -55,8 +55,8 @@ def test_what_is_allocated_within_the_engines_ranges_is_its_own():
         kept.append(torch.empty(3))
 
     recorder = recorded(act)
-    sizes = live_after(recorder.events)
-    assert [sizes[block] for block in recorder.engine] == [4]
+    sizes = live_block_sizes_after(recorder.events)
+    assert [sizes[block] for block in recorder.fsdp_blocks] == [4]
     assert [name for _, name in recorder.moments] == [", pre forward of blocks.0"]
 
 
@@ -70,7 +70,7 @@ def test_an_allocation_is_for_the_stream_that_the_engine_is_on():
         with torch.cpu.stream(side):
             torch.empty(4)
 
-    streams = [event.stream for event in recorded(act).events if isinstance(event, Allocate)]
+    streams = [event.stream for event in recorded(act).events if isinstance(event, AllocateEvent)]
     assert streams == [0, 1, 0, 1]
 
 
@@ -102,7 +102,7 @@ def test_whoever_asks_for_a_value_gets_one():
 def test_noted_tensors_are_counted_once():
     def act(recorder):
         tensor = torch.empty(10)
-        assert recorder.note([tensor, tensor[1:]]) == recorder.note([tensor])
+        assert recorder.track_tensors([tensor, tensor[1:]]) == recorder.track_tensors([tensor])
 
     recorder = recorded(act)
-    assert [type(event) for event in recorder.events] == [Allocate, Free]
+    assert [type(event) for event in recorder.events] == [AllocateEvent, FreeEvent]

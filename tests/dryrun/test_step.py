@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.dryrun.step import run_dry_step
-from fullshard.dryrun.values import DryRun
+from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
 from fullshard.planner.memory import peak_bytes
 from fullshard.spec.measurement import MemoryParts
@@ -22,12 +22,12 @@ UNEVEN = ["model.vocabulary=1021", "model.d_ff=383", "model.d_model=120"]
 pytestmark = pytest.mark.filterwarnings("ignore::fullshard.sharding.unit_sizes.UnitSizeWarning")
 
 
-def dry(plan: Plan, *, rank: int = 0) -> DryRun:
+def dry(plan: Plan, *, rank: int = 0) -> DryRunMemory:
     return run_dry_step(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=rank)
 
 
 @pytest.fixture(scope="module")
-def of_two() -> DryRun:
+def of_two() -> DryRunMemory:
     return dry(plan_of(2))
 
 
@@ -100,7 +100,7 @@ def test_the_closed_form_tells_the_same_at_64_ranks(device, overrides):
     assert told.total == pytest.approx(dry(plan).peak_bytes, rel=0.005)
 
 
-def test_on_cuda_the_allocator_holds_at_least_what_tensors_take(of_two: DryRun):
+def test_on_cuda_the_allocator_holds_at_least_what_tensors_take(of_two: DryRunMemory):
     found = dry(plan_of(8, "precision.mode=bf16").model_copy(update={"device": "cuda"}))
     assert found.reserved_bytes >= found.allocated_bytes >= found.peak_bytes
     # Blocks are rounded to 512 bytes: little, over some hundred tensors.
@@ -142,6 +142,6 @@ def test_what_depends_on_values_is_refused():
     assert not dist.is_initialized()
 
 
-def test_parts_are_the_meters_and_sum_to_the_peak(of_two: DryRun):
+def test_parts_are_the_meters_and_sum_to_the_peak(of_two: DryRunMemory):
     assert of_two.peak_bytes == sum(of_two.parts().values())
     assert list(of_two.parts()) == list(MemoryParts.model_fields)

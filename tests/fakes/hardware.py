@@ -1,12 +1,12 @@
 """Hardware in round figures, none of them anyone's."""
 
-from fullshard.spec.hardware import Chip, CollectiveRate, Curve, Hardware, Link, Point, Rates
+from fullshard.spec.hardware import Chip, CollectiveRate, Curve, Hardware, Link, RatePoint, Rates
 
 
 def hardware_of(nodes: int = 1, ranks_per_node: int = 8, *, gib: float = 80, scale: float = 1.0) -> Hardware:
     """GPUs of `gib` GiB; `scale`: of the bandwidth of both links."""
-    flat: Curve = (Point(1e6, 1e13), Point(1e10, 3e14), Point(1e13, 6e14))
-    curves = {"bf16": flat, "fp32": (Point(1e6, 1e12), Point(1e11, 5e13))}
+    flat: Curve = (RatePoint(1e6, 1e13), RatePoint(1e10, 3e14), RatePoint(1e13, 6e14))
+    curves = {"bf16": flat, "fp32": (RatePoint(1e6, 1e12), RatePoint(1e11, 5e13))}
     return Hardware(
         name="some GPUs",
         device="cuda",
@@ -24,8 +24,8 @@ def hardware_of(nodes: int = 1, ranks_per_node: int = 8, *, gib: float = 80, sca
             matmul=curves,
             attention=curves,
             attention_backward=curves,
-            memory=(Point(1e5, 2e10), Point(1e8, 2.5e12)),
-            optimizer=(Point(1e5, 2e10), Point(1e8, 2.5e12)),
+            memory=(RatePoint(1e5, 2e10), RatePoint(1e8, 2.5e12)),
+            optimizer=(RatePoint(1e5, 2e10), RatePoint(1e8, 2.5e12)),
             launch_seconds=6e-6,
             unit_seconds=3e-4,
             step_seconds=5e-3,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from fullshard.spec.model import (
     Event,
     Kernel,
-    Launches,
-    Line,
+    KernelLaunches,
+    LinearInMicrobatch,
+    LiveTensorBytes,
+    MicrobatchTrace,
     ModelSpec,
-    Moment,
     ParamSpec,
-    Phase,
-    Repeat,
-    Trace,
+    RepeatedUnits,
+    TracePhase,
     UnitSpec,
 )
 from fullshard.spec.plan import Dtype, Plan, Precision
@@ -78,7 +78,7 @@ def decoder_spec(shape: Shape, *, modes: tuple[RecomputeSection, ...] = MODES) -
     return ModelSpec(
         name="decoder",
         sequence_length=shape.sequence,
-        precision=Precision.of(shape.precision),
+        precision=Precision.from_mode(shape.precision),
         units=tuple(units),
         buffer_bytes=0,
         kernels=_kernels(shape),
@@ -115,23 +115,28 @@ def _parameters(shapes: dict[str, tuple[int, ...]], shape: Shape) -> tuple[Param
 def _kernels(shape: Shape) -> tuple[Kernel, ...]:
     """0 a block's matmul, 1 attention, 2 its backward, 3 elementwise, 4 the head, 5 the loss, 6 fused."""
     d, f, v, t = shape.d_model, shape.d_ff, shape.vocabulary, shape.sequence
-    dtype: Dtype = Precision.of(shape.precision).param
+    dtype: Dtype = Precision.from_mode(shape.precision).param
     size = 4 if dtype == "fp32" else 2
     matmul = (4 * d * d + 3 * d * f) / 7
     return (
         Kernel(
-            kind="matmul", dtype=dtype, flops=Line(0, 2 * t * matmul), bytes=Line(size * matmul, size * t * d)
+            kind="matmul",
+            dtype=dtype,
+            flops=LinearInMicrobatch(0, 2 * t * matmul),
+            bytes=LinearInMicrobatch(size * matmul, size * t * d),
         ),
-        Kernel(kind="attention", dtype=dtype, flops=Line(0, 2 * t * t * d), causal=True),
-        Kernel(kind="attention_backward", dtype=dtype, flops=Line(0, 5 * t * t * d), causal=True),
-        Kernel(kind="elementwise", dtype=dtype, bytes=Line(0, size * 2 * t * d)),
-        Kernel(kind="matmul", dtype=dtype, flops=Line(0, 2 * t * v * d)),
-        Kernel(kind="elementwise", dtype="fp32", bytes=Line(0, 12 * t * v)),
-        Kernel(kind="elementwise", dtype=dtype, bytes=Line(0, size * 6 * t * d)),
+        Kernel(kind="attention", dtype=dtype, flops=LinearInMicrobatch(0, 2 * t * t * d), causal=True),
+        Kernel(
+            kind="attention_backward", dtype=dtype, flops=LinearInMicrobatch(0, 5 * t * t * d), causal=True
+        ),
+        Kernel(kind="elementwise", dtype=dtype, bytes=LinearInMicrobatch(0, size * 2 * t * d)),
+        Kernel(kind="matmul", dtype=dtype, flops=LinearInMicrobatch(0, 2 * t * v * d)),
+        Kernel(kind="elementwise", dtype="fp32", bytes=LinearInMicrobatch(0, 12 * t * v)),
+        Kernel(kind="elementwise", dtype=dtype, bytes=LinearInMicrobatch(0, size * 6 * t * d)),
     )
 
 
-def _trace(shape: Shape, mode: RecomputeSection) -> Trace:
+def _trace(shape: Shape, mode: RecomputeSection) -> MicrobatchTrace:
     return _Tracer(shape, mode).trace()
 
 
@@ -140,14 +145,14 @@ class _Tracer:
 
     def __init__(self, shape: Shape, mode: RecomputeSection) -> None:
         self.shape, self.mode = shape, mode
-        self.phases: list[Phase] = []
+        self.phases: list[TracePhase] = []
         self.saved = self.loss = 0.0
         d, f, t = shape.d_model, shape.d_ff, shape.sequence
         full, none, selective = 2 * d * t, (16 * d + 8 * f) * t, (10 * d + 2 * f) * t
         saved = {"none": none, "full": full, "selective": selective, "every": (full + none) / 2}
         self.per_block, self.again = saved[mode.mode], none - saved[mode.mode]
 
-    def trace(self) -> Trace:
+    def trace(self) -> MicrobatchTrace:
         shape, blocks = self.shape, list(range(1, self.shape.shown + 1))
         head, root = blocks[-1] + 1, blocks[-1] + 2
         table = shape.vocabulary * shape.d_model
@@ -188,10 +193,10 @@ class _Tracer:
         self.add("post_backward", 0)
         self.add("end_backward")
         times = shape.layers - 2
-        repeats = (Repeat(first=2, units=1, times=times),) if shape.shown < shape.layers else ()
-        return Trace(
+        repeats = (RepeatedUnits(first=2, units=1, times=times),) if shape.shown < shape.layers else ()
+        return MicrobatchTrace(
             recompute=self.mode,
-            batch_bytes=Line(0, 16 * shape.sequence),
+            batch_bytes=LinearInMicrobatch(0, 16 * shape.sequence),
             phases=tuple(self.phases),
             repeats=repeats,
         )
@@ -207,18 +212,20 @@ class _Tracer:
         gradients: int = 0,
     ) -> None:
         """`gradients`: elements of the unit's gradients, which stay until its post_backward takes them."""
-        size = 4 if Precision.of(self.shape.precision).param == "fp32" else 2
-        live = Moment(
-            activations=Line(0, self.saved), loss=Line(0, self.loss), gradients=Line(size * gradients, 0)
+        size = 4 if Precision.from_mode(self.shape.precision).param == "fp32" else 2
+        live = LiveTensorBytes(
+            activations=LinearInMicrobatch(0, self.saved),
+            loss=LinearInMicrobatch(0, self.loss),
+            gradients=LinearInMicrobatch(size * gradients, 0),
         )
-        peak = live._replace(backward=Line(0, again))
+        peak = live._replace(backward=LinearInMicrobatch(0, again))
         self.phases.append(
-            Phase(
+            TracePhase(
                 event=event,
                 unit=unit,
                 peaks=(peak,),
                 end=live,
-                work=tuple(Launches(*one) for one in work),
-                fused=tuple(Launches(*one) for one in fused or work),
+                work=tuple(KernelLaunches(*one) for one in work),
+                fused=tuple(KernelLaunches(*one) for one in fused or work),
             )
         )

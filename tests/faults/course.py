@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.location import LocalLocation
-from fullshard.checkpoint.save import Saver, take_snapshot
-from fullshard.distributed.agreement import on_all_ranks
+from fullshard.checkpoint.save import CheckpointSaver, take_snapshot
+from fullshard.distributed.agreement import run_on_all_ranks
 from fullshard.errors import CheckpointError
-from fullshard.offload.drive import SYSTEM, System
-from fullshard.offload.state import offloaded_of
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls
+from fullshard.offload.state import find_offloaded_state
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import restore
-from fullshard.training.shard import close_offload, shard
+from fullshard.training.resume import restore_train_state
+from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState
 from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 
@@ -87,7 +87,7 @@ class Course:
     tier: str = "none"
     settings: tuple[str, ...] = ()
     fault: Callable[[], None] | None = None  # strikes once, on rank 0, when two saves are acknowledged
-    drive: Callable[[], System] | None = None  # what rank 1 reaches it by; of the others it is well
+    drive: Callable[[], DriveSystemCalls] | None = None  # what rank 1 reaches it by; of the others it is well
 
 
 def go_on(course: Course) -> int:
@@ -96,7 +96,7 @@ def go_on(course: Course) -> int:
     victim, fault = _Victim(course), course.fault if dist.get_rank() == 0 else None
     state, plan = _begun(course)
     state.phase = victim.where
-    restore(state, plan, weights=None, saved=course.directory, must_resume=False)
+    restore_train_state(state, plan, weights=None, saved=course.directory, must_resume=False)
     started_at = state.step
     note(course, "starts", f"{started_at}")
     free = (lambda path: 1 << 50) if course.largest_disk else None
@@ -104,10 +104,10 @@ def go_on(course: Course) -> int:
         LocalLocation(course.directory) if free is None else LocalLocation(course.directory, free_bytes=free)
     )
     with ExitStack() as stack:
-        offloaded = offloaded_of(state.model)
+        offloaded = find_offloaded_state(state.model)
         if offloaded is not None:
             stack.callback(offloaded.close)  # a rank that fails ends, and its drive is free; here it lives on
-        saving = Saver(place, keep=2, plan=plan)
+        saving = CheckpointSaver(place, keep=2, plan=plan)
         if course.mode != "sync":
             victim.saver = stack.enter_context(BackgroundSaver(place, keep=2, plan=plan))
         steps = train(state, plan, loss=slowly if course.mode == "live" else mean_square)
@@ -125,7 +125,7 @@ def go_on(course: Course) -> int:
         if victim.saver is not None:
             victim.saver.wait()
             told(course, victim.saver)
-        close_offload(state.model, plan=plan, finished=False)
+        close_offloaded_state(state.model, plan=plan, finished=False)
     return started_at
 
 
@@ -145,8 +145,8 @@ def _begun(course: Course) -> tuple[TrainState, Plan]:
     return TrainState(model, build_optimizer(model, plan), data=Pairs()), plan
 
 
-def _save(course: Course, state: TrainState, *, saving: Saver | BackgroundSaver) -> None:
-    if isinstance(saving, Saver):
+def _save(course: Course, state: TrainState, *, saving: CheckpointSaver | BackgroundSaver) -> None:
+    if isinstance(saving, CheckpointSaver):
         save_now(saving, state)
         note(course, "acknowledged", f"{state.step}")
     else:
@@ -160,8 +160,8 @@ def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return mean_square(model, batch)
 
 
-def save_now(saving: Saver, state: TrainState) -> None:
-    saving.run(on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save"))
+def save_now(saving: CheckpointSaver, state: TrainState) -> None:
+    saving.save_snapshot(run_on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save"))
 
 
 def told(course: Course, saver: BackgroundSaver) -> None:
@@ -185,7 +185,7 @@ def _note_own(course: Course, name: str, line: str) -> None:
 
 def _note_commit(course: Course, state: TrainState) -> None:
     """Once this step's state is whole on this rank's drive, beside whatever training does then."""
-    offloaded = offloaded_of(state.model)
+    offloaded = find_offloaded_state(state.model)
     if offloaded is not None and offloaded.settings.on_drive is not None:
         line = partial(_note_own, course, f"committed-{dist.get_rank()}", f"{state.step}")
         offloaded.updates.submit(line)
@@ -218,7 +218,7 @@ class _Victim:
 
     def _die(self, after_seconds: float) -> None:
         time.sleep(after_seconds)
-        beside = " beside a save" if self.saver is not None and not self.saver.done else ""
+        beside = " beside a save" if self.saver is not None and not self.saver.is_idle else ""
         with (self._course.record / f"killed-{self._rank}").open("a") as file:
             file.write(f"{self.where.phase}{beside}\n")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.location import newest_step
+from fullshard.checkpoint.location import newest_complete_step
 from tests.faults.course import (
     Course,
     Kill,
@@ -46,7 +46,7 @@ def kill_offloaded(
     came: Counter[str] = Counter()
     hits: list[str] = []
     for i in range(times + 1):
-        whole, saved = last_committed(record), newest_step(checkpoints) or 0
+        whole, saved = last_committed(record), newest_complete_step(checkpoints) or 0
         assert saved >= last_acknowledged(record)
         starts = len(lines(record, "starts"))
         course = Course(checkpoints, record, mode=mode, every=EVERY, tier=tier)

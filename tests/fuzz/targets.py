@@ -21,24 +21,24 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.digests import digest
+from fullshard.checkpoint.digests import compute_digest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
 from fullshard.checkpoint.verify import find_damage
-from fullshard.convert.conversion import convert
+from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
-from fullshard.data.cache import cache_root, no_heartbeat
-from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
-from fullshard.data.memmaps import memmap_stores
+from fullshard.data.cache import make_cache_directory, no_heartbeat
+from fullshard.data.chat_template import ChatTemplate, UntokenizableRecordError
+from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.tokenizer import open_tokenizer
-from fullshard.models.huggingface import hf_model
-from fullshard.spec.data_section import SourceFields
+from fullshard.models.huggingface import build_hf_model
+from fullshard.spec.data_section import DataSourceFields
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import expressed, not_a_decoder_reason, read_config
+from fullshard.spec.pretrained import convert_to_decoder, find_decoder_incompatibility, read_config
 from fullshard.spec.run import Run
 from fullshard.weights.export import export
-from fullshard.weights.files import open_weights
+from fullshard.weights.files import open_pretrained_files
 from tests.checkpoint.states import saved
 from tests.data.samples import CHAT, save_tokenizer, texts_file
 from tests.fakes.architectures_hf import CONFIGS
@@ -186,12 +186,14 @@ def sign(path: Path, contents: dict[str, bytes]) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, data in contents.items():
-            manifest["files"][name] |= {"size_bytes": len(data), "digest": digest(data)}
+            manifest["files"][name] |= {"size_bytes": len(data), "digest": compute_digest(data)}
     except (ValueError, RecursionError, TypeError, KeyError):
         return
     if isinstance(manifest, dict):
         blank = json.dumps({**manifest, "digest": "0" * 32})
-        text = blank.replace('"digest": "' + "0" * 32 + '"}', f'"digest": "{digest(blank.encode())}"' + "}")
+        text = blank.replace(
+            '"digest": "' + "0" * 32 + '"}', f'"digest": "{compute_digest(blank.encode())}"' + "}"
+        )
         (path / MANIFEST).write_text(text)
 
 
@@ -252,9 +254,9 @@ def make_config(seeds: Path, directory: Path, rng: Random) -> None:
 
 def read_model(directory: Path) -> None:
     config = read_config(directory / "config.json")
-    if not_a_decoder_reason(config) is None:
-        expressed(config, source="config.json")
-    hf_model(HuggingFaceModel(hf=str(directory)))
+    if find_decoder_incompatibility(config) is None:
+        convert_to_decoder(config, source="config.json")
+    build_hf_model(HuggingFaceModel(hf=str(directory)))
 
 
 def make_lines(name: str, seeds: Path, directory: Path, rng: Random) -> None:
@@ -273,10 +275,10 @@ def make_converted(seeds: Path, directory: Path, rng: Random) -> None:
 
 
 def read_converted(directory: Path) -> None:
-    from fullshard.cli.convert import _text
+    from fullshard.cli.convert import _read_config_text
 
     (path,) = directory.iterdir()
-    convert(_text(str(path)), name=path.name).run_toml()
+    convert_config(_read_config_text(str(path)), name=path.name).run_toml_text()
 
 
 # --- data --------------------------------------------------------------------------------------------------
@@ -292,8 +294,10 @@ def make_tokenizer(seeds: Path, directory: Path, rng: Random) -> None:
 def read_tokenizer(directory: Path) -> None:
     def write_out() -> None:
         template = ChatTemplate(str(directory))
-        with suppress(NotWrittenOutError):  # which leaves a record out, or ends the run, as the settings say
-            template.encode([{"role": "user", "content": "the cat"}], train_on="all")
+        with suppress(
+            UntokenizableRecordError
+        ):  # which leaves a record out, or ends the run, as the settings say
+            template.encode_conversation([{"role": "user", "content": "the cat"}], train_on="all")
 
     each(
         lambda: open_tokenizer(str(directory)).encode("the cat"),
@@ -317,8 +321,10 @@ def make_tokens(seeds: Path, directory: Path, rng: Random) -> None:
 
 def read_tokens(directory: Path) -> None:
     def stores(name: str) -> None:
-        fields = SourceFields(paths=(str(directory / name),))
-        for store in memmap_stores(fields, root=cache_root(str(directory / "cache")), alive=no_heartbeat):
+        fields = DataSourceFields(paths=(str(directory / name),))
+        for store in open_memmap_stores(
+            fields, root=make_cache_directory(str(directory / "cache")), alive=no_heartbeat
+        ):
             for begin, end in zip(store.begins[:10], store.ends[:10], strict=True):
                 store.tokens[begin:end].sum()
 
@@ -348,8 +354,8 @@ TARGETS = {
     "index of shards": Target(partial(make_checkpoint, SHARDS), read_checkpoint),
     "metadata": Target(make_metadata, read_checkpoint),
     "checkpoint files": Target(make_files, read_checkpoint),
-    "safetensors": Target(make_safetensors, open_weights),
-    "weights index": Target(make_weights_index, open_weights),
+    "safetensors": Target(make_safetensors, open_pretrained_files),
+    "weights index": Target(make_weights_index, open_pretrained_files),
     "config.json": Target(make_config, read_model),
     "run.toml": Target(partial(make_lines, "run.toml"), lambda directory: Run.load(directory / "run.toml")),
     "plan.json": Target(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fullshard.jobs.calibrate import measure
+from fullshard.jobs.calibrate import measure_hardware
 from fullshard.report.calibration import calibration_rows
 from fullshard.sharding.mesh import process_group
 from fullshard.spec.calibration import Calibration
@@ -16,7 +16,7 @@ from fullshard.spec.hardware import Hardware
 def calibrate(seconds: float) -> Calibration:
     assert dist.is_initialized()
     with process_group("cpu") as ranks:
-        return measure(ranks, seconds=seconds, drive=Path())
+        return measure_hardware(ranks, seconds=seconds, drive=Path())
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_each_collective_has_its_fit(found: list[Calibration]):
     assert set(found[0].fit_errors) == {f"within.{kind}" for kind in kinds}
     for kind in kinds:
         rate = getattr(found[0].hardware.within, kind)
-        assert rate.seconds(2**20, 2) > 0
+        assert rate.predict_seconds(2**20, 2) > 0
 
 
 def test_the_chip_is_as_fast_as_its_fastest_matmul(found: list[Calibration]):

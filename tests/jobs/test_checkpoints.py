@@ -7,7 +7,7 @@ import pytest
 from fullshard.checkpoint import load
 from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.errors import CheckpointError
-from fullshard.jobs.checkpoints import Checkpoints
+from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.training.loop import train
 from fullshard.training.resume import checkpoint_location
 from tests.checkpoint import flipping_memory
@@ -21,12 +21,12 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
     state, plan = sharded(run)
     said: list[str] = []
     bits = {}
-    with Checkpoints(directory, plan, say=said.append) as checkpoints:
+    with RunCheckpointSaver(directory, plan, say=said.append) as checkpoints:
         for step in train(state, plan, loss=mean_square):
-            checkpoints.report_finished()
+            checkpoints.report_finished_saves()
             checkpoints.save(state)
             bits[step.index] = local_bits(state)
-        checkpoints.wait()
+        checkpoints.wait_for_saves()
         failed = checkpoints.failed is not None
     fresh, _ = sharded(run)
     right = []
@@ -81,9 +81,9 @@ def save_where_bits_change(mode: str) -> tuple[list[str], object]:
     )
     flipping_memory.begin(flips=".distcp")
     said: list[str] = []
-    with Checkpoints(flipping_memory.URL, plan, say=said.append) as checkpoints:
+    with RunCheckpointSaver(flipping_memory.URL, plan, say=said.append) as checkpoints:
         checkpoints.save(state)
-        checkpoints.wait()
+        checkpoints.wait_for_saves()
     return said, checkpoint_location(flipping_memory.URL, plan)
 
 
@@ -97,7 +97,7 @@ def test_a_save_is_read_back_if_asked(ranks, mode):
 
 def save_last(directory: Path) -> None:
     state, plan = sharded(run_of())
-    with Checkpoints(directory, plan, say=lambda text: None) as checkpoints:
+    with RunCheckpointSaver(directory, plan, say=lambda text: None) as checkpoints:
         checkpoints.save_last(state)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fullshard.errors import PlanError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
-from fullshard.jobs.run_directory import LAUNCH, RunDirectory, opened
+from fullshard.jobs.run_directory import LAUNCH, RunDirectory, open_run_directory
 from fullshard.jobs.run_log import FILE_NAME
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
@@ -22,11 +22,11 @@ TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 def attempt(root: Path, launch: LaunchId, *, finishes: bool = False) -> RunDirectory:
     """Writes a line of metrics, as a run does."""
-    with opened(root, resume=False, launch=launch) as found:
+    with open_run_directory(root, resume=False, launch=launch) as found:
         with (root / FILE_NAME).open("a") as file:
             file.write("a step\n")
         if finishes:
-            found.note_end(interrupted=False)
+            found.record_run_end(interrupted=False)
     return found
 
 

@@ -9,33 +9,37 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.location import newest_step
+from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
-from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
+from fullshard.jobs.leftovers import (
+    find_unusable_offload_state,
+    leftover_state_messages,
+    unusable_state_message,
+)
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import FileRecord, Identity, find_saved_state
-from fullshard.offload.generations import Generations
+from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity, find_saved_run_state
+from fullshard.offload.generations import GenerationFiles
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.shard import directory_of
+from fullshard.training.shard import rank_offload_directory
 from tests.fakes.sampling import sampled
 from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
 
-RECORDS = [FileRecord(name="0", offset_bytes=0, length_bytes=4096)]
+RECORDS = [DataFileRecord(name="0", offset_bytes=0, length_bytes=4096)]
 
 
 def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes = b"beside") -> Path:
     """What a run over so many ranks that died after these steps has in `directory`."""
     for rank in range(world_size):
-        identity = Identity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
+        identity = OwnerIdentity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
         own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
-        with Generations(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
+        with GenerationFiles(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
             for step in steps:
-                generations.begin()
-                generations.write("0", memoryview(bytes(4096)))
-                generations.commit(step, payload)
+                generations.start_generation()
+                generations.write_record("0", memoryview(bytes(4096)))
+                generations.commit_generation(step, payload)
     return directory
 
 
@@ -59,13 +63,13 @@ def ran(directory: str, steps: int, resume: bool, *settings: str) -> str:
 
 def test_the_newest_step_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     directory = leave(tmp_path / "state", steps=[7, 8], world_size=4)
-    found = find_saved_state(directory)
+    found = find_saved_run_state(directory)
     assert found is not None
     assert (found.step, found.world_size, found.directory) == (8, 4, directory)
     assert found.taken_bytes >= 4 * 2 * 4096
     for path in (directory / "rank-00002").glob("state-1.json"):  # of step 8: the second that was begun
         path.unlink()
-    assert (found := find_saved_state(directory)) is not None
+    assert (found := find_saved_run_state(directory)) is not None
     assert found.step == 7
 
 
@@ -75,7 +79,7 @@ def test_what_ranks_have_left_that_are_no_more_is_no_part_of_it(tmp_path: Path) 
         for path in (directory / f"rank-{rank:05d}").iterdir():
             path.unlink()
     leave(directory, steps=[6], world_size=2)
-    assert (found := find_saved_state(directory)) is not None
+    assert (found := find_saved_run_state(directory)) is not None
     assert (found.step, found.world_size) == (6, 2)
 
 
@@ -87,7 +91,7 @@ def test_nothing_is_held_where_no_run_can_go_on(what: str, tmp_path: Path) -> No
     elif what != "nothing":
         steps = [] if what == "no step" else [3]
         leave(directory, steps=steps, world_size=1, payload=b"")
-    assert find_saved_state(directory) is None
+    assert find_saved_run_state(directory) is None
 
 
 # What is said of it
@@ -108,40 +112,42 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
 ) -> None:
     directory = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, tier, ranks=ranks)
-    found = find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
+    found = find_unusable_offload_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
     assert (found is not None) == (why is not None)
     if found is not None:
-        said = unusable_message(plan, found, step=5) or ""
+        said = unusable_state_message(plan, found, step=5) or ""
         assert said.startswith(f"{directory} holds step 8 of 4 ranks (")
         assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
-        assert (unusable_message(plan, found, step=0) or "").endswith("the run begins anew")
-        assert unusable_message(plan, found, step=8) is None, "the checkpoint is as new"
-    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
+        assert (unusable_state_message(plan, found, step=0) or "").endswith("the run begins anew")
+        assert unusable_state_message(plan, found, step=8) is None, "the checkpoint is as new"
+    assert find_unusable_offload_state(plan, saved=None, must_resume=False) is None, (
+        "a new run goes on from nothing"
+    )
 
 
 def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: Path) -> None:
     leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
-        find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
+        find_unusable_offload_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
 
 
 @pytest.mark.parametrize("place", ["in run.dir", "elsewhere"])
 def test_leftovers_are_named_without_a_tier_too(place: str, tmp_path: Path) -> None:
     root, path = tmp_path / "run", "offload" if place == "in run.dir" else str(tmp_path / "nvme")
     without = plan_of(root, "none", ranks=2, path=path)
-    assert list(leftover_messages(without, aside=None)) == []
-    own = leave(directory_of(without, rank=0).parent, steps=[8], world_size=4)
-    (line,) = leftover_messages(without, aside=None)
+    assert list(leftover_state_messages(without, aside=None)) == []
+    own = leave(rank_offload_directory(without, rank=0).parent, steps=[8], world_size=4)
+    (line,) = leftover_state_messages(without, aside=None)
     assert line.startswith(f"{own} holds ")
-    assert list(leftover_messages(without, aside=None, reported=own)) == []
+    assert list(leftover_state_messages(without, aside=None, reported=own)) == []
     # With the tier it is this run's, but for those of ranks that it does not have.
     with_tier = plan_of(root, "optimizer:nvme", ranks=2, path=path)
-    lines = sorted(leftover_messages(with_tier, aside=None))
+    lines = sorted(leftover_state_messages(with_tier, aside=None))
     assert [line.split()[0] for line in lines] == [str(own / "rank-00002"), str(own / "rank-00003")]
     if place == "in run.dir":
         root.rename(aside := tmp_path / "run.1")
-        (line,) = leftover_messages(without, aside=aside)
+        (line,) = leftover_state_messages(without, aside=aside)
         assert line.startswith(f"{aside}/offload/state holds ")
 
 
@@ -157,7 +163,7 @@ def test_a_resume_tells_of_the_step_that_it_leaves(
     said = ranks(2).run(ran, str(tmp_path), 3, True, f"offload.tier={tier}")[0]
     assert "resumed at step 2 of 3" in said
     assert f"{state} holds step 8 of 4 ranks" in said
-    assert newest_step(tmp_path / "checkpoints") == 3
+    assert newest_complete_step(tmp_path / "checkpoints") == 3
     left = range(4) if tier == "none" else (2, 3)  # the ranks' own are in the way, and go at the end
     assert sorted(one.name for one in state.iterdir()) == [f"rank-{rank:05d}" for rank in left]
 

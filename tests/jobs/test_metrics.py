@@ -23,7 +23,7 @@ def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetri
 def write(directory: Path, steps: range, *, after_step: int = 0) -> None:
     log = MetricsLog(directory, after_step=after_step)
     for step in steps:
-        log.write(metrics(step))
+        log.write_step(metrics(step))
     log.close()
 
 
@@ -33,7 +33,7 @@ def steps_in(path: Path) -> list[int]:
 
 def test_a_line_holds_what_was_measured_and_can_be_read_at_once(tmp_path: Path):
     log = MetricsLog(tmp_path / "runs" / "new")
-    log.write(metrics(1))
+    log.write_step(metrics(1))
     assert json.loads(log.path.read_text()) == {
         "step": 1,
         "loss": 2.5,
@@ -49,7 +49,7 @@ def test_a_line_holds_what_was_measured_and_can_be_read_at_once(tmp_path: Path):
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path):
     log = MetricsLog(tmp_path)
-    log.write(metrics(1, loss=math.nan, skipped=True))
+    log.write_step(metrics(1, loss=math.nan, skipped=True))
     log.close()
     assert json.loads(log.path.read_text())["loss"] is None
 
@@ -91,9 +91,9 @@ def test_a_disk_that_takes_no_more_ends_the_run_with_a_reason(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(TrainError, match="100 of .* bytes were written"):
-            log.write(metrics(1))
+            log.write_step(metrics(1))
         with pytest.raises(TrainError, match="File too large"):
-            log.write(metrics(2))
+            log.write_step(metrics(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         log.close()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.jobs.progress import LiveLine, RunProgress, StepMetrics, progress
+from fullshard.jobs.progress import LiveProgressLine, RunProgress, StepMetrics, show_progress
 
 
 def metrics(step: int, *, seconds: float = 0.5, skipped: bool = False) -> StepMetrics:
@@ -65,10 +65,10 @@ def cursor_is_visible(written: str) -> bool:
 def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, color: str):
     monkeypatch.setenv("FORCE_COLOR", color)
     file = io.StringIO()
-    with progress(steps=95, every=20, world_size=2, file=file) as shown:
+    with show_progress(steps=95, every=20, world_size=2, file=file) as shown:
         for step in range(1, 96):
-            shown.show(metrics(step))
-        shown.say("saved")
+            shown.show_step(metrics(step))
+        shown.print_line("saved")
     lines = file.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/95", "20/95", "40/95", "60/95", "80/95", "95/95"]
     assert lines[-1] == "saved"
@@ -80,17 +80,17 @@ def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
 
 def test_a_skipped_step_is_shown_when_it_happens():
     file = io.StringIO()
-    with progress(steps=95, every=20, world_size=1, file=file) as shown:
+    with show_progress(steps=95, every=20, world_size=1, file=file) as shown:
         for step in range(1, 10):
-            shown.show(metrics(step, skipped=step == 7))
+            shown.show_step(metrics(step, skipped=step == 7))
     assert "SKIPPED" in file.getvalue().splitlines()[1]
 
 
 def test_a_terminal_has_its_line_redrawn_and_what_is_said_above(terminal: Terminal):
-    with progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
+    with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
         for step in (1, 2, 3):
-            shown.show(metrics(step))
-        shown.say("saved [step] 3")
+            shown.show_step(metrics(step))
+        shown.print_line("saved [step] 3")
     written = terminal.shown()
     assert "step 1/3" in written
     assert "step 3/3  loss 2.5000" in written
@@ -102,8 +102,8 @@ def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: 
     before = sys.stdout, sys.stderr
 
     def run() -> None:
-        with progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
-            shown.show(metrics(1))
+        with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
+            shown.show_step(metrics(1))
             raise how
 
     with pytest.raises(type(how)):
@@ -115,18 +115,18 @@ def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: 
 
 
 def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
-    line = LiveLine(RunProgress(steps=3, world_size=1), file=terminal.file)
+    line = LiveProgressLine(RunProgress(steps=3, world_size=1), file=terminal.file)
     line.start()
-    line.show(metrics(1))
+    line.show_step(metrics(1))
     assert cursor_is_visible(terminal.shown())
     line.stop()
 
 
 def test_quick_steps_are_not_all_drawn(terminal: Terminal):
-    line = LiveLine(RunProgress(steps=20, world_size=1), file=terminal.file, now=lambda: 7.0)
+    line = LiveProgressLine(RunProgress(steps=20, world_size=1), file=terminal.file, now=lambda: 7.0)
     line.start()
     for step in range(1, 21):
-        line.show(metrics(step))
+        line.show_step(metrics(step))
     written = terminal.shown()
     assert [step for step in range(1, 21) if f"step {step}/20" in written] == [1, 20]
     line.stop()
@@ -136,9 +136,9 @@ def test_a_reader_that_has_left_does_not_end_the_run(tmp_path: Path):
     read, write = os.pipe()
     os.close(read)
     file = os.fdopen(write, "w")
-    with progress(steps=3, every=1, world_size=1, file=file) as shown:
-        shown.show(metrics(1))
-        shown.say("saved")
+    with show_progress(steps=3, every=1, world_size=1, file=file) as shown:
+        shown.show_step(metrics(1))
+        shown.print_line("saved")
     with pytest.raises(BrokenPipeError):
         file.close()
 
@@ -146,19 +146,19 @@ def test_a_reader_that_has_left_does_not_end_the_run(tmp_path: Path):
 def test_the_time_left_follows_the_clock_on_the_wall():
     now = 0.0
     course = RunProgress(steps=10, world_size=1, now=lambda: now)
-    course.add(metrics(1, seconds=0.5))
+    course.add_step(metrics(1, seconds=0.5))
     assert course.seconds_left == 9 * 0.5
     now = 3.0  # 0.5 s of step, 2.5 s of saving
-    course.add(metrics(2, seconds=0.5))
+    course.add_step(metrics(2, seconds=0.5))
     assert course.seconds_left == 8 * 3.0
-    assert course.tokens_per_second == 200
+    assert course.recent_tokens_per_second == 200
 
 
 @given(width=st.integers(1, 150), world_size=st.integers(1, 1024), skipped=st.booleans())
 def test_a_line_fits_and_says_the_step_first(width: int, world_size: int, skipped: bool):
     course = RunProgress(steps=300, world_size=world_size)
-    course.add(metrics(120, skipped=skipped))
-    texts = course.status_parts(width=width)
+    course.add_step(metrics(120, skipped=skipped))
+    texts = course.status_line_parts(width=width)
     assert texts[0] == "step 120/300"
     assert len(texts) == 1 or len("  ".join(texts)) <= width
-    assert set(texts) <= set(course.status_parts())
+    assert set(texts) <= set(course.status_line_parts())

@@ -9,8 +9,8 @@ import pytest
 from fullshard.checkpoint import latest_checkpoint
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, TrainError
-from fullshard.jobs.run_directory import opened
-from fullshard.jobs.run_lock import require_writable
+from fullshard.jobs.run_directory import open_run_directory
+from fullshard.jobs.run_lock import check_writable
 from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
 
@@ -55,12 +55,12 @@ def test_a_directory_that_cannot_be_made_is_refused_before_ranks_start(tmp_path,
     for place in ("/proc/absent/run", f"{tmp_path}/file/run"):
         assert main(["train", "--set", f"run.dir={place}"]) == TrainError.exit_code
         assert f"the run's directory {place} cannot be written" in capfd.readouterr().err
-    require_writable(tmp_path / "runs" / "new")
+    check_writable(tmp_path / "runs" / "new")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
 def test_a_directory_that_another_run_writes_is_refused_before_ranks_start(tmp_path, capfd, resume):
-    with opened(tmp_path / "run", resume=False):
+    with open_run_directory(tmp_path / "run", resume=False):
         assert main(["train", *resume, "--set", f"run.dir={tmp_path / 'run'}"]) == TrainError.exit_code
     assert f"TrainError: another run is writing {tmp_path / 'run'}" in capfd.readouterr().err

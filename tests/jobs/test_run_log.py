@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
-from fullshard.jobs.progress import PlainLines, RunProgress
+from fullshard.jobs.progress import PlainProgressLines, RunProgress
 from fullshard.jobs.run_log import FILE_NAME, RunLog, open_run_log
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
@@ -53,7 +53,7 @@ def test_rank_0_shows_and_keeps_every_step(tmp_path: Path):
         run(tmp_path, every=2), rank=0, world_size=2, flops_per_token=1e6, peak=PEAK, file=file
     ) as log:
         for index in (1, 2, 3, 4):
-            log.step(step(index), validation_loss=2.0 if index == 4 else None)
+            log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
     lines = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["mfu"] == pytest.approx(200 / 2 * 1e6 / 1e9)
@@ -66,8 +66,8 @@ def test_rank_0_shows_and_keeps_every_step(tmp_path: Path):
 def test_other_ranks_show_and_keep_nothing(tmp_path: Path):
     file = io.StringIO()
     with open_run_log(run(tmp_path / "run"), rank=1, world_size=2, file=file) as log:
-        log.step(step(1), validation_loss=2.0)
-        log.message("saved")
+        log.record_step(step(1), validation_loss=2.0)
+        log.print_message("saved")
     assert file.getvalue() == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
     tracker = Remembering()
     log = RunLog(every=3, trackers=[tracker])
     for index in range(1, 8):
-        log.step(step(index), validation_loss=2.0 if index == 4 else None)
+        log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
     log.close(exit_code=1)
     assert tracker.steps == [3, 4, 6]
     assert tracker.exit_code == 1
@@ -84,11 +84,11 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
 
 def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
     file = io.StringIO()
-    shown = PlainLines(RunProgress(steps=9, world_size=1), every=9, file=file)
+    shown = PlainProgressLines(RunProgress(steps=9, world_size=1), every=9, file=file)
     lost, other = Remembering(lost_after=1), Remembering()
     log = RunLog(every=1, progress=shown, trackers=[lost, other])
     for index in (1, 2, 3):
-        log.step(step(index))
+        log.record_step(step(index))
     assert (lost.steps, other.steps) == ([1], [1, 2, 3])
     assert file.getvalue().count("the tracker is gone") == 1
 

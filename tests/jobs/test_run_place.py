@@ -7,7 +7,12 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.jobs.launch_record import LaunchRecord
-from fullshard.jobs.run_directory import opened, require_free, require_name, set_aside
+from fullshard.jobs.run_directory import (
+    check_directory_is_free,
+    open_run_directory,
+    parse_run_directory,
+    set_aside_earlier_run,
+)
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -50,7 +55,7 @@ def test_a_name_of_more_than_a_run_is_refused_before_anything_starts(
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("name", ["runs/default", "../run", "a b", ".hidden", "/tmp/x/run", "runs/~"])
 def test_other_names_are_those_of_runs(name: str) -> None:
-    assert require_name(name) == Path(name)
+    assert parse_run_directory(name) == Path(name)
 
 
 def test_a_link_to_the_home_directory_is_the_home_directory(
@@ -60,7 +65,7 @@ def test_a_link_to_the_home_directory_is_the_home_directory(
     (project / "link").symlink_to(project.parent)
     for name in (project / "link", project.parent, project / ".."):
         with pytest.raises(SpecError, match="is or holds the home directory"):
-            require_name(str(name))
+            parse_run_directory(str(name))
 
 
 @pytest.mark.parametrize("name", ["checkpoints/mine", "metrics.jsonl", "launch.json", "plan.json"])
@@ -70,7 +75,10 @@ def test_a_directory_that_no_run_has_written_is_left_as_it_is(tmp_path: Path, na
     (root / name).write_text("{}")
     before = contents(tmp_path)
     assert main(["train", "--set", f"run.dir={root}"]) == SpecError.exit_code
-    with pytest.raises(SpecError, match="is not the directory of a run"), opened(root, resume=False):
+    with (
+        pytest.raises(SpecError, match="is not the directory of a run"),
+        open_run_directory(root, resume=False),
+    ):
         pass
     assert contents(tmp_path) == before
 
@@ -83,7 +91,7 @@ def test_a_new_run_is_not_begun_among_other_things(tmp_path: Path, name: str) ->
     before = contents(tmp_path)
     assert main(["train", "--set", f"run.dir={root}"]) == SpecError.exit_code
     with pytest.raises(SpecError, match=f"(?s)other things.*{name.partition('/')[0]}"):
-        require_free(root)
+        check_directory_is_free(root)
     assert contents(tmp_path) == before
 
 
@@ -94,7 +102,7 @@ def test_a_run_among_other_things_is_not_renamed(tmp_path: Path, name: str) -> N
     (root / name).touch()
     before = contents(tmp_path)
     with pytest.raises(SpecError, match=f"(?s)and more.*{name.partition('/')[0]}"):
-        set_aside(root)
+        set_aside_earlier_run(root)
     assert contents(tmp_path) == before
 
 
@@ -102,7 +110,7 @@ def test_runs_within_a_run_are_not_renamed_with_it(tmp_path: Path) -> None:
     root = ran_in(tmp_path / "runs")
     ran_in(root / "one")
     with pytest.raises(SpecError, match="got: one"):
-        set_aside(root)
+        set_aside_earlier_run(root)
 
 
 @pytest.mark.parametrize("record", ["launch.json", "plan.json"])
@@ -114,10 +122,10 @@ def test_what_a_run_has_left_is_set_aside_whole(tmp_path: Path, record: str) -> 
         (root / "launch.json").unlink()
         Plan.from_run(Run(), world_size=2).save(root / "plan.json")
     before = [path.relative_to(root) for path in contents(root)]
-    assert set_aside(root, offload_path="state/fast") == tmp_path / "run.1"
+    assert set_aside_earlier_run(root, offload_path="state/fast") == tmp_path / "run.1"
     assert [path.relative_to(tmp_path / "run.1") for path in contents(tmp_path / "run.1")] == before
     assert not root.exists()
-    assert set_aside(root) is None
+    assert set_aside_earlier_run(root) is None
 
 
 def test_a_new_run_may_begin_beside_other_files(tmp_path: Path) -> None:
@@ -127,14 +135,14 @@ def test_a_new_run_may_begin_beside_other_files(tmp_path: Path) -> None:
         (tmp_path / directory / "x").touch() if directory != "empty" else None
     for file in ("run.toml", "slurm-1.out", ".gitkeep", "train.sh"):
         (tmp_path / file).touch()
-    require_free(tmp_path)
-    assert set_aside(tmp_path) is None
+    check_directory_is_free(tmp_path)
+    assert set_aside_earlier_run(tmp_path) is None
 
 
 def test_a_link_to_a_runs_directory_stays_and_what_it_points_to_is_set_aside(tmp_path: Path) -> None:
     real = ran_in(tmp_path / "scratch" / "run")
     (link := tmp_path / "run").symlink_to(real)
-    with opened(link, resume=False) as found:
+    with open_run_directory(link, resume=False) as found:
         assert found.previous_run == tmp_path / "scratch" / "run.1"
     assert (real / "launch.json").exists()
     assert link.is_symlink()

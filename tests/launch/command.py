@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 from fullshard.launch.outcome import ProcessOutcome
-from fullshard.launch.request import Request
-from fullshard.launch.start import start
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.start import perform_request
 from fullshard.spec.run import Run
 from tests.launch.jobs import SMALL
 
@@ -22,9 +22,9 @@ def main(job: str, directory: str, *settings: str) -> int:
 def performed(request: dict[str, Any]) -> int:
     """Its exit code, as `fullshard train` has it; what went wrong is told."""
     with ProcessOutcome() as ending:
-        sys.exit(start(Request.parse(request, source="this test")))
+        sys.exit(perform_request(LaunchRequest.parse(request, source="this test")))
     if ending.failure is not None:
-        print(ending.failure.text(), file=sys.stderr)
+        print(ending.failure.user_message(), file=sys.stderr)
     return ending.exit_code
 
 

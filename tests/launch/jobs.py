@@ -10,7 +10,7 @@ from pathlib import Path
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.system.signals import note_signals
+from fullshard.system.signals import record_signals
 
 FOREVER = 600.0
 # A run of moments, whose losses may be held against another's.
@@ -50,7 +50,7 @@ def describe(run: Run, *, resume: bool, plan: Plan | None, command_started: floa
 
 def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Rank 1 raises; the others sit where they hear no SIGTERM, like in a collective."""
-    with note_signals(signal.SIGTERM):
+    with record_signals(signal.SIGTERM):
         leave_note(run, "here")
         if rank() == 1:
             while not Path(run.run.dir, "note-0").exists():  # or it is ended before it has begun
@@ -85,9 +85,9 @@ def until_interrupted(run: Run, *, resume: bool, plan: Plan | None, command_star
     """Takes its time to save, longer for rank 1 than for rank 0. The ranks are connected."""
     from fullshard.sharding.mesh import process_group  # imports torch
 
-    with note_signals(signal.SIGTERM) as signals, process_group("cpu"):
+    with record_signals(signal.SIGTERM) as signals, process_group("cpu"):
         leave_note(run, str(os.getpid()))
-        while signals.first is None:
+        while signals.first_signal is None:
             time.sleep(0.01)
     time.sleep(0.4 * rank())
     leave_note(run, "saved")
@@ -96,7 +96,7 @@ def until_interrupted(run: Run, *, resume: bool, plan: Plan | None, command_star
 
 def deaf(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Hears SIGTERM, and does nothing about it."""
-    with note_signals(signal.SIGTERM):
+    with record_signals(signal.SIGTERM):
         leave_note(run, str(os.getpid()))
         time.sleep(FOREVER)
 

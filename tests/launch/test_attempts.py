@@ -17,7 +17,7 @@ from fullshard.errors import (
     SpecError,
     TrainError,
 )
-from fullshard.launch.attempts import Attempts, RankOutcome
+from fullshard.launch.attempts import RankOutcome, RestartPolicy
 from fullshard.launch.outcome import ProcessOutcome
 
 
@@ -27,8 +27,8 @@ def ended(error: BaseException | None) -> list[RankOutcome]:
         if error is not None:
             raise error
     return [
-        RankOutcome(0, ProcessOutcome(), 0, seen_at=0.0),
-        RankOutcome(1, ending, ending.exit_code, seen_at=0.0),
+        RankOutcome(0, ProcessOutcome(), 0, seen_gone_at=0.0),
+        RankOutcome(1, ending, ending.exit_code, seen_gone_at=0.0),
     ]
 
 
@@ -38,7 +38,7 @@ def killed(number: signal.Signals) -> list[RankOutcome]:
     lost.__cause__ = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:2345")
     with ProcessOutcome() as ending:
         raise lost
-    return [RankOutcome(0, ending, 6, seen_at=0.0), RankOutcome(1, None, -number, seen_at=1.0)]
+    return [RankOutcome(0, ending, 6, seen_gone_at=0.0), RankOutcome(1, None, -number, seen_gone_at=1.0)]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def killed(number: signal.Signals) -> list[RankOutcome]:
     ],
 )
 def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOutcome]) -> None:
-    attempts = Attempts(restarts=2)
-    first, second, third = (attempts.conclude(ranks) for _ in range(3))
+    attempts = RestartPolicy(restarts=2)
+    first, second, third = (attempts.decide_restart(ranks) for _ in range(3))
     assert (first.exit_code, second.exit_code) == (None, None)
-    assert "restart 1 of 2" in first.said[-1]
-    assert "rank " in first.said[0]
+    assert "restart 1 of 2" in first.messages[-1]
+    assert "rank " in first.messages[0]
     assert third.exit_code not in (None, 0)
-    assert "2 times" in third.said[-1]
+    assert "2 times" in third.messages[-1]
 
 
 @pytest.mark.parametrize(
@@ -67,33 +67,35 @@ def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOut
     [SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError, ForeignOffloadError],
 )
 def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> None:
-    conclusion = Attempts(restarts=3).conclude(ended(error("no.")))
+    conclusion = RestartPolicy(restarts=3).decide_restart(ended(error("no.")))
     assert conclusion.exit_code == error.exit_code
-    assert conclusion.said[-1] == "not restarted: it would fail again"
+    assert conclusion.messages[-1] == "not restarted: it would fail again"
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(INTERRUPTED_EXIT_CODE)])
 def test_a_run_that_is_through_or_interrupted_is_not_started_again(error: BaseException | None) -> None:
     expected = 0 if error is None else INTERRUPTED_EXIT_CODE
-    assert Attempts(restarts=3).conclude(ended(error)).exit_code == expected
+    assert RestartPolicy(restarts=3).decide_restart(ended(error)).exit_code == expected
 
 
 def test_without_restarts_nothing_is_said_of_them() -> None:
-    conclusion = Attempts(restarts=0).conclude(killed(signal.SIGKILL))
+    conclusion = RestartPolicy(restarts=0).decide_restart(killed(signal.SIGKILL))
     assert conclusion.exit_code == LaunchError.exit_code
-    assert len(conclusion.said) == 1
+    assert len(conclusion.messages) == 1
 
 
 def test_a_signal_leaves_the_restart_to_whoever_sent_it() -> None:
-    conclusion = Attempts(restarts=3).conclude(killed(signal.SIGKILL), interrupted_by=signal.SIGTERM)
+    conclusion = RestartPolicy(restarts=3).decide_restart(
+        killed(signal.SIGKILL), interrupted_by=signal.SIGTERM
+    )
     assert conclusion.exit_code == INTERRUPTED_EXIT_CODE
-    assert "SIGTERM: not restarted" in conclusion.said[-1]
+    assert "SIGTERM: not restarted" in conclusion.messages[-1]
 
 
 @pytest.mark.parametrize(("done", "exit_code"), [(0, 128 + signal.SIGTERM), (1, INTERRUPTED_EXIT_CODE)])
 def test_a_signal_before_training_asks_to_be_requeued_only_where_there_was_an_attempt(
     done: int, exit_code: int
 ) -> None:
-    attempts = Attempts(restarts=3, done=done)
-    conclusion = attempts.conclude(killed(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM)
+    attempts = RestartPolicy(restarts=3, done=done)
+    conclusion = attempts.decide_restart(killed(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM)
     assert conclusion.exit_code == exit_code

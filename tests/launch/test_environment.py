@@ -3,13 +3,13 @@
 import pytest
 
 from fullshard.launch.environment import (
-    first_host,
-    from_slurm,
-    quiet_logs,
-    share_cores,
-    tasks_on_node,
-    under_srun,
-    under_torchrun,
+    count_slurm_tasks_on_node,
+    first_slurm_host,
+    is_started_by_srun,
+    is_started_by_torchrun,
+    set_default_log_levels,
+    set_default_omp_threads,
+    torchrun_variables_from_slurm,
 )
 
 SRUN = {
@@ -36,16 +36,16 @@ SRUN = {
     ],
 )
 def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+    assert first_slurm_host(nodes) == host
 
 
 @pytest.mark.parametrize(("node", "tasks"), [(0, 2), (2, 2), (3, 1), (4, 4)])
 def test_tasks_on_a_node(node: int, tasks: int) -> None:
-    assert tasks_on_node("2(x3),1,4", node) == tasks
+    assert count_slurm_tasks_on_node("2(x3),1,4", node) == tasks
 
 
 def test_a_task_of_srun_becomes_a_rank_of_torchrun() -> None:
-    environment = from_slurm(SRUN)
+    environment = torchrun_variables_from_slurm(SRUN)
     port = int(environment.pop("MASTER_PORT"))
     assert environment == {
         "RANK": "5",
@@ -55,12 +55,12 @@ def test_a_task_of_srun_becomes_a_rank_of_torchrun() -> None:
         "MASTER_ADDR": "gpu007",
     }
     assert 1024 < port < 32768
-    assert under_torchrun({**environment, "MASTER_PORT": str(port)})
+    assert is_started_by_torchrun({**environment, "MASTER_PORT": str(port)})
 
 
 def test_all_tasks_of_a_step_meet_at_one_port_and_other_steps_at_another() -> None:
     ports = [
-        from_slurm(SRUN | changed)["MASTER_PORT"]
+        torchrun_variables_from_slurm(SRUN | changed)["MASTER_PORT"]
         for changed in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "3"})
     ]
     assert ports[0] == ports[1] != ports[2]
@@ -71,19 +71,19 @@ def test_all_tasks_of_a_step_meet_at_one_port_and_other_steps_at_another() -> No
     [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}],
 )
 def test_one_process_in_a_batch_script_or_an_interactive_shell_is_no_rank(not_srun: dict[str, str]) -> None:
-    assert under_srun(SRUN)
-    assert not under_srun(not_srun)
+    assert is_started_by_srun(SRUN)
+    assert not is_started_by_srun(not_srun)
 
 
 def test_what_the_user_set_is_kept() -> None:
     chosen = {"OMP_NUM_THREADS": "5", "NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"}
     environment = dict(chosen)
-    quiet_logs(environment)
-    share_cores(environment)
+    set_default_log_levels(environment)
+    set_default_omp_threads(environment)
     assert environment == chosen
 
 
 def test_no_rank_is_left_without_a_thread() -> None:
     environment = {"LOCAL_WORLD_SIZE": "100000"}
-    share_cores(environment)
+    set_default_omp_threads(environment)
     assert environment["OMP_NUM_THREADS"] == "1"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fullshard.launch.gc import gc_disabled
+from fullshard.launch.gc import disable_gc
 
 CYCLE = """
 class Node:
@@ -17,8 +17,8 @@ def left(name):
     node = Node()
     node.itself, node.name = node, name
 
-from fullshard.launch.gc import gc_frozen_imports
-with gc_frozen_imports():
+from fullshard.launch.gc import freeze_imports_in_gc
+with freeze_imports_in_gc():
     left("within")
 left("after")
 """
@@ -27,7 +27,7 @@ left("after")
 NANOBIND = """
 import sys
 from types import ModuleType
-from fullshard.launch.gc import gc_frozen_imports
+from fullshard.launch.gc import freeze_imports_in_gc
 
 class Meta(type):
     __module__ = sys.argv[1]
@@ -36,7 +36,7 @@ class Instance:
     def __del__(self):
         print("freed")
 
-with gc_frozen_imports():
+with freeze_imports_in_gc():
     library = sys.modules["library"] = ModuleType("library")
     library.Bound = Meta("Bound", (), {"instance": Instance()})  # a class refers to itself
 del library, Meta
@@ -45,12 +45,12 @@ del library, Meta
 
 def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> None:
     assert gc.isenabled()
-    with gc_disabled():
+    with disable_gc():
         assert not gc.isenabled()
-        with gc_disabled():
+        with disable_gc():
             pass
         assert not gc.isenabled()
-    with pytest.raises(ImportError), gc_disabled():
+    with pytest.raises(ImportError), disable_gc():
         raise ImportError
     assert gc.isenabled()
 

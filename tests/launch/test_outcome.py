@@ -48,8 +48,8 @@ def test_a_foreseen_error_says_what_it_says_and_no_more(monkeypatch: pytest.Monk
     error: FullshardError = SpecError("no.", got=3, why="it is not 4", fix="4")
     failure = ending_of(error).failure
     assert failure is not None
-    assert failure.text() == f"SpecError: {error}"
-    assert failure.text(rank=2) == f"rank 2: SpecError: {error}"
+    assert failure.user_message() == f"SpecError: {error}"
+    assert failure.user_message(rank=2) == f"rank 2: SpecError: {error}"
 
 
 def test_an_unforeseen_error_says_where_in_the_code_of_the_user() -> None:

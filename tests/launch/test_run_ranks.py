@@ -15,7 +15,7 @@ import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError, LaunchError
 from fullshard.launch.outcome import CTRL_C_EXIT_CODE
-from fullshard.launch.scratch import remove_abandoned
+from fullshard.launch.scratch import remove_abandoned_directories
 from tests.launch.sockets import Address, attack, listening
 from tests.ranks.command import Command
 
@@ -196,7 +196,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_and_the_next_one_removes_its
     assert not left
     process.wait()
     assert list(tmp_path.glob("fullshard-*"))
-    remove_abandoned(tmp_path)
+    remove_abandoned_directories(tmp_path)
     assert not list(tmp_path.glob("fullshard-*"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.launch.scratch import private_directory, remove_abandoned
+from fullshard.launch.scratch import remove_abandoned_directories, temporary_private_directory
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def abandoned(temporary: Path) -> Path:
     """A directory as a killed launch leaves it: its lock is there, and free."""
-    with private_directory() as directory:
+    with temporary_private_directory() as directory:
         content = (directory / "lock").read_text()
     left = temporary / "fullshard-left"
     left.mkdir(mode=0o700)
@@ -28,19 +28,19 @@ def abandoned(temporary: Path) -> Path:
 
 
 def test_a_directory_is_private_and_gone_at_the_end(temporary: Path) -> None:
-    with private_directory() as directory:
+    with temporary_private_directory() as directory:
         assert directory.stat().st_mode & 0o777 == 0o700
         assert directory.parent == temporary
     assert not list(temporary.iterdir())
 
 
 def test_the_next_launch_removes_what_a_killed_one_has_left(abandoned: Path) -> None:
-    with private_directory():
+    with temporary_private_directory():
         assert not abandoned.exists()
 
 
 def test_a_directory_that_is_in_use_stays(temporary: Path) -> None:
-    with private_directory() as one, private_directory() as other:
+    with temporary_private_directory() as one, temporary_private_directory() as other:
         assert one.exists()
         assert other.exists()
 
@@ -54,12 +54,12 @@ def test_what_is_not_certainly_dead_stays(abandoned: Path, temporary: Path) -> N
     os.mkfifo(fifo / "lock")
     elsewhere = abandoned.rename(temporary / "elsewhere")
     link.symlink_to(elsewhere)
-    remove_abandoned(temporary)
+    remove_abandoned_directories(temporary)
     assert all(one.exists() for one in (other_kernel, begun, fifo, link, elsewhere / "request.json"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory to another user")
 def test_what_another_user_owns_stays(abandoned: Path) -> None:
     os.chown(abandoned, 12345, 12345)
-    remove_abandoned(abandoned.parent)
+    remove_abandoned_directories(abandoned.parent)
     assert abandoned.exists()

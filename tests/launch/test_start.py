@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.request import Request
-from fullshard.launch.start import own_ranks, start
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.start import choose_rank_count_and_device, perform_request
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -22,26 +22,26 @@ def run_with(*overrides: str) -> Run:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test does without")
 def test_a_gpu_that_is_asked_for_must_be_there() -> None:
     with pytest.raises(LaunchError, match="no CUDA device"):
-        start(Request(run=run_with("run.device=cuda"), job=NO_JOB))
+        perform_request(LaunchRequest(run=run_with("run.device=cuda"), job=NO_JOB))
 
 
 def test_ranks_are_those_asked_for_else_those_of_the_plan_else_two() -> None:
     plan = Plan.from_run(run_with(), world_size=4)
-    assert own_ranks(Request(run=run_with("run.ranks=8"))) == (8, "cpu")
-    assert own_ranks(Request(run=run_with(), plan=plan)) == (4, "cpu")
-    assert own_ranks(Request(run=run_with())) == (2, "cpu")
+    assert choose_rank_count_and_device(LaunchRequest(run=run_with("run.ranks=8"))) == (8, "cpu")
+    assert choose_rank_count_and_device(LaunchRequest(run=run_with(), plan=plan)) == (4, "cpu")
+    assert choose_rank_count_and_device(LaunchRequest(run=run_with())) == (2, "cpu")
 
 
 def test_a_job_that_is_no_function_is_named() -> None:
     with pytest.raises(LaunchError, match="jobs:absent is no function"):
-        Request(run=Run(), job=NO_JOB).perform()
+        LaunchRequest(run=Run(), job=NO_JOB).call_job()
 
 
 def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
     plan = Plan.from_run(run_with("sharding.strategy=zero2"), world_size=2)
-    request = Request(run=plan.run, plan=plan, resume=True)
+    request = LaunchRequest(run=plan.run, plan=plan, resume=True)
     request.save(tmp_path)
-    assert Request.load(tmp_path) == request
+    assert LaunchRequest.load(tmp_path) == request
 
 
 CODES = {"nothing": None, "zero": 0, "words": "enough", "interrupted": INTERRUPTED_EXIT_CODE}
@@ -54,9 +54,9 @@ def leave(run: Run, *, resume: bool, plan: Plan | None, command_started: float) 
 @pytest.mark.parametrize("code", ["nothing", "zero", "words"])
 def test_a_job_that_calls_exit_has_failed_whatever_the_code(code: str) -> None:
     with pytest.raises(LaunchError, match="rank 0 left early"):
-        Request(run=run_with(f"run.dir={code}"), job=f"{__name__}:leave").perform()
+        LaunchRequest(run=run_with(f"run.dir={code}"), job=f"{__name__}:leave").call_job()
 
 
 def test_a_job_that_was_interrupted_and_has_saved_leaves_with_its_own_code() -> None:
     with pytest.raises(SystemExit, match="75"):
-        Request(run=run_with("run.dir=interrupted"), job=f"{__name__}:leave").perform()
+        LaunchRequest(run=run_with("run.dir=interrupted"), job=f"{__name__}:leave").call_job()

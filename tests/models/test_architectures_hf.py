@@ -17,7 +17,7 @@ from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
-from fullshard.training.loss import Loss, loss_of
+from fullshard.training.loss import Loss, choose_loss
 from tests.fakes.architectures import whole
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, QUICK, batch_of, write_config
 from tests.fakes.plans import plan_of
@@ -53,7 +53,7 @@ def check_against_the_unsharded(name: str, settings: tuple[str, ...] = ()) -> fl
     plain, (model, run) = of_transformers(name), built(name)
     plain.load_state_dict(materialize(built(name)[0], seed=0).state_dict())
     shard(model, plan_of(world_size, *settings))
-    loss, batch = loss_of(run, model), batch_of(name, dist.get_rank())
+    loss, batch = choose_loss(run, model), batch_of(name, dist.get_rank())
     expected, seen = sum_and_count(loss, plain, batch), sum_and_count(loss, model, batch)
     assert expected[1] == seen[1]
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-6, atol=1e-6)
@@ -86,7 +86,7 @@ def test_sharded_loss_and_gradients_are_the_unsharded_ones(name: str, ranks: Cal
 def test_described_counts_are_those_of_the_model_itself(name: str) -> None:
     """Parameters as they are; three times the FLOP that torch counts in a forward spelled out in matmuls."""
     (model, run), batch = built(name), batch_of(name, 0)
-    plain, loss = of_transformers(name, eager=True), loss_of(run, model)
+    plain, loss = of_transformers(name, eager=True), choose_loss(run, model)
     plan = plan_of(1, "train.global_batch=2", "recompute.mode=none", f"data.sequence_length={LENGTH}")
     meta = {key: tensor.to("meta") for key, tensor in batch.items()}
     spec = describe(model, plan, loss=loss, batch=meta)
@@ -99,7 +99,7 @@ def test_described_counts_are_those_of_the_model_itself(name: str) -> None:
 def test_a_causal_model_is_described_with_the_kernel_that_it_runs() -> None:
     """Traced as transformers would by itself, it would make a mask, and leave the causal kernel."""
     model, run = built("llama", "recompute.mode=none", f"data.sequence_length={LENGTH}")
-    spec = describe(model, run, loss=loss_of(run, model), device_type="cpu")
+    spec = describe(model, run, loss=choose_loss(run, model), device_type="cpu")
     attention = [kernel for kernel in spec.kernels if kernel.kind == "attention"]
     assert attention
     assert all(kernel.causal for kernel in attention)

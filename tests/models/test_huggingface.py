@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.models.checks import check_positions, check_vocabulary
-from fullshard.models.huggingface import hf_model, is_causal_lm, own_dtype
-from fullshard.models.meta_init import without_parameters
+from fullshard.models.checks import check_sequence_length, check_vocabulary
+from fullshard.models.huggingface import build_hf_model, is_causal_lm, weight_dtype_in_config
+from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
 from tests.fakes.architectures_hf import CONFIGS, VOCABULARY, write_config
@@ -29,12 +29,12 @@ def section(name: str, directory: Path, **options: Any) -> HuggingFaceModel:
 @pytest.mark.skipif(INSTALLED, reason="transformers is installed")
 def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"fullshard\[hf\]"):
-        hf_model(section("llama", tmp_path))
+        build_hf_model(section("llama", tmp_path))
 
 
 @needs_transformers
 def test_a_model_is_built_without_weights_and_without_a_cache(tmp_path: Path) -> None:
-    model = hf_model(section("llama", tmp_path))
+    model = build_hf_model(section("llama", tmp_path))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
     assert model.config.use_cache is False
@@ -45,8 +45,8 @@ def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
     config = CONFIGS["llama"] | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     own = HuggingFaceModel(hf=str(tmp_path))
-    assert {parameter.dtype for parameter in hf_model(own).parameters()} == {torch.float32}
-    assert own_dtype(own) == torch.bfloat16
+    assert {parameter.dtype for parameter in build_hf_model(own).parameters()} == {torch.float32}
+    assert weight_dtype_in_config(own) == torch.bfloat16
 
 
 LLAMA = CONFIGS["llama"]
@@ -69,13 +69,13 @@ LLAMA = CONFIGS["llama"]
 def test_a_config_that_no_model_is_made_of_is_refused(tmp_path: Path, config: Any, says: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
     with pytest.raises(SpecError, match=says):
-        hf_model(HuggingFaceModel(hf=str(tmp_path)))
+        build_hf_model(HuggingFaceModel(hf=str(tmp_path)))
 
 
 @needs_transformers
 def test_layers_are_bounded_in_options_too(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="num_hidden_layers is too large"):
-        hf_model(section("llama", tmp_path, num_hidden_layers=10**9))
+        build_hf_model(section("llama", tmp_path, num_hidden_layers=10**9))
 
 
 def test_a_model_of_too_many_parameters_or_too_large_tables_is_refused_while_it_is_constructed() -> None:
@@ -85,25 +85,25 @@ def test_a_model_of_too_many_parameters_or_too_large_tables_is_refused_while_it_
         (lambda: torch.arange(10**12), "a table that is too large"),
     ):
         with pytest.raises(SpecError, match=says):
-            without_parameters(construct, most_parameters=100)
+            construct_with_meta_parameters(construct, most_parameters=100)
 
 
 @needs_transformers
 def test_a_config_that_names_no_class_is_of_a_causal_language_model(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIGS["llama"].items() if key != "architectures"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert type(hf_model(HuggingFaceModel(hf=str(tmp_path)))).__name__ == "LlamaForCausalLM"
+    assert type(build_hf_model(HuggingFaceModel(hf=str(tmp_path)))).__name__ == "LlamaForCausalLM"
 
 
 @needs_transformers
 def test_options_stand_in_for_values_of_the_config(tmp_path: Path) -> None:
-    model = hf_model(section("gpt2", tmp_path, num_hidden_layers=2, n_inner=40))
+    model = build_hf_model(section("gpt2", tmp_path, num_hidden_layers=2, n_inner=40))
     assert (len(model.transformer.h), model.transformer.h[0].mlp.c_fc.nf) == (2, 40)
 
 
 @needs_transformers
 def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:
-    model = hf_model(section("clip", tmp_path, text_config={"num_hidden_layers": 1}))
+    model = build_hf_model(section("clip", tmp_path, text_config={"num_hidden_layers": 1}))
     layers = [len(tower.encoder.layers) for tower in (model.text_model, model.vision_model)]
     assert layers == [1, 3]
 
@@ -113,7 +113,7 @@ def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:
 def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp_path: Path) -> None:
     config = CONFIGS["smollm3"] | {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 0, 1]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = hf_model(HuggingFaceModel(hf=str(tmp_path), options={"num_hidden_layers": layers}))
+    model = build_hf_model(HuggingFaceModel(hf=str(tmp_path), options={"num_hidden_layers": layers}))
     assert len(model.model.layers) == len(model.config.no_rope_layers) == layers
 
 
@@ -130,7 +130,7 @@ def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp
 def test_what_cannot_be_built_is_told(own: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_config("llama", tmp_path)
     with pytest.raises(SpecError, match=message):
-        hf_model(HuggingFaceModel(hf=str(tmp_path), **own))
+        build_hf_model(HuggingFaceModel(hf=str(tmp_path), **own))
 
 
 @needs_transformers
@@ -147,7 +147,7 @@ def test_a_config_that_transformers_does_not_know_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=message):
-        hf_model(HuggingFaceModel(hf=str(tmp_path)))
+        build_hf_model(HuggingFaceModel(hf=str(tmp_path)))
 
 
 @needs_transformers
@@ -155,23 +155,23 @@ def test_a_config_that_transformers_does_not_know_is_refused(
 def test_models_that_predict_the_next_token_are_told_from_others(
     name: str, causal: bool, tmp_path: Path
 ) -> None:
-    assert is_causal_lm(hf_model(section(name, tmp_path))) is causal
+    assert is_causal_lm(build_hf_model(section(name, tmp_path))) is causal
 
 
 @needs_transformers
 def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
-    model = hf_model(section("gpt2", tmp_path))
+    model = build_hf_model(section("gpt2", tmp_path))
     fits, longer = (
         Run.load(overrides=[f"model.hf={tmp_path}", f"data.sequence_length={length}"]) for length in (32, 33)
     )
-    check_positions(model, fits)
+    check_sequence_length(model, fits)
     with pytest.raises(SpecError, match="max_position_embeddings = 32"):
-        check_positions(model, longer)
+        check_sequence_length(model, longer)
 
 
 @needs_transformers
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    model, run = hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
+    model, run = build_hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
     check_vocabulary(run, tokens=VOCABULARY, model=model)
     check_vocabulary(run, tokens=None, model=model)
     with pytest.raises(SpecError, match=f"tokens up to {VOCABULARY}, and a vocabulary of {VOCABULARY}"):

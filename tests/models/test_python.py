@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullshard.errors import SpecError
-from fullshard.models.build import python_model
+from fullshard.models.build import build_python_model
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import PythonModel
 
@@ -14,13 +14,13 @@ def section(name: str, **options: object) -> PythonModel:
 
 
 def test_the_factory_is_called_with_the_options() -> None:
-    model = python_model(section("Pyramid", width=4, inner=(3, 8)))
+    model = build_python_model(section("Pyramid", width=4, inner=(3, 8)))
     assert [layer.up.weight.shape for layer in model.layers] == [(3, 4), (8, 4)]
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_what_the_constructor_computes_stays() -> None:
-    model = materialize(python_model(section("Pyramid")), seed=0)
+    model = materialize(build_python_model(section("Pyramid")), seed=0)
     assert torch.equal(model.layers[1].shift, torch.linspace(0, 1, 6))
     assert torch.equal(model.layers[1].scale, torch.full((6,), 0.5))
 
@@ -37,9 +37,9 @@ def test_what_the_constructor_computes_stays() -> None:
 )
 def test_a_path_that_leads_to_no_module_is_told(python: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        python_model(PythonModel(python=python))
+        build_python_model(PythonModel(python=python))
 
 
 def test_options_that_the_factory_does_not_take_are_told() -> None:
     with pytest.raises(SpecError, match="unexpected keyword argument 'depth'"):
-        python_model(section("Pyramid", depth=3))
+        build_python_model(section("Pyramid", depth=3))

@@ -8,9 +8,9 @@ import pytest
 
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.errors import CheckpointError, DataError, SpecError
-from fullshard.models.huggingface import hf_model, is_causal_lm
+from fullshard.models.huggingface import build_hf_model, is_causal_lm
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.weights.names import meta_twin
+from fullshard.weights.names import build_meta_model
 from tests.data.samples import CHAT, save_tokenizer
 from tests.fakes.architectures_hf import CONFIGS
 
@@ -55,18 +55,18 @@ def section(directory: Path, config: dict[str, Any], **more: Any) -> HuggingFace
 @pytest.mark.parametrize("config", NEEDY)
 def test_a_models_own_code_does_not_run_unless_it_is_trusted(config, tmp_path, marker):
     with pytest.raises(SpecError, match=r"model\.trust_remote_code = true"):
-        hf_model(section(tmp_path, config))
+        build_hf_model(section(tmp_path, config))
     assert not marker.exists()
 
 
 def test_a_model_that_transformers_knows_needs_no_code_of_its_own(tmp_path, marker):
-    model = hf_model(section(tmp_path, CONFIGS["llama"] | {"auto_map": CLASSES}))
+    model = build_hf_model(section(tmp_path, CONFIGS["llama"] | {"auto_map": CLASSES}))
     assert not marker.exists()
     assert not hasattr(model.config, "auto_map")
 
 
 def test_a_models_own_code_runs_where_it_is_trusted(tmp_path, marker):
-    model = hf_model(section(tmp_path, NEEDY[0], trust_remote_code=True))
+    model = build_hf_model(section(tmp_path, NEEDY[0], trust_remote_code=True))
     assert marker.exists()
     assert (type(model).__name__, is_causal_lm(model)) == ("OwnForCausalLM", True)
 
@@ -78,7 +78,7 @@ def test_a_config_in_a_checkpoint_makes_only_models_of_transformers(architecture
     config = CONFIGS["llama"] | {"architectures": [architecture], "auto_map": {}}
     config |= {"auto_map": CLASSES} if architecture.startswith("Own") else {}
     with pytest.raises(CheckpointError, match=message):
-        meta_twin(config, needed_for="exporting")
+        build_meta_model(config, needed_for="exporting")
     assert not marker.exists()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.token_arguments import token_arguments
+from fullshard.models.token_arguments import position_and_document_arguments
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import DecoderConfig
 from tests.fakes.architectures_hf import CAUSAL, LENGTH, VOCABULARY
@@ -44,7 +44,7 @@ def check_apart(model: nn.Module) -> None:
     batch = packed()
     model.eval()
     with torch.no_grad():
-        seen = logits_of(model, batch["tokens"], token_arguments(model, batch))
+        seen = logits_of(model, batch["tokens"], position_and_document_arguments(model, batch))
         torch.testing.assert_close(seen, alone(model, batch["tokens"]), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(logits_of(model, batch["tokens"], {}), seen, atol=1e-3)
 
@@ -63,7 +63,7 @@ def test_in_every_attention(attention: str) -> None:
 def test_in_flex_attention() -> None:
     """Its mask keeps the same pairs as the dense one: the kernel itself wants a GPU, or a compiler."""
     flex, dense = (built("mistral", f"model.attention={kind}")[0] for kind in ("flex_attention", "sdpa"))
-    blocks = token_arguments(flex, packed())["attention_mask"]
+    blocks = position_and_document_arguments(flex, packed())["attention_mask"]
     sees = torch.stack(
         [
             blocks.mask_mod(
@@ -72,7 +72,7 @@ def test_in_flex_attention() -> None:
             for row in range(2)
         ]
     )
-    assert torch.equal(sees, token_arguments(dense, packed())["attention_mask"][:, 0])
+    assert torch.equal(sees, position_and_document_arguments(dense, packed())["attention_mask"][:, 0])
 
 
 def test_of_the_reference_decoder() -> None:
@@ -85,17 +85,17 @@ def test_of_the_reference_decoder() -> None:
 
 
 def test_tokens_alone_need_no_arguments() -> None:
-    assert token_arguments(nn.Identity(), {"tokens": packed()["tokens"]}) == {}
+    assert position_and_document_arguments(nn.Identity(), {"tokens": packed()["tokens"]}) == {}
 
 
 def test_positions_that_are_missing_follow_from_the_documents() -> None:
     batch = packed()
     expected = batch.pop("positions")
-    assert torch.equal(token_arguments(built("llama")[0], batch)["position_ids"], expected)
+    assert torch.equal(position_and_document_arguments(built("llama")[0], batch)["position_ids"], expected)
 
 
 def test_a_model_that_cannot_keep_documents_apart_is_refused() -> None:
     with pytest.raises(TrainError, match="data.document_mask = false"):
-        token_arguments(nn.Linear(2, 2), packed())
+        position_and_document_arguments(nn.Linear(2, 2), packed())
     with pytest.raises(TrainError, match="Bloom"):
-        token_arguments(built("bloom")[0], packed())
+        position_and_document_arguments(built("bloom")[0], packed())

@@ -1,4 +1,4 @@
-"""Drives that fail: the system's calls as `offload.drive.System` takes them, some of them with a fault."""
+"""Drives that fail: calls for `offload.drive.DriveSystemCalls`, some of them with a fault."""
 
 import errno
 import fcntl
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.system.direct_io import DIRECT
 
 
-def without_direct() -> System:
+def without_direct() -> DriveSystemCalls:
     """A file system that does not know O_DIRECT."""
 
     def open_(path: Path, flags: int, mode: int) -> int:
@@ -27,7 +27,7 @@ def without_direct() -> System:
     return replace(SYSTEM, open=open_)
 
 
-def that_takes_the_flag_alone() -> System:
+def that_takes_the_flag_alone() -> DriveSystemCalls:
     """One that opens with O_DIRECT, and then refuses to transfer."""
 
     def refused(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -36,7 +36,7 @@ def that_takes_the_flag_alone() -> System:
     return after_leaving(replace(SYSTEM, preadv=refused, pwritev=refused))
 
 
-def after_leaving(system: System) -> System:
+def after_leaving(system: DriveSystemCalls) -> DriveSystemCalls:
     """`system` for as long as a descriptor is direct; then the real one."""
 
     def either(name: str) -> Callable[[int, Sequence[memoryview], int], int]:
@@ -49,7 +49,7 @@ def after_leaving(system: System) -> System:
     return replace(SYSTEM, preadv=either("preadv"), pwritev=either("pwritev"))
 
 
-def with_short_transfers(seed: int) -> System:
+def with_short_transfers(seed: int) -> DriveSystemCalls:
     """Every transfer moves a part of what was asked for, or is interrupted.
 
     Of a write, whole sectors: that is what a drive can take. Of a read, any number: the rest is garbage.
@@ -77,7 +77,7 @@ def with_short_transfers(seed: int) -> System:
     return replace(SYSTEM, preadv=preadv, pwritev=pwritev)
 
 
-def failing(name: str, number: int) -> System:
+def failing(name: str, number: int) -> DriveSystemCalls:
     """One call fails, with this errno, always."""
 
     def fail(*_: object) -> int:
@@ -88,7 +88,7 @@ def failing(name: str, number: int) -> System:
 
 def turning_bad(  # signature: what a test says of a fault
     call: str, number: int | None, *, file: str, after: int, times: int = 1 << 30
-) -> System:
+) -> DriveSystemCalls:
     """All is well until `after` generations are committed; then calls of this name on files whose name has
     `file` in it fail with `number`, so many `times`; or, for None, a bit of what they read is another."""
     names: dict[int, str] = {}
@@ -132,7 +132,7 @@ class Watched:
     dirty: set[str] = field(default_factory=set)
     unflushed: list[tuple[str, frozenset[str]]] = field(default_factory=list)
 
-    def system(self) -> System:
+    def system(self) -> DriveSystemCalls:
         return replace(
             SYSTEM, open=self._open, pwritev=self._pwritev, fdatasync=self._fdatasync, fsync=self._fsync
         )
@@ -171,8 +171,8 @@ class Cut:
     calls: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def system(self) -> System:
-        return System(
+    def system(self) -> DriveSystemCalls:
+        return DriveSystemCalls(
             open=self._counted(SYSTEM.open),
             preadv=SYSTEM.preadv,
             pwritev=self._pwritev,

@@ -15,7 +15,7 @@ from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.gradients import DeviceGradients
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState
-from fullshard.offload.store import HostStore
+from fullshard.offload.store import HostMemoryStore
 from fullshard.spec.groups import ShardSize, group_shards
 from fullshard.training.stochastic_adamw import StochasticAdamW
 
@@ -37,30 +37,30 @@ class InMemory:
             for n, p in parameters.items()
         ]
         self.groups = group_shards(held, sub_group_parameters=sub_group_parameters)
-        self.store = HostStore(self.groups, moments=moments, pinned=False)
+        self.store = HostMemoryStore(self.groups, moments=moments, pinned=False)
         self.names = tuple(parameters)
         for name, parameter in parameters.items():
-            self.tensors(name)["master"].copy_(parameter.detach())
+            self.parameter_state_tensors(name)["master"].copy_(parameter.detach())
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        found = self.store.read_parts(name)
+    def parameter_state_tensors(self, name: str) -> dict[str, Tensor]:
+        found = self.store.read_parameter_state(name)
         assert found is not None
         shape = next(one.shape for one, own in self.names_of.items() if own == name)
         return {key: part.view(shape) for key, part in found._asdict().items()}
 
-    def update(self, function: Callable[..., None], *, release: Callable[[str], None]) -> None:
-        for group, parts in self.store.stream():
+    def start_update(self, function: Callable[..., None], *, release: Callable[[str], None]) -> None:
+        for group, parts in self.store.stream_for_update():
             function(group, parts)
         for name in self.names:
             release(name)
 
-    live_tensors = tensors
+    live_tensors = parameter_state_tensors
 
-    def refill(self, *, keep: bool) -> Iterator[dict[str, dict[str, Tensor]]]:
+    def iterate_tensors_to_fill(self, *, keep: bool) -> Iterator[dict[str, dict[str, Tensor]]]:
         for name in self.names:
-            yield {name: self.tensors(name)}
+            yield {name: self.parameter_state_tensors(name)}
 
-    def settle(self, *, to_load: bool = False) -> None: ...
+    def wait_for_update(self, *, to_load: bool = False) -> None: ...
 
 
 def parameters_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -121,7 +121,7 @@ def same_as(streamed: StreamingAdamW, other: torch.optim.Optimizer) -> bool:
 
 def same_state(streamed: StreamingAdamW, one: Tensor, other: torch.optim.Optimizer, their: Tensor) -> bool:
     own, expected = dict(streamed.state.get(one, {})), other.state[their]
-    outside = streamed.offloaded.tensors(streamed.offloaded.names_of[one])
+    outside = streamed.offloaded.parameter_state_tensors(streamed.offloaded.names_of[one])
     own |= {key: outside[key] for key in ("exp_avg", "exp_avg_sq") if own}
     return (
         torch.equal(outside["master"], their.detach())
@@ -205,7 +205,10 @@ def test_a_state_dict_that_is_loaded_goes_on_as_the_one_that_was_saved(moments: 
             give_gradients(parameters, step)
             optimizer.step()
         for name in ours:
-            one, other = first.offloaded.tensors(name), second.offloaded.tensors(name)
+            one, other = (
+                first.offloaded.parameter_state_tensors(name),
+                second.offloaded.parameter_state_tensors(name),
+            )
             assert all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -217,7 +220,7 @@ def test_torchs_own_state_dict_is_taken_over() -> None:
         give_gradients(theirs, step)
         other.step()
     for name, one in theirs.items():
-        streamed.offloaded.tensors(name)["master"].copy_(one.detach())
+        streamed.offloaded.parameter_state_tensors(name)["master"].copy_(one.detach())
     streamed.load_state_dict(copy.deepcopy(other.state_dict()))
     assert same_as(streamed, other)
     give_gradients(ours, 3)
@@ -239,7 +242,7 @@ def one_step(
     optimizer = streaming(
         {"a": parameter}, moments=moments, sub_group_parameters=10**6, options=options, seed=seed
     )
-    state = optimizer.offloaded.tensors("a")
+    state = optimizer.offloaded.parameter_state_tensors("a")
     state["exp_avg"].copy_(first)
     state["exp_avg_sq"].copy_(second)
     optimizer.state[parameter] = {"step": torch.tensor(2.0)}
@@ -316,11 +319,11 @@ def test_a_second_moment_in_bf16_decays() -> None:
     options = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     parameter = nn.Parameter(torch.zeros(4096))
     optimizer = streaming({"a": parameter}, moments=BF16, sub_group_parameters=10**6, options=options)
-    optimizer.offloaded.tensors("a")["exp_avg_sq"].fill_(1.0)
+    optimizer.offloaded.parameter_state_tensors("a")["exp_avg_sq"].fill_(1.0)
     for _ in range(300):
         parameter.grad = torch.zeros(4096)
         optimizer.step()
-    mean = optimizer.offloaded.tensors("a")["exp_avg_sq"].double().mean().item()
+    mean = optimizer.offloaded.parameter_state_tensors("a")["exp_avg_sq"].double().mean().item()
     assert mean == pytest.approx(0.999**300, rel=0.01)
 
 
@@ -332,7 +335,9 @@ def test_what_is_drawn_depends_on_seed_step_and_parameter() -> None:
             for one in parameters.values():
                 one.grad = torch.linspace(0.1, 1, 500)
             optimizer.step()
-        return [optimizer.offloaded.tensors(name)["exp_avg_sq"].clone() for name in parameters]
+        return [
+            optimizer.offloaded.parameter_state_tensors(name)["exp_avg_sq"].clone() for name in parameters
+        ]
 
     assert all(map(torch.equal, kept(seed=1), kept(seed=1)))
     assert not torch.equal(kept(seed=1)[1], kept(seed=2)[1])

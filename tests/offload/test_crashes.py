@@ -12,7 +12,7 @@ import pytest
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import FileRecord
+from fullshard.offload.generation_manifest import DataFileRecord
 from tests.faults.disks import powerless_disk
 from tests.offload.processes import keeping_on
 from tests.offload.systems import Cut, PowerCut, Watched, failing
@@ -135,11 +135,11 @@ def test_a_flipped_bit_is_never_taken_for_what_was_written(directory: Path, chec
 def test_a_large_record_is_held_against_its_digest_wherever_it_is_damaged(directory: Path) -> None:
     """It is read and digested piece by piece."""
     length = (40 << 20) + 1
-    large = [FileRecord(name="large", offset_bytes=4096, length_bytes=length)]
+    large = [DataFileRecord(name="large", offset_bytes=4096, length_bytes=length)]
     with opened(directory, records=large, check="always") as generations:
         newest = put(generations, 1)
         assert holds(generations, newest)
-        generations.verify(newest)
+        generations.check_all_records(newest)
         for at in (0, 5, (16 << 20) - 1, 16 << 20, (33 << 20) + 7, length - 1):
             with (directory / "state-0.data").open("r+b") as file:
                 file.seek(4096 + at)
@@ -152,7 +152,7 @@ def test_a_large_record_is_held_against_its_digest_wherever_it_is_damaged(direct
                         with pytest.raises(DamagedOffloadError, match="large, bytes 4096 to"):
                             holds(generations, newest)
                         with pytest.raises(DamagedOffloadError, match="large, bytes 4096 to"):
-                            generations.verify(newest)
+                            generations.check_all_records(newest)
         assert holds(generations, newest)
 
 
@@ -168,10 +168,10 @@ def test_other_bytes_are_named_by_file_record_and_place(directory: Path, check, 
         with pytest.raises(
             DamagedOffloadError, match=r"(?s)other bytes than were written.*group 1, bytes 102400 to 167936"
         ) as caught:
-            holds(generations, generations.whole()[0], verify=verify)
+            holds(generations, generations.list_complete_generations()[0], verify=verify)
         assert str(path) in str(caught.value)
         with pytest.raises(DamagedOffloadError, match="group 1"):
-            generations.verify(generations.whole()[0])
+            generations.check_all_records(generations.list_complete_generations()[0])
 
 
 @pytest.mark.parametrize("kind", ["data", "payload", "json"])
@@ -215,7 +215,7 @@ def test_a_drive_that_fails_costs_the_new_generation_only(directory: Path, call:
         with pytest.raises(OffloadError, match=errno.errorcode[number]) as caught:
             put(generations, 3)
         assert str(directory) in str(caught.value)
-        assert [one.step for one in generations.whole()] == [2]
+        assert [one.step for one in generations.list_complete_generations()] == [2]
     assert usable(directory) == [2]
 
 

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.device_update import CopyStreams, DeviceUpdate, Slice, pieces
-from fullshard.offload.store import HostStore
-from fullshard.spec.groups import CUT_ELEMENTS, ShardSize, group_shards, piece_elements
+from fullshard.offload.device_update import (
+    DeviceUpdate,
+    DeviceUpdateStreams,
+    GroupPieceOnDevice,
+    iterate_group_pieces,
+)
+from fullshard.offload.store import HostMemoryStore
+from fullshard.spec.groups import CUT_ELEMENTS, ShardSize, copy_chunk_elements, group_shards
 from tests.offload.test_adamw import (
     BF16,
     OPTIONS,
@@ -66,22 +71,22 @@ class LateLane:
     last: list[Pending] = field(default_factory=list[Pending])
     memory: list[Tensor] = field(default_factory=list[Tensor])
 
-    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         pending = Pending(act, [*self.last, *after])
         self.last = [pending]
         self.device.put.append(pending)
         return pending
 
-    def use(self, memory: Tensor) -> None:
+    def make_memory_safe_to_use(self, memory: Tensor) -> None:
         self.memory.append(memory)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.device.settle()
 
 
-def late_lanes(seed: int) -> CopyStreams:
+def late_lanes(seed: int) -> DeviceUpdateStreams:
     device = Device(seed)
-    return CopyStreams(LateLane(device), LateLane(device), LateLane(device))
+    return DeviceUpdateStreams(LateLane(device), LateLane(device), LateLane(device))
 
 
 def passing(
@@ -138,7 +143,7 @@ def test_what_is_rounded_at_random_is_as_on_the_host_where_no_piece_is_cut(maste
             give_gradients(parameters, step)
             optimizer.step()
         for name in ours:
-            one, other = (optimizer.offloaded.tensors(name) for optimizer in streams)
+            one, other = (optimizer.offloaded.parameter_state_tensors(name) for optimizer in streams)
             assert all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -148,7 +153,7 @@ def test_pieces_of_a_parameter_are_rounded_by_bits_of_their_own() -> None:
     optimizer = passing({"a": parameter}, moments=BF16, sub_group_parameters=10**6)
     parameter.grad = torch.full((3 * CUT_ELEMENTS,), 0.1)
     optimizer.step()
-    first, second, third = optimizer.offloaded.tensors("a")["exp_avg_sq"].view(3, -1)
+    first, second, third = optimizer.offloaded.parameter_state_tensors("a")["exp_avg_sq"].view(3, -1)
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
 
@@ -168,9 +173,9 @@ def test_pieces_have_every_element_once_at_its_place(
     for group in group_shards(held, sub_group_parameters=sub_group_parameters):
         found = {one.name: list[tuple[int, int]]() for one in group.segments}
         offsets = {one.name: one.offset - one.begin for one in group.segments}
-        for begin, piece in pieces(group, elements):
+        for begin, piece in iterate_group_pieces(group, elements):
             assert begin % CUT_ELEMENTS == 0
-            assert 0 < piece.numel <= elements
+            assert 0 < piece.padded_numel <= elements
             for one in piece.segments:
                 assert begin + one.offset == offsets[one.name] + one.begin
                 found[one.name] += [(one.begin, one.end)]
@@ -185,48 +190,48 @@ def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     groups = group_shards([ShardSize("a", 10**6, 10**6, "float32")], sub_group_parameters=10**6)
     for moments, itemsize in ((None, 16), (BF16, 12)):
         device = Device(0)
-        lanes = [LateLane(device) for _ in CopyStreams._fields]
-        through = DeviceUpdate(groups, device=CPU, moments=moments, streams=CopyStreams(*lanes))
-        assert sum(one.nbytes for one in through.buffers) == 2 * itemsize * piece_elements(groups)
+        lanes = [LateLane(device) for _ in DeviceUpdateStreams._fields]
+        through = DeviceUpdate(groups, device=CPU, moments=moments, streams=DeviceUpdateStreams(*lanes))
+        assert sum(one.nbytes for one in through.buffers) == 2 * itemsize * copy_chunk_elements(groups)
         assert all(lane.memory == through.buffers for lane in lanes)
-    assert piece_elements(groups) == 61 * CUT_ELEMENTS
+    assert copy_chunk_elements(groups) == 61 * CUT_ELEMENTS
 
 
 def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
     groups = group_shards(
         [ShardSize(name, 2048, 2048, "float32") for name in "ab"], sub_group_parameters=4096
     )
-    store, seen = HostStore(groups, moments=None, pinned=False), list[str]()
+    store, seen = HostMemoryStore(groups, moments=None, pinned=False), list[str]()
     through = DeviceUpdate(groups, device=CPU, moments=None)
 
-    def change(piece: Slice) -> None:
+    def change(piece: GroupPieceOnDevice) -> None:
         seen.extend(piece.group.names)
         piece.state.master.copy_(piece.gradient)
 
-    for group, parts in store.stream():
-        through.update(group, parts, gradients={"b": torch.ones(2048)}, change=change)
+    for group, parts in store.stream_for_update():
+        through.update_group(group, parts, gradients={"b": torch.ones(2048)}, change=change)
     assert seen == ["b", "b"]
-    whole = [store.read_parts(name) for name in "ab"]
+    whole = [store.read_parameter_state(name) for name in "ab"]
     assert [one is not None and one.master.unique().tolist() for one in whole] == [[0.0], [1.0]]
 
 
 class Full(LateLane):
     """Has no room for the third piece's change."""
 
-    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         if len(self.device.put) == 7:
             raise MemoryError("no room")
-        return super().put(act, after=after)
+        return super().enqueue(act, after=after)
 
 
 def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
     """Or copies would go on in memory that is somebody else's by then."""
     device = Device(0)
     groups = group_shards([ShardSize("a", 8192, 8192, "float32")], sub_group_parameters=8192)
-    store = HostStore(groups, moments=None, pinned=False)
-    lanes = CopyStreams(LateLane(device), Full(device), LateLane(device))
+    store = HostMemoryStore(groups, moments=None, pinned=False)
+    lanes = DeviceUpdateStreams(LateLane(device), Full(device), LateLane(device))
     through = DeviceUpdate(groups, device=CPU, moments=None, streams=lanes)
-    for group, parts in store.stream():
+    for group, parts in store.stream_for_update():
         with pytest.raises(MemoryError):
-            through.update(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)
+            through.update_group(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)
     assert not device.put

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import DamagedOffloadError, OffloadError
-from fullshard.offload.drive import SYSTEM, DriveFile, System
+from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
 from fullshard.system.direct_io import ALIGNMENT
 from tests.faults.disks import small_disk
 from tests.offload.systems import (
@@ -28,7 +28,7 @@ from tests.offload.systems import (
 )
 
 SIZE = 24 * ALIGNMENT
-SYSTEMS: dict[str, Callable[[], System]] = {
+SYSTEMS: dict[str, Callable[[], DriveSystemCalls]] = {
     "as it is": lambda: SYSTEM,
     "without direct I/O": without_direct,
     "direct only when opened": that_takes_the_flag_alone,

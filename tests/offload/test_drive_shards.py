@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.errors import OffloadError
-from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.gather_source import ShardCopies
 from fullshard.spec.groups import UNIT_BUFFERS
@@ -36,7 +36,7 @@ class Parameter:
 
 
 @contextmanager
-def shards_on(directory: Path, system: System) -> Iterator[DriveShards]:
+def shards_on(directory: Path, system: DriveSystemCalls) -> Iterator[DriveShards]:
     names = [str(unit) for unit in range(UNITS)]
     shards = DriveShards(
         {name: Parameter() for name in names},
@@ -48,7 +48,7 @@ def shards_on(directory: Path, system: System) -> Iterator[DriveShards]:
     try:
         yield shards
     finally:
-        shards.closing()()
+        shards.make_close_function()()
 
 
 def values(unit: int, *, update: int = 0) -> Tensor:
@@ -56,11 +56,11 @@ def values(unit: int, *, update: int = 0) -> Tensor:
 
 
 def publish(shards: DriveShards, unit: int, *, update: int = 0) -> None:
-    shards.write(str(unit), 0, values=values(unit, update=update))
+    shards.write_shard_elements(str(unit), 0, values=values(unit, update=update))
 
 
 def is_given(shards: DriveShards, unit: int, *, update: int = 0) -> bool:
-    return torch.equal(shards.read(str(unit), torch.float32), values(unit, update=update))
+    return torch.equal(shards.read_padded_shard(str(unit), torch.float32), values(unit, update=update))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -82,7 +82,7 @@ def test_memory_that_is_still_being_written_is_not_given_to_another_unit(tmp_pat
         for unit in range(UNIT_BUFFERS + 1):
             publish(shards, unit)
         all_published.set()
-        shards.settle()
+        shards.wait_for_writes()
         assert all(is_given(shards, unit) for unit in range(UNIT_BUFFERS + 1))
 
 
@@ -101,13 +101,13 @@ def test_memory_that_is_still_being_read_into_is_not_published_in(unit: int, tmp
     with shards_on(tmp_path, replace(SYSTEM, preadv=preadv)) as shards:
         for one in range(UNITS):
             publish(shards, one)
-        shards.settle()
+        shards.wait_for_writes()
         assert all(is_given(shards, one) for one in (*range(UNITS), 0))
         armed.set()
         assert is_given(shards, 1)  # while it is gathered, 2 is read ahead, as it came next the last time
         publish(shards, unit, update=1)
         published.set()
-        shards.settle()
+        shards.wait_for_writes()
         assert is_given(shards, 2, update=int(unit == 2))
         assert is_given(shards, 3, update=int(unit == 3))
 
@@ -125,12 +125,12 @@ def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: P
 
 def test_what_a_load_that_was_broken_off_had_begun_is_made_anew(tmp_path: Path) -> None:
     with shards_on(tmp_path, SYSTEM) as shards:
-        shards.write("0", 0, values=values(0)[: ELEMENTS // 2])
-        shards.begin()
-        with shards.hurried(None):
+        shards.write_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
+        shards.prepare_for_update()
+        with shards.expedite_publishing(None):
             for unit in range(UNITS):
                 publish(shards, unit, update=1)
-        shards.settle()
+        shards.wait_for_writes()
         assert all(is_given(shards, unit, update=1) for unit in (*range(1, UNITS), 0))
     written = bytearray((tmp_path / "parameters.data").read_bytes())
     assert torch.equal(torch.frombuffer(written, dtype=torch.float32)[:ELEMENTS], values(0, update=1))
@@ -159,7 +159,7 @@ class Update:
     )
 
     def __post_init__(self) -> None:
-        self.shards.begin()
+        self.shards.prepare_for_update()
         self.thread = threading.Thread(target=self._make)
         self.thread.start()
 
@@ -167,15 +167,15 @@ class Update:
         """As the engine does, each unit once it is made; what is given is of this update."""
         for unit in order:
             if not self.made[unit].is_set():
-                with self.shards.hurried(unit):
+                with self.shards.expedite_publishing(unit):
                     assert self.made[unit].wait(120)
             assert is_given(self.shards, unit, update=self.number)
 
     def settle(self) -> None:
-        with self.shards.hurried(None):
+        with self.shards.expedite_publishing(None):
             self.thread.join(120)
         assert not self.thread.is_alive()
-        self.shards.settle()
+        self.shards.wait_for_writes()
 
     def _make(self) -> None:
         for unit in range(UNITS):
@@ -196,7 +196,7 @@ def read_by(order: Sequence[int], there: Sequence[int]) -> list[int]:
     return read
 
 
-def patient(system: System = SYSTEM) -> System:
+def patient(system: DriveSystemCalls = SYSTEM) -> DriveSystemCalls:
     """However slow the machine is, nobody is taken to have left."""
     return replace(system, wait=lambda changed, seconds: changed.wait(60))
 

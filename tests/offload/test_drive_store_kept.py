@@ -19,9 +19,9 @@ def test_what_is_kept_is_read_beside_another_state_and_after_a_part_of_it(
         put(store, time_=1, fresh=True)
         put(store, time_=2, before=1)
         if committed:
-            store.commit(7, b"")
-        store.retain_previous()
-        stream = store.stream(fresh=True)
+            store.commit_generation(7, b"")
+        store.keep_current_state_readable()
+        stream = store.stream_for_update(fresh=True)
         for _ in range(after):
             next(stream)[1].master.fill_(-1)
             check_whole(store, time_=2)
@@ -35,10 +35,10 @@ def test_what_is_kept_is_read_beside_another_state_and_after_a_part_of_it(
 def test_what_is_not_kept_and_written_over_in_part_is_told(tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         put(store, time_=1, fresh=True)
-        stream = store.stream(fresh=True)
+        stream = store.stream_for_update(fresh=True)
         next(stream)
         stream.close()
-        found = store.read_parts("a")
+        found = store.read_parameter_state("a")
         assert found is not None
         with pytest.raises(OffloadError, match="there is no optimizer state on the drive"):
             found.master.cpu()

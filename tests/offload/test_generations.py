@@ -11,10 +11,10 @@ from typing import NoReturn
 import pytest
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
-from fullshard.offload.directories import LOCK, leftovers, rank_directory
+from fullshard.offload.directories import LOCK, list_leftover_directories, rank_directory
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.generation_manifest import FileRecord, file_bytes
-from fullshard.offload.generations import discard
+from fullshard.offload.generation_manifest import DataFileRecord, data_file_bytes
+from fullshard.offload.generations import discard_rank_directory
 from tests.faults.disks import small_disk
 from tests.offload.processes import killed_at_the_end, running, wait_for
 from tests.offload.systems import without_direct
@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def steps(generations) -> list[int]:
-    return [one.step for one in generations.whole()]
+    return [one.step for one in generations.list_complete_generations()]
 
 
 # What is kept
@@ -50,14 +50,14 @@ def test_the_two_newest_generations_are_there_after_a_restart(directory: Path, s
         for step in (1, 2, 5):
             put(generations, step)
         assert steps(generations) == [5, 2]
-        assert all(holds(generations, one) for one in generations.whole())
+        assert all(holds(generations, one) for one in generations.list_complete_generations())
     assert usable(directory) == [5, 2]
 
 
 def test_the_newest_generation_is_never_written_to(directory: Path) -> None:
     with opened(directory) as generations:
         for step in range(1, 6):
-            newest = generations.whole()[:1]
+            newest = generations.list_complete_generations()[:1]
             put(generations, step)
             assert all(holds(generations, one) for one in newest)
             assert steps(generations)[1:] == [one.step for one in newest]
@@ -67,10 +67,10 @@ def test_what_was_begun_is_no_generation_and_the_older_one_is_gone(directory: Pa
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)
-        generations.begin()
+        generations.start_generation()
         assert steps(generations) == [2]
         for record in RECORDS:
-            generations.write(record.name, memoryview(bytes(record.length_bytes)))
+            generations.write_record(record.name, memoryview(bytes(record.length_bytes)))
     assert usable(directory) == [2]
     with opened(directory) as generations:
         put(generations, 3)
@@ -80,40 +80,40 @@ def test_what_was_begun_is_no_generation_and_the_older_one_is_gone(directory: Pa
 def test_what_was_begun_can_be_begun_again(directory: Path) -> None:
     with opened(directory) as generations:
         put(generations, 1)
-        assert generations.begin() == generations.begin() == 1
-        generations.write("group 0", memoryview(bytes(100_000)))
-        generations.begin()
+        assert generations.start_generation() == generations.start_generation() == 1
+        generations.write_record("group 0", memoryview(bytes(100_000)))
+        generations.start_generation()
         with pytest.raises(AssertionError, match="group 0"):
-            generations.commit(2, b"")
+            generations.commit_generation(2, b"")
 
 
 def test_a_generation_lacks_no_record(directory: Path) -> None:
     with opened(directory) as generations:
-        generations.begin()
-        generations.write("group 1", memoryview(bytes(65_536)))
+        generations.start_generation()
+        generations.write_record("group 1", memoryview(bytes(65_536)))
         with pytest.raises(AssertionError, match=r"not written: \['group 0', 'group 2'\]"):
-            generations.commit(1, b"")
+            generations.commit_generation(1, b"")
     assert usable(directory) == []
 
 
 def test_a_record_that_was_written_can_be_read_before_it_is_committed(directory: Path) -> None:
     with opened(directory) as generations:
         put(generations, 1)
-        slot = generations.begin()
+        slot = generations.start_generation()
         data = content(2, "group 1", length=65_536)
-        generations.write("group 1", memoryview(data))
+        generations.write_record("group 1", memoryview(data))
         target = memoryview(bytearray(65_536))
-        generations.read("group 1", target, slot=slot, verify=True)
+        generations.read_record("group 1", target, slot=slot, verify=True)
         assert target == data
         with pytest.raises(AssertionError, match="group 0 was not written"):
-            generations.read("group 0", memoryview(bytearray(100_000)), slot=slot)
+            generations.read_record("group 0", memoryview(bytearray(100_000)), slot=slot)
 
 
 def test_a_dropped_generation_stays_dropped_and_the_older_one_is_kept(directory: Path) -> None:
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)
-        generations.drop(generations.whole()[0].slot)
+        generations.remove_generation(generations.list_complete_generations()[0].slot)
         assert steps(generations) == [1]
     with opened(directory) as generations:
         assert steps(generations) == [1]
@@ -126,10 +126,10 @@ def test_a_part_of_a_record_is_that_part(directory: Path) -> None:
         slot, data = put(generations, 1).slot, content(1, "group 1", length=65_536)
         for offset, length in [(0, 65_536), (4096, 8192), (4095, 3), (65_535, 1), (700, 60_000)]:
             target = memoryview(bytearray(length))
-            generations.read_part("group 1", target, slot=slot, offset=offset)
+            generations.read_record_part("group 1", target, slot=slot, offset=offset)
             assert target == data[offset : offset + length]
         with pytest.raises(AssertionError, match="record's"):
-            generations.read_part("group 1", memoryview(bytearray(2)), slot=slot, offset=65_535)
+            generations.read_record_part("group 1", memoryview(bytearray(2)), slot=slot, offset=65_535)
 
 
 def test_a_part_is_held_against_the_digest_of_its_record_once_where_all_is(directory: Path) -> None:
@@ -143,27 +143,27 @@ def test_a_part_is_held_against_the_digest_of_its_record_once_where_all_is(direc
             path.write_bytes(data)
             if refused:
                 with pytest.raises(DamagedOffloadError, match="group 1"):
-                    generations.read_part("group 1", target, slot=slot, offset=0)
+                    generations.read_record_part("group 1", target, slot=slot, offset=0)
                 slot = put(generations, 2 + 2 * refused).slot  # what is written anew is well
-            generations.read_part("group 1", target, slot=slot, offset=0)
+            generations.read_record_part("group 1", target, slot=slot, offset=0)
 
 
 def test_a_rank_without_any_record_keeps_its_payload(directory: Path) -> None:
     with opened(directory, records=[]) as generations:
         put(generations, 1)
     with opened(directory, records=[]) as generations:
-        assert [holds(generations, one) for one in generations.whole()] == [True]
+        assert [holds(generations, one) for one in generations.list_complete_generations()] == [True]
 
 
 def test_threads_write_and_read_records_at_once(directory: Path) -> None:
-    records = [FileRecord(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
+    records = [DataFileRecord(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
     with opened(directory, records=records, check="always") as generations, ThreadPoolExecutor(4) as pool:
         for step in (1, 2, 3):
-            before = generations.whole()
-            generations.begin()
+            before = generations.list_complete_generations()
+            generations.start_generation()
             written = [
                 pool.submit(
-                    generations.write,
+                    generations.write_record,
                     one.name,
                     memoryview(content(step, one.name, length=one.length_bytes)),
                 )
@@ -172,9 +172,9 @@ def test_threads_write_and_read_records_at_once(directory: Path) -> None:
             assert all(holds(generations, one) for one in before[:1])
             for one in written:
                 one.result()
-            generations.commit(step, payload(step))
+            generations.commit_generation(step, payload(step))
     with opened(directory, records=records) as generations:
-        assert [holds(generations, one) for one in generations.whole()] == [True, True]
+        assert [holds(generations, one) for one in generations.list_complete_generations()] == [True, True]
 
 
 def test_a_payload_may_be_larger_than_the_room_that_was_kept_for_it(directory: Path) -> None:
@@ -182,12 +182,14 @@ def test_a_payload_may_be_larger_than_the_room_that_was_kept_for_it(directory: P
     with opened(directory) as generations:
         for step in (1, 2, 3):
             put(generations, step)
-        generations.begin()
+        generations.start_generation()
         for record in RECORDS:
-            generations.write(record.name, memoryview(bytes(record.length_bytes)))
-        generations.commit(4, large)
+            generations.write_record(record.name, memoryview(bytes(record.length_bytes)))
+        generations.commit_generation(4, large)
     with opened(directory) as generations:
-        assert [generations.payload(one) for one in generations.whole()] == [large, payload(3)]
+        assert [
+            generations.read_generation_payload(one) for one in generations.list_complete_generations()
+        ] == [large, payload(3)]
 
 
 def test_no_file_grows(directory: Path) -> None:
@@ -200,7 +202,7 @@ def test_no_file_grows(directory: Path) -> None:
         "state-0.json",
         "state-1.json",
     }
-    assert after["state-0.data"] == file_bytes(RECORDS) == 172_032
+    assert after["state-0.data"] == data_file_bytes(RECORDS) == 172_032
 
 
 # Whose it is
@@ -215,7 +217,7 @@ def test_files_of_another_identity_are_named_and_left_alone(directory: Path, fie
     with pytest.raises(ForeignOffloadError, match=f"{field} {getattr(IDENTITY, field)} there, {value} here"):
         opened(directory, identity=IDENTITY.model_copy(update={field: value}))
     assert usable(directory) == [1]
-    discard(directory)
+    discard_rank_directory(directory)
     assert not directory.exists()
     with opened(directory, identity=IDENTITY.model_copy(update={field: value})) as generations:
         assert steps(generations) == []
@@ -254,7 +256,7 @@ def test_a_generation_that_cannot_be_read_leaves_the_other(directory: Path, kind
 def test_a_second_process_is_refused_and_the_first_is_named(directory: Path, tmp_path: Path) -> None:
     with killed_at_the_end(running("hold", directory, tmp_path / "ready")) as process:
         pid = wait_for(tmp_path / "ready", process)
-        for refused in (lambda: opened(directory), lambda: discard(directory)):
+        for refused in (lambda: opened(directory), lambda: discard_rank_directory(directory)):
             with pytest.raises(OffloadError, match=f"(?s)another process.*process {pid} on "):
                 refused()
     opened(directory).close()  # it died: the kernel has let go
@@ -277,7 +279,7 @@ def test_what_was_forked_does_not_hold_a_directory_that_was_let_go(directory: Pa
 
 
 def test_what_does_not_fit_is_told_before_the_first_byte(directory: Path) -> None:
-    needed = 2 * (file_bytes(RECORDS) + PAYLOAD_BYTES) + (1 << 20)
+    needed = 2 * (data_file_bytes(RECORDS) + PAYLOAD_BYTES) + (1 << 20)
     old = rank_directory(directory.parents[1], run_id="old", rank=0)
     with opened(old, identity=IDENTITY.model_copy(update={"run_id": "old"})):
         pass
@@ -293,7 +295,7 @@ def test_a_drive_that_another_rank_has_filled_in_the_meantime_is_told_the_same(t
     with small_disk(tmp_path / "small", size_bytes=300 << 10) as disk:
         with pytest.raises(OffloadError, match=r"(?s)not enough space.*free.*needed"):
             opened(disk / "run" / "rank-00003", system=replace(SYSTEM, free_bytes=lambda _: 1 << 30))
-        discard(disk / "run" / "rank-00003")
+        discard_rank_directory(disk / "run" / "rank-00003")
 
 
 def test_once_open_a_full_drive_stops_no_step(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_once_open_a_full_drive_stops_no_step(tmp_path: Path) -> None:
 
 def test_leftovers_are_those_of_runs_that_are_over(tmp_path: Path) -> None:
     path = tmp_path / "nvme"
-    assert leftovers(path) == []
+    assert list_leftover_directories(path) == []
     for run_id, ranks in [("over", 2), ("mine", 1), ("alive", 1)]:
         for rank in range(ranks):
             identity = IDENTITY.model_copy(update={"run_id": run_id, "rank": rank})
@@ -320,11 +322,11 @@ def test_leftovers_are_those_of_runs_that_are_over(tmp_path: Path) -> None:
     (path / "a file").touch()
     with (path / "alive" / "rank-00000" / LOCK).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        found = leftovers(path, alive_run_id="mine")
+        found = list_leftover_directories(path, alive_run_id="mine")
     assert [one for one, _ in found] == [path / "over"]
-    assert found[0][1] >= 2 * 2 * (file_bytes(RECORDS) + PAYLOAD_BYTES)
-    assert [one for one, _ in leftovers(path)][0] == path / "over"
-    assert len(leftovers(path)) == 3
+    assert found[0][1] >= 2 * 2 * (data_file_bytes(RECORDS) + PAYLOAD_BYTES)
+    assert [one for one, _ in list_leftover_directories(path)][0] == path / "over"
+    assert len(list_leftover_directories(path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -355,5 +357,5 @@ def test_what_cannot_be_opened_says_why_and_what_to_do(
 
 
 def test_discarding_what_is_not_there_does_nothing(directory: Path) -> None:
-    discard(directory)
+    discard_rank_directory(directory)
     assert not directory.exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.offload.lazy_tensor import LazyTensor, lazy_tensor
+from fullshard.offload.lazy_tensor import LazyTensor, make_lazy_tensor
 
 
 class File:
@@ -23,7 +23,7 @@ class File:
         return self.numbers.clone()
 
     def tensor(self) -> LazyTensor:
-        return lazy_tensor(torch.Size([12]), self.numbers.dtype, read=self.read)
+        return make_lazy_tensor(torch.Size([12]), self.numbers.dtype, read=self.read)
 
 
 def test_what_it_is_is_known_without_reading_it() -> None:
@@ -74,7 +74,7 @@ def test_to_the_cpu_it_is_read_once_and_is_the_callers() -> None:
         given.append(torch.ones(3))
         return given[-1]
 
-    one = lazy_tensor(torch.Size([3]), torch.float32, read=read)
+    one = make_lazy_tensor(torch.Size([3]), torch.float32, read=read)
     assert one.cpu().data_ptr() == given[0].data_ptr()
     assert len(given) == 1
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullshard.errors import OffloadError
-from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_store import GROUP_BUFFERS, DriveStore
-from fullshard.offload.generation_manifest import FileRecord, Identity
-from fullshard.offload.generations import Check, Generations
+from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity
+from fullshard.offload.generations import Check, GenerationFiles
 from fullshard.offload.store import GroupLayout as GroupRecord
-from fullshard.offload.store import GroupStore, HostStore, Parts
-from fullshard.planner.offload import slots_hold
-from fullshard.spec.groups import Group, ShardSize, group_shards
+from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments
+from fullshard.planner.offload import state_slot_bytes
+from fullshard.spec.groups import OffloadGroup, ShardSize, group_shards
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -40,35 +40,35 @@ BF16 = torch.bfloat16
 @contextmanager
 def drive_store(
     directory: Path,
-    groups: Sequence[Group] = GROUPS,
+    groups: Sequence[OffloadGroup] = GROUPS,
     *,
     moments: torch.dtype | None = None,
     check: Check = "asked",
-    system: System = SYSTEM,
+    system: DriveSystemCalls = SYSTEM,
 ) -> Iterator[DriveStore]:
-    records: list[FileRecord] = []
+    records: list[DataFileRecord] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(FileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(DataFileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
-    identity = Identity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
-    generations = Generations(
+    identity = OwnerIdentity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
+    generations = GenerationFiles(
         directory / "rank", records, identity=identity, check=check, payload_bytes=4096, system=system
     )
     with closing(DriveStore(groups, generations, moments=moments, pinned=False)) as store:
         yield store
 
 
-def content(group: Group, parts: Parts, *, time_: int) -> list[Tensor]:
+def content(group: OffloadGroup, parts: MasterAndMoments, *, time_: int) -> list[Tensor]:
     """Numbers that say of which group, part and pass they are."""
     return [
-        (torch.arange(group.numel) % 97 + 100 * i + 10 * group.index + time_).to(one.dtype)
+        (torch.arange(group.padded_numel) % 97 + 100 * i + 10 * group.index + time_).to(one.dtype)
         for i, one in enumerate(parts)
     ]
 
 
-def holds(group: Group, parts: Parts, *, time_: int | None) -> bool:
+def holds(group: OffloadGroup, parts: MasterAndMoments, *, time_: int | None) -> bool:
     """As `put` has left it; None: as it began."""
     expected = content(group, parts, time_=time_ or 0)
     return all(
@@ -77,12 +77,17 @@ def holds(group: Group, parts: Parts, *, time_: int | None) -> bool:
 
 
 def put(
-    store: GroupStore, groups: Sequence[Group] = GROUPS, *, time_: int, fresh: bool = False, before: int = 0
+    store: GroupStore,
+    groups: Sequence[OffloadGroup] = GROUPS,
+    *,
+    time_: int,
+    fresh: bool = False,
+    before: int = 0,
 ) -> None:
     """A pass that finds what the one of `before` has left."""
-    seen: list[Group] = []
-    for group, parts in store.stream(fresh=fresh):
-        assert [one.shape for one in parts] == [(group.numel,)] * 3
+    seen: list[OffloadGroup] = []
+    for group, parts in store.stream_for_update(fresh=fresh):
+        assert [one.shape for one in parts] == [(group.padded_numel,)] * 3
         assert fresh or holds(group, parts, time_=before)
         seen.append(group)
         for one, new in zip(parts, content(group, parts, time_=time_), strict=True):
@@ -90,13 +95,13 @@ def put(
     assert seen == list(groups)
 
 
-def put_and_settle(store: GroupStore, groups: Sequence[Group], *, time_: int, before: int) -> None:
+def put_and_settle(store: GroupStore, groups: Sequence[OffloadGroup], *, time_: int, before: int) -> None:
     put(store, groups, time_=time_, before=before)
-    store.settle()
+    store.wait_for_writes()
 
 
 def all_hold(store: GroupStore, *, time_: int, verify: bool = False) -> bool:
-    return all([holds(group, parts, time_=time_) for group, parts in store.read_stream(verify=verify)])
+    return all([holds(group, parts, time_=time_) for group, parts in store.stream_read_only(verify=verify)])
 
 
 # What is read
@@ -118,24 +123,24 @@ def run(store: GroupStore, passes: Sequence[str]) -> None:
                 put(store, time_=time_, fresh=kind == "fresh", before=newest)
                 newest = time_
             case "ahead":
-                store.read_ahead()
+                store.prefetch_first_groups()
             case "commit":
                 if isinstance(store, DriveStore):
-                    store.commit(time_, b"beside")
+                    store.commit_generation(time_, b"beside")
             case "whole":
-                store.settle()
+                store.wait_for_writes()
                 check_whole(store, time_=newest)
             case _:
                 if kind == "verified look":
-                    store.settle()
+                    store.wait_for_writes()
                 assert all_hold(store, time_=newest, verify=kind == "verified look")
 
 
 def check_whole(store: GroupStore, *, time_: int) -> None:
     """Of each parameter: the pieces of its groups, one after the other."""
-    assert store.read_parts("nobody") is None
+    assert store.read_parameter_state("nobody") is None
     for name, size in SIZES:
-        found = store.read_parts(name)
+        found = store.read_parameter_state(name)
         assert found is not None
         for i, one in enumerate(found):
             assert one.shape == (size,)
@@ -151,7 +156,7 @@ def test_what_was_streamed_is_what_is_there_next_in_memory(moments: torch.dtype 
     @given(PASSES)
     @settings(max_examples=30)
     def check(passes: list[str]) -> None:
-        run(HostStore(GROUPS, moments=moments, pinned=False), passes)
+        run(HostMemoryStore(GROUPS, moments=moments, pinned=False), passes)
 
     check()
 
@@ -172,7 +177,7 @@ def test_what_was_streamed_is_what_is_there_next_on_a_drive(
     check_passes()
 
 
-def slow(name: str) -> System:
+def slow(name: str) -> DriveSystemCalls:
     """Whatever else goes on in the meantime must not change what it moves."""
     rng = random.Random(0)
 
@@ -190,8 +195,8 @@ def test_nothing_is_overwritten_that_is_on_its_way(name: str, tmp_path: Path) ->
         for time_ in range(2, 8):
             put(store, time_=time_, before=time_ - 1)
             if time_ % 2:
-                store.read_ahead()
-        store.settle()
+                store.prefetch_first_groups()
+        store.wait_for_writes()
         assert all_hold(store, time_=7, verify=True)
 
 
@@ -203,25 +208,25 @@ def test_fewer_groups_than_slots_go_through_as_well(n: int, where: str, tmp_path
         put(store, FEW[n], time_=2, before=1)
         put(store, FEW[n], time_=3, before=2)
         assert all_hold(store, time_=3)
-        store.settle()
+        store.wait_for_writes()
 
     if where == "memory":
-        check(HostStore(FEW[n], moments=None, pinned=False))
+        check(HostMemoryStore(FEW[n], moments=None, pinned=False))
     else:
         with drive_store(tmp_path, FEW[n]) as store:
             check(store)
-            store.commit(7, b"x")
+            store.commit_generation(7, b"x")
 
 
 def test_room_is_for_one_parameter_of_each_dtype(tmp_path: Path) -> None:
     with drive_store(tmp_path, moments=BF16) as drive:
-        for store in (drive, HostStore(GROUPS, moments=BF16, pinned=False)):
-            room = store.allocate_parts("a")
+        for store in (drive, HostMemoryStore(GROUPS, moments=BF16, pinned=False)):
+            room = store.allocate_parameter_state("a")
             assert room is not None
             assert [(one.shape, one.dtype) for one in room] == [
                 ((2500,), d) for d in (torch.float32, BF16, BF16)
             ]
-            assert store.allocate_parts("nobody") is None
+            assert store.allocate_parameter_state("nobody") is None
 
 
 # What it takes
@@ -233,8 +238,8 @@ def test_a_drive_needs_the_memory_of_three_groups(tmp_path: Path) -> None:
     places: set[int] = set()
     with drive_store(tmp_path) as store:
         for fresh in (True, False, False):
-            places |= {parts.master.data_ptr() for _, parts in store.stream(fresh=fresh)}
-        places |= {parts.master.data_ptr() for _, parts in store.read_stream()}
+            places |= {parts.master.data_ptr() for _, parts in store.stream_for_update(fresh=fresh)}
+        places |= {parts.master.data_ptr() for _, parts in store.stream_read_only()}
         assert len(places) == GROUP_BUFFERS == 3
 
 
@@ -245,7 +250,7 @@ class Counted:
     read_bytes: int = 0
     written_bytes: int = 0
 
-    def system(self) -> System:
+    def system(self) -> DriveSystemCalls:
         return replace(SYSTEM, preadv=self._preadv, pwritev=self._pwritev)
 
     def _preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -268,14 +273,14 @@ def test_what_comes_first_is_read_before_it_is_asked_for(count: int, tmp_path: P
     counted = Counted()
     with drive_store(tmp_path, groups, system=counted.system()) as store:
         put(store, groups, time_=1, fresh=True)
-        store.commit(1, b"")
-        store.read_ahead()
+        store.commit_generation(1, b"")
+        store.prefetch_first_groups()
         deadline = time.monotonic() + 120
         while counted.read_bytes < sum(sizes[index] for index in ahead) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert counted.read_bytes == sum(sizes[index] for index in ahead)
         put(store, groups, time_=2, before=1)
-        store.settle()
+        store.wait_for_writes()
         assert counted.read_bytes == sum(sizes[index] for index in ahead) + sum(sizes[3:])
 
 
@@ -287,11 +292,11 @@ def test_steps_read_what_is_planned(count: int, tmp_path: Path) -> None:
     with drive_store(tmp_path, groups, system=counted.system()) as store:
         put(store, groups, time_=1, fresh=True)
         for time_ in range(2, 6):
-            store.commit(time_, b"")
-            store.read_ahead()
+            store.commit_generation(time_, b"")
+            store.prefetch_first_groups()
             put(store, groups, time_=time_, before=time_ - 1)
-        store.settle()
-        assert counted.read_bytes == 4 * (sum(sizes) - slots_hold(plan, sizes).kept)
+        store.wait_for_writes()
+        assert counted.read_bytes == 4 * (sum(sizes) - state_slot_bytes(plan, sizes).kept)
         assert counted.written_bytes >= 5 * sum(sizes)
 
 
@@ -301,12 +306,12 @@ def test_what_failed_when_it_was_read_ahead_is_told_to_who_needs_it(verify: bool
     drive = Breaking("preadv")
     with drive_store(tmp_path, system=drive.system()) as store:
         put(store, time_=1, fresh=True)
-        store.commit(1, b"")
+        store.commit_generation(1, b"")
         drive.broken = True
-        store.read_ahead()
+        store.prefetch_first_groups()
         assert drive.refused.wait(20)
         drive.broken = False
-        through = store.read_stream(verify=True) if verify else store.stream()
+        through = store.stream_read_only(verify=True) if verify else store.stream_for_update()
         with pytest.raises(OffloadError, match="cannot be read"):
             list(through)
 
@@ -322,7 +327,7 @@ class Breaking:
     broken: bool = False
     refused: threading.Event = field(default_factory=threading.Event)
 
-    def system(self) -> System:
+    def system(self) -> DriveSystemCalls:
         return replace(SYSTEM, **{self.name: self._call})
 
     def _call(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -335,24 +340,24 @@ class Breaking:
 @pytest.mark.parametrize("groups", [GROUPS, FEW[2]], ids=["many", "few"])
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_a_drive_that_fails_is_told_with_path_and_offset(
-    name: str, groups: Sequence[Group], tmp_path: Path
+    name: str, groups: Sequence[OffloadGroup], tmp_path: Path
 ) -> None:
     """By settle at the latest, and again; and what was whole before still is."""
     drive = Breaking(name)
     with drive_store(tmp_path, groups, system=drive.system()) as store:
         put(store, groups, time_=1, fresh=True)
-        store.commit(1, b"beside")
+        store.commit_generation(1, b"beside")
         if name == "preadv":
-            (one,) = store.generations.whole()
-            store.start_from(one.slot)  # nothing is in memory
+            (one,) = store.generations.list_complete_generations()
+            store.set_newest_slot(one.slot)  # nothing is in memory
         drive.broken = True
         with pytest.raises(OffloadError, match=r"(?s)state-\d\.data.*at offset \d+"):
             put_and_settle(store, groups, time_=2, before=1)
         drive.broken = False
     with drive_store(tmp_path, groups) as store:
-        (one,) = store.generations.whole()
-        assert (one.step, store.generations.payload(one)) == (1, b"beside")
-        store.start_from(one.slot)
+        (one,) = store.generations.list_complete_generations()
+        assert (one.step, store.generations.read_generation_payload(one)) == (1, b"beside")
+        store.set_newest_slot(one.slot)
         assert all_hold(store, time_=1, verify=True)
 
 
@@ -360,7 +365,7 @@ def test_a_drive_that_fails_is_told_with_path_and_offset(
 def test_a_look_may_be_left_early(after: int, tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         put(store, time_=1, fresh=True)
-        look = store.read_stream()
+        look = store.stream_read_only()
         for _ in range(after):
             next(look)
         look.close()
@@ -372,18 +377,18 @@ def test_a_look_may_be_left_early(after: int, tmp_path: Path) -> None:
 def test_a_pass_that_was_left_early_leaves_the_last_whole_state(after: int, tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         put(store, time_=1, fresh=True)
-        store.commit(1, b"")
-        stream = store.stream()
+        store.commit_generation(1, b"")
+        stream = store.stream_for_update()
         for _ in range(after):
             next(stream)[1].master.fill_(-1)
         stream.close()
-        store.settle()
-        (one,) = store.generations.whole()
-        store.start_from(one.slot)
+        store.wait_for_writes()
+        (one,) = store.generations.list_complete_generations()
+        store.set_newest_slot(one.slot)
         assert all_hold(store, time_=1, verify=True)
         put(store, time_=2, before=1)
-        store.commit(2, b"")
-        assert [one.step for one in store.generations.whole()] == [2, 1]
+        store.commit_generation(2, b"")
+        assert [one.step for one in store.generations.list_complete_generations()] == [2, 1]
 
 
 # Generations
@@ -393,15 +398,15 @@ def test_each_pass_may_be_a_generation_and_one_that_is_none_is_never_gone_on_fro
     with drive_store(tmp_path) as store:
         put(store, time_=1, fresh=True)
         put(store, time_=2, before=1)
-        store.commit(10, b"ten")
+        store.commit_generation(10, b"ten")
         put(store, time_=3, before=2)
-        store.commit(11, b"eleven")
-        store.commit(11, b"nothing new")
+        store.commit_generation(11, b"eleven")
+        store.commit_generation(11, b"nothing new")
         put(store, time_=4, before=3)
     with drive_store(tmp_path) as store:
-        (one,) = store.generations.whole()
-        assert (one.step, store.generations.payload(one)) == (11, b"eleven")
-        store.start_from(one.slot)
+        (one,) = store.generations.list_complete_generations()
+        assert (one.step, store.generations.read_generation_payload(one)) == (11, b"eleven")
+        store.set_newest_slot(one.slot)
         put(store, time_=5, before=3)
 
 
@@ -409,10 +414,13 @@ def test_going_back_to_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> N
     with drive_store(tmp_path) as store:
         for step in (1, 2, 9):
             put(store, time_=step, fresh=True)
-            store.commit(step, b"old")
+            store.commit_generation(step, b"old")
         put(store, time_=3, fresh=True)  # another state is loaded
-        store.commit(3, b"new")
+        store.commit_generation(3, b"new")
         put(store, time_=4, before=3)
-        store.commit(4, b"new")
-        found = [(one.step, store.generations.payload(one)) for one in store.generations.whole()]
+        store.commit_generation(4, b"new")
+        found = [
+            (one.step, store.generations.read_generation_payload(one))
+            for one in store.generations.list_complete_generations()
+        ]
         assert found == [(4, b"new"), (3, b"new")]

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.errors import OffloadError
-from fullshard.offload.drive import SYSTEM, System
-from fullshard.offload.generation_manifest import FileRecord, Identity
-from fullshard.offload.generations import Check, Generation, Generations
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls
+from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity
+from fullshard.offload.generations import Check, Generation, GenerationFiles
 from tests.offload.systems import without_direct
 
-IDENTITY = Identity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
+IDENTITY = OwnerIdentity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
 RECORDS = (
-    FileRecord(name="group 0", offset_bytes=0, length_bytes=100_000),
-    FileRecord(name="group 1", offset_bytes=102_400, length_bytes=65_536),
-    FileRecord(name="group 2", offset_bytes=167_936, length_bytes=1),
+    DataFileRecord(name="group 0", offset_bytes=0, length_bytes=100_000),
+    DataFileRecord(name="group 1", offset_bytes=102_400, length_bytes=65_536),
+    DataFileRecord(name="group 2", offset_bytes=167_936, length_bytes=1),
 )
 PAYLOAD_BYTES = 64 << 10
 
@@ -26,12 +26,12 @@ PAYLOAD_BYTES = 64 << 10
 def opened(
     directory: Path,
     *,
-    records: Sequence[FileRecord] = RECORDS,
-    identity: Identity = IDENTITY,
+    records: Sequence[DataFileRecord] = RECORDS,
+    identity: OwnerIdentity = IDENTITY,
     check: Check = "asked",
-    system: System = SYSTEM,
-) -> Generations:
-    return Generations(
+    system: DriveSystemCalls = SYSTEM,
+) -> GenerationFiles:
+    return GenerationFiles(
         directory, records, identity=identity, check=check, payload_bytes=PAYLOAD_BYTES, system=system
     )
 
@@ -44,31 +44,31 @@ def payload(step: int) -> bytes:
     return content(step, "payload", length=500 + step % 7 * 1000)
 
 
-def put(generations: Generations, step: int) -> Generation:
-    generations.begin()
+def put(generations: GenerationFiles, step: int) -> Generation:
+    generations.start_generation()
     for record in generations.records.values():
         data = content(step, record.name, length=record.length_bytes)
-        generations.write(record.name, memoryview(data))
-    return generations.commit(step, payload(step))
+        generations.write_record(record.name, memoryview(data))
+    return generations.commit_generation(step, payload(step))
 
 
-def holds(generations: Generations, generation: Generation, *, verify: bool = True) -> bool:
+def holds(generations: GenerationFiles, generation: Generation, *, verify: bool = True) -> bool:
     """Whether it is, byte for byte, the state of its step. Raises OffloadError where it says it is not."""
     for record in generations.records.values():
         target = memoryview(bytearray(record.length_bytes))
-        generations.read(record.name, target, slot=generation.slot, verify=verify)
+        generations.read_record(record.name, target, slot=generation.slot, verify=verify)
         if target != content(generation.step, record.name, length=record.length_bytes):
             return False
-    return generations.payload(generation) == payload(generation.step)
+    return generations.read_generation_payload(generation) == payload(generation.step)
 
 
 def usable(directory: Path, *, check: Check = "asked") -> list[int]:
     """The steps of the whole generations that pass `verify`, newest first; all hold what they say."""
     found: list[int] = []
     with opened(directory, check=check) as generations:
-        for generation in generations.whole():
+        for generation in generations.list_complete_generations():
             try:
-                generations.verify(generation)
+                generations.check_all_records(generation)
             except OffloadError:
                 continue
             assert holds(generations, generation), f"{generation} holds other bytes and does not say so"
@@ -76,10 +76,10 @@ def usable(directory: Path, *, check: Check = "asked") -> list[int]:
     return found
 
 
-def keep_on(directory: Path, acknowledged: Path, *, system: System = SYSTEM) -> None:
+def keep_on(directory: Path, acknowledged: Path, *, system: DriveSystemCalls = SYSTEM) -> None:
     """Goes on after the newest whole generation until it is killed; notes each step that is committed."""
     with opened(directory, system=system) as generations, acknowledged.open("ab", buffering=0) as notes:
-        newest = generations.whole()
+        newest = generations.list_complete_generations()
         for step in itertools.count(newest[0].step + 1 if newest else 1):
             put(generations, step)
             notes.write(f"{step}\n".encode())

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.offload.state import host_bytes_of, offloaded_of
+from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.planner.memory import peak_bytes
-from fullshard.profiler.memory import Peak, measure_peak
+from fullshard.profiler.memory import PeakMemory, measure_peak_memory
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms
@@ -35,7 +35,7 @@ def plan_of(ranks: int, *overrides: str, accumulation: int = 1) -> Plan:
 def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
     """`frozen`: a shell pattern of parameters that are not trained."""
     with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder)
+        model = DecoderModel(plan.run.decoder_config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not fnmatch(name, frozen))
     return model
@@ -62,7 +62,9 @@ def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
-        yield {name: torch.randint(0, plan.run.decoder.vocabulary, shape) for name in ("tokens", "labels")}
+        yield {
+            name: torch.randint(0, plan.run.decoder_config.vocabulary, shape) for name in ("tokens", "labels")
+        }
 
 
 def measured(plan: Plan, frozen: str = "") -> dict[str, int]:
@@ -78,17 +80,17 @@ def measured(plan: Plan, frozen: str = "") -> dict[str, int]:
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
 
     step()
-    peaks: list[Peak] = []
+    peaks: list[PeakMemory] = []
     for _ in range(2):
-        with measure_peak(torch.device("cpu"), model=model, optimizer=state.optimizer) as peak:
+        with measure_peak_memory(torch.device("cpu"), model=model, optimizer=state.optimizer) as peak:
             step()
         peaks.append(peak)
     parts = min(peaks, key=lambda one: one.bytes).parts
     assert parts is not None, "a model was given"
     found = parts.parts()
-    if (offloaded := offloaded_of(model)) is not None:
+    if (offloaded := find_offloaded_state(model)) is not None:
         if offloaded.masters:  # they are the shards
             found["parameter_shards"] = 0
-        found["host"] = host_bytes_of(offloaded)
-        state.settle()
+        found["host"] = offloaded_host_bytes(offloaded)
+        state.wait_for_updates()
     return found

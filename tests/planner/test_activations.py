@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import candidates
-from fullshard.planner.explain import explain
+from fullshard.planner.candidates import iterate_candidates
+from fullshard.planner.explain import explain_plan
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.offload import Moved
-from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
+from fullshard.planner.offload import ActivationCopies
+from fullshard.planner.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
-from fullshard.planner.simulate import Policy, StepSimulation, Work
-from fullshard.planner.step_time import StepTimer
-from fullshard.planner.streams import Streams
+from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
+from fullshard.planner.step_time import StepTimePredictor
+from fullshard.planner.streams import StreamClocks
 from fullshard.report.plan import recompute_text
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import Line, ModelSpec, Phase, Trace
+from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import ActivationTerms, OffloadTerms, host_fits
+from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, fits_in_host_memory
 from fullshard.spec.run import PrefetchSection, RecomputeSection, Run
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
@@ -31,7 +31,7 @@ from tests.planner.test_simulate import UNIT
 
 SHAPE = Shape(layers=9, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 # What a block of SHAPE saves of one sequence: one storage of no power of two, and one.
-SAVED = (Line(0, 3_000_000), Line(0, 1 << 20))
+SAVED = (LinearInMicrobatch(0, 3_000_000), LinearInMicrobatch(0, 1 << 20))
 OFFLOAD = RecomputeSection(mode="offload")
 
 
@@ -42,18 +42,20 @@ def spec_of(shape: Shape = SHAPE) -> ModelSpec:
     spec = decoder_spec(shape)
     run = run_for(shape)
     none, full = (
-        spec.trace(RecomputeSection(mode=mode), run.train.microbatch or 1) for mode in ("none", "full")
+        spec.choose_trace(RecomputeSection(mode=mode), run.train.microbatch or 1) for mode in ("none", "full")
     )
     blocks = range(1, shape.shown + 1)
     phases = tuple(
         _moving(plain.model_copy(update={"peaks": small.peaks, "end": small.end}), blocks)
         for plain, small in zip(none.phases, full.phases, strict=True)
     )
-    moved = Trace(recompute=OFFLOAD, batch_bytes=none.batch_bytes, phases=phases, repeats=none.repeats)
+    moved = MicrobatchTrace(
+        recompute=OFFLOAD, batch_bytes=none.batch_bytes, phases=phases, repeats=none.repeats
+    )
     return ModelSpec(**{**dict(spec), "traces": (*spec.traces, moved)})
 
 
-def _moving(phase: Phase, blocks: range) -> Phase:
+def _moving(phase: TracePhase, blocks: range) -> TracePhase:
     if phase.unit not in blocks:
         return phase
     first, last = phase.unit == blocks[0], phase.unit == blocks[-1]
@@ -80,25 +82,25 @@ def plans(draw: st.DrawFn) -> Plan:
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         "recompute.mode=offload",
     )
-    return Plan.for_prediction(run, world_size=8, device="cuda")
+    return Plan.from_run_for_prediction(run, world_size=8, device="cuda")
 
 
 # The streams #
-def played(copy: int, *, computing: int = 10) -> Streams:
+def played(copy: int, *, computing: int = 10) -> StreamClocks:
     """Three units without parameters, forward and backward; the last keeps what it saves."""
     acts = [("pre_forward", 0), ("pre_forward", 1), ("pre_forward", 2)]
     acts += [("pre_backward", 2), ("pre_backward", 1), ("pre_backward", 0)]
     moved = (
-        *(Moved(copy, 0, False), Moved(copy, 0, True), Moved(0, 0, True)),
-        *(Moved(0, copy, False), Moved(0, copy, True), Moved(0, 0, True)),
+        *(ActivationCopies(copy, 0, False), ActivationCopies(copy, 0, True), ActivationCopies(0, 0, True)),
+        *(ActivationCopies(0, copy, False), ActivationCopies(0, copy, True), ActivationCopies(0, 0, True)),
     )
-    steps = tuple(ScheduleStep(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
-    program = Schedule((ScheduleSegment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
-    work = Work(program, ((computing, 0),) * 6, (), moved)
-    policy = Policy(PrefetchSection(mode="none"), False, True, (0, 1, 2), {0: 0, 1: 1, 2: 2}, 0)
-    streams = Streams(serial=False)
+    steps = tuple(ScheduledPhase(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
+    program = MicrobatchSchedule((ScheduleSegment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
+    work = MicrobatchWork(program, ((computing, 0),) * 6, (), moved)
+    policy = EventOrderSettings(PrefetchSection(mode="none"), False, True, (0, 1, 2), {0: 0, 1: 1, 2: 2}, 0)
+    streams = StreamClocks(serial=False)
     bare_unit = replace(UNIT, has_parameters=False)
-    StepSimulation(streams, (bare_unit,) * 3, policy).step(work, accumulating=work, accumulation=1)
+    StepSimulation(streams, (bare_unit,) * 3, policy).simulate_step(work, accumulating=work, accumulation=1)
     return streams
 
 
@@ -117,7 +119,9 @@ def test_of_longer_copies_each_is_waited_for_as_long_as_it_is_longer():
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e11]), st.floats(0.01, 1))
 def test_a_slower_host_is_never_a_shorter_step(plan: Plan, rate: float, part: float):
-    fast, slow, ideal = (StepTimer(spec_of(), gpus(one)).seconds(plan) for one in (rate, rate * part, 1e30))
+    fast, slow, ideal = (
+        StepTimePredictor(spec_of(), gpus(one)).predict_time(plan) for one in (rate, rate * part, 1e30)
+    )
     assert slow.total >= fast.total * (1 - 1e-9)
     assert ideal.offload == 0
     # All else is as if nothing moved.
@@ -127,13 +131,13 @@ def test_a_slower_host_is_never_a_shorter_step(plan: Plan, rate: float, part: fl
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10]))
 def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: float):
-    timer = StepTimer(spec_of(), gpus(rate))
-    terms, total = timer.activations(plan), timer.seconds(plan).total
+    timer = StepTimePredictor(spec_of(), gpus(rate))
+    terms, total = timer.predict_activation_offload(plan), timer.predict_time(plan).total
     assert terms is not None
     assert terms.copy_seconds == pytest.approx(2 * 8 * plan.accumulation * (3_000_000 + (1 << 20)) / rate)
     assert terms.copy_seconds <= total * (1 + 1e-9)
-    bound = timer.least_seconds(
-        timer.computing(plan), timer.demand(plan), inline=plan.run.prefetch.mode == "none"
+    bound = timer.lower_bound_seconds(
+        timer.compute_ticks(plan), timer.least_ticks(plan), inline=plan.run.prefetch.mode == "none"
     )
     assert bound <= total
 
@@ -142,9 +146,9 @@ def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: fl
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e12]))
 def test_skipping_what_repeats_gives_what_walking_gives(plan: Plan, rate: float):
     whole = spec_of(replace(SHAPE, compressed=False))
-    assert StepTimer(spec_of(), gpus(rate)).seconds(plan) == StepTimer(
+    assert StepTimePredictor(spec_of(), gpus(rate)).predict_time(plan) == StepTimePredictor(
         whole, gpus(rate), skips=False
-    ).seconds(plan)
+    ).predict_time(plan)
     assert peak_bytes(spec_of(), plan).total == peak_bytes(whole, plan).total
 
 
@@ -179,10 +183,12 @@ def test_where_the_host_has_too_little_nothing_fits(setting: str):
 
 
 def test_activations_and_a_tiers_state_share_the_host():
-    state, moved = (kind(host_bytes=60, host_capacity_bytes=100) for kind in (OffloadTerms, ActivationTerms))
-    assert host_fits(state, None)
-    assert host_fits(None, moved)
-    assert not host_fits(state, moved)
+    state, moved = (
+        kind(host_bytes=60, host_capacity_bytes=100) for kind in (OffloadTerms, ActivationOffloadTerms)
+    )
+    assert fits_in_host_memory(state, None)
+    assert fits_in_host_memory(None, moved)
+    assert not fits_in_host_memory(state, moved)
 
 
 def test_how_fast_the_host_is_must_be_known():
@@ -194,7 +200,7 @@ def test_how_fast_the_host_is_must_be_known():
 @pytest.mark.parametrize(("hardware", "is_there"), [(gpus(), True), (gpus(None), False), (cpu_of(8), False)])
 def test_it_is_a_candidate_where_there_is_a_host_of_known_speed(hardware: Hardware, is_there: bool):
     run = run_for(SHAPE, "train.global_batch=16")
-    modes = {one.recompute.mode for one in candidates(spec_of(), hardware, run=run)}
+    modes = {one.recompute.mode for one in iterate_candidates(spec_of(), hardware, run=run)}
     assert ("offload" in modes) == is_there
     assert {"none", "full"} <= modes
 
@@ -204,10 +210,10 @@ def test_it_is_a_candidate_where_there_is_a_host_of_known_speed(hardware: Hardwa
 def test_the_search_equals_brute_force(rate: float, spread: float):
     hardware, run = gpus(rate), run_for(SHAPE, "train.global_batch=16", "sharding.strategy=full_shard")
     everything = brute_force(spec_of(), hardware, run)
-    needs = sorted(prediction_of(one).needed_bytes for one, *_ in everything)
+    needs = sorted(prediction_of(one).required_device_bytes for one, *_ in everything)
     capacity = int(needs[0] + spread * (needs[-1] - needs[0]))
     found = search(spec_of(), hardware, run, capacity_bytes=capacity)
-    fit = [one for one in everything if prediction_of(one[0]).needed_bytes <= capacity]
+    fit = [one for one in everything if prediction_of(one[0]).required_device_bytes <= capacity]
     ranked = sorted((one for one in fit if not one[2]), key=lambda one: one[3])
     assert bare(found.best) == bare(ranked[0][0])
     assert times(found.ranked) == times([one for one, *_ in ranked[: len(found.ranked)]])
@@ -221,7 +227,7 @@ def test_the_search_equals_brute_force(rate: float, spread: float):
 def test_a_plan_that_waits_for_its_host_says_so():
     hardware, run = gpus(1e8), offloading()
     found = search(spec_of(), hardware, run)
-    said = explain(found, hardware, spec=spec_of())
+    said = explain_plan(found, hardware, spec=spec_of())
     assert said.binds == "host"
     assert "copies of activations" in said.because
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.planner.calibration_fit import RateFactors, StepSample, fitted, scaled
+from fullshard.planner.calibration_fit import RateFactors, StepSample, fit_rates, slow_down_hardware
 from fullshard.planner.step_time import step_seconds
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import Shape, decoder_spec, plan_for
@@ -25,7 +25,7 @@ def steps_on(hardware) -> list[StepSample]:
 
 def test_steps_that_are_as_predicted_change_nothing():
     hardware = hardware_of(1, RANKS)
-    fit = fitted(hardware, steps_on(hardware))
+    fit = fit_rates(hardware, steps_on(hardware))
     assert fit.factors == pytest.approx(RateFactors(), abs=0.03)
     assert fit.errors == pytest.approx([0.0] * len(OVERRIDES), abs=1e-3)
 
@@ -40,8 +40,8 @@ def test_steps_that_are_as_predicted_change_nothing():
 )
 def test_steps_of_a_slower_machine_are_found_again(factors):
     hardware = hardware_of(1, RANKS)
-    steps = steps_on(scaled(hardware, factors))
-    fit = fitted(hardware, steps)
+    steps = steps_on(slow_down_hardware(hardware, factors))
+    fit = fit_rates(hardware, steps)
     before = (step_seconds(one.spec, one.plan, hardware).total / one.seconds - 1 for one in steps)
     assert max(map(abs, fit.errors)) < 0.05
     assert max(map(abs, fit.errors)) < max(map(abs, before)) / 2
@@ -49,4 +49,4 @@ def test_steps_of_a_slower_machine_are_found_again(factors):
 
 def test_without_steps_all_stays_as_it_was_measured():
     hardware = hardware_of(1, RANKS)
-    assert fitted(hardware, []).factors == RateFactors()
+    assert fit_rates(hardware, []).factors == RateFactors()

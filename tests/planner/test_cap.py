@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.dryrun.recorder import Recorder
+from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.planner.memory import peak_bytes
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
@@ -19,23 +19,23 @@ from tests.planner.measured import meta_model, microbatches, plan_of
 SCRATCH_BYTES = 64 * 1024  # the norm's and the loss's scalars, and the random state of recomputed blocks
 
 
-class CappedAllocator(Recorder):
+class CappedAllocator(StorageEventRecorder):
     """Raises MemoryError when a storage would make live bytes more than `cap`."""
 
     def __init__(self, cap: int) -> None:
         super().__init__("cpu")
         self.cap, self.live, self.sizes = cap, 0, dict[int, int]()
 
-    def _new_block(self, size: int) -> int:
-        block = super()._new_block(size)
+    def _record_new_block(self, size: int) -> int:
+        block = super()._record_new_block(size)
         self.sizes[block], self.live = size, self.live + size
         if self.live > self.cap:
             raise MemoryError(f"{self.live} bytes are more than {self.cap}")
         return block
 
-    def _free(self, key: int) -> None:
+    def _record_free(self, key: int) -> None:
         self.live -= self.sizes.pop(self._blocks.get(key, -1), 0)
-        super()._free(key)
+        super()._record_free(key)
 
 
 def runs(plan: Plan, cap: int) -> bool:
@@ -51,8 +51,8 @@ def runs(plan: Plan, cap: int) -> bool:
     lasting: list[Any] = [*model.parameters(), *model.buffers()]
     lasting += [t for one in state.optimizer.state.values() for t in one.values()]
     try:
-        with torch.autograd.set_multithreading_enabled(False), allocator.record_all():
-            allocator.note(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
+        with torch.autograd.set_multithreading_enabled(False), allocator.record_resizes_and_random_states():
+            allocator.track_tensors(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
             with allocator:
                 step()
     except MemoryError:

@@ -2,17 +2,17 @@
 
 import pytest
 
-from fullshard.planner.explain import Explanation, explain
+from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.search import search
 from fullshard.spec.hardware import Hardware
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 
 
-def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> Explanation:
+def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> PlanExplanation:
     spec = decoder_spec(LLAMA_8B)
     run = run_for(LLAMA_8B, f"train.global_batch={batch}", *overrides)
-    return explain(search(spec, hardware, run), hardware, spec=spec)
+    return explain_plan(search(spec, hardware, run), hardware, spec=spec)
 
 
 def test_plenty_of_all_leaves_computing_to_bind():
@@ -61,7 +61,7 @@ def test_rules_carry_this_cases_figures():
 
 
 def test_it_reads_as_lines():
-    lines = explained(hardware_of(1, 8)).lines()
+    lines = explained(hardware_of(1, 8)).format_lines()
     assert lines[0].startswith("chosen: ")
     assert lines[1].startswith("binds: ")
     assert sum(line.startswith("instead: ") for line in lines) >= 1

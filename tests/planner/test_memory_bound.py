@@ -3,8 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.planner.candidates import candidates, to_plan
-from fullshard.planner.memory import PlanTraits, activation_bound, least_bytes, mesh_bytes, peak_bytes
+from fullshard.planner.candidates import build_plan, iterate_candidates
+from fullshard.planner.memory import (
+    PeakMemoryTraits,
+    mesh_dependent_bytes,
+    peak_bytes,
+    peak_lower_bound,
+    trace_dependent_bytes,
+)
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of
@@ -20,13 +26,15 @@ SHAPES = st.builds(
 
 
 def bound_of(spec: ModelSpec, plan: Plan) -> int:
-    traits = PlanTraits(
+    traits = PeakMemoryTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
-    return least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), traits=traits)
+    return peak_lower_bound(
+        trace_dependent_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+    )
 
 
 @settings(max_examples=15)
@@ -34,16 +42,18 @@ def bound_of(spec: ModelSpec, plan: Plan) -> int:
 def test_the_bound_is_never_above_the_peak(data: st.DataObject):
     shape, world = data.draw(SHAPES), data.draw(st.sampled_from([1, 2, 8, 12]))
     hardware, spec = hardware_of(1, world), decoder_spec(shape)
-    everything = list(candidates(spec, hardware, run=run_for(shape, f"train.global_batch={3 * world}")))
+    everything = list(
+        iterate_candidates(spec, hardware, run=run_for(shape, f"train.global_batch={3 * world}"))
+    )
     for candidate in data.draw(st.lists(st.sampled_from(everything), min_size=10, max_size=20)):
-        plan = to_plan(candidate, run_for(shape, f"train.global_batch={3 * world}"), hardware=hardware)
+        plan = build_plan(candidate, run_for(shape, f"train.global_batch={3 * world}"), hardware=hardware)
         assert bound_of(spec, plan) <= peak_bytes(spec, plan).total
 
 
 def test_the_bound_holds_with_the_optimizer_in_backward():
     settings = ("train.global_batch=16", "optimizer.in_backward=true", "optimizer.clip_norm=0")
     hardware, spec, run = hardware_of(1, 8), decoder_spec(LLAMA_8B), run_for(LLAMA_8B, *settings)
-    plans = [to_plan(one, run, hardware=hardware) for one in candidates(spec, hardware, run=run)]
+    plans = [build_plan(one, run, hardware=hardware) for one in iterate_candidates(spec, hardware, run=run)]
     assert {plan.accumulation for plan in plans} == {1}
     for plan in plans[::7]:
         peak = peak_bytes(spec, plan)
@@ -59,7 +69,7 @@ def test_the_bound_is_near_enough_to_spare_most_of_the_peaks():
     run = run_for(LLAMA_8B, "train.global_batch=16")
     ratios = sorted(
         bound_of(spec, plan) / peak_bytes(spec, plan).total
-        for candidate in candidates(spec, hardware, run=run)
-        for plan in (to_plan(candidate, run, hardware=hardware),)
+        for candidate in iterate_candidates(spec, hardware, run=run)
+        for plan in (build_plan(candidate, run, hardware=hardware),)
     )
     assert ratios[len(ratios) // 2] > 0.9

@@ -8,12 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import WhatIf, candidates, to_plan
-from fullshard.planner.memory import PlanTraits, activation_bound, least_bytes, mesh_bytes, peak_bytes
-from fullshard.planner.offload import TIERS, update_bytes, with_untimed_drive
+from fullshard.planner.candidates import WhatIfSettings, build_plan, iterate_candidates
+from fullshard.planner.memory import (
+    PeakMemoryTraits,
+    mesh_dependent_bytes,
+    peak_bytes,
+    peak_lower_bound,
+    trace_dependent_bytes,
+)
+from fullshard.planner.offload import TIERS, device_update_buffer_bytes, with_infinitely_fast_drive
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
-from fullshard.planner.step_time import StepTimer, step_seconds
+from fullshard.planner.step_time import StepTimePredictor, step_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
@@ -67,11 +73,11 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 8) -> Plan:
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         f"recompute.mode={draw(st.sampled_from(['none', 'full']))}",
     )
-    return Plan.for_prediction(run, world_size=world, device="cuda")
+    return Plan.from_run_for_prediction(run, world_size=world, device="cuda")
 
 
 def offload_of(plan: Plan, hardware: Hardware, shape: Shape) -> OffloadTerms:
-    terms = StepTimer(decoder_spec(shape), hardware).offload(plan)
+    terms = StepTimePredictor(decoder_spec(shape), hardware).predict_offload(plan)
     assert terms is not None
     return terms
 
@@ -83,7 +89,7 @@ def test_no_tier_needs_more_of_the_device_than_none(data: st.DataObject):
     plan, spec, update = data.draw(plans(shape)), decoder_spec(shape), data.draw(UPDATES)
     none, *others = (peak_bytes(spec, tiered(plan, tier, update)) for tier in TIERS)
     # Where little is trained, the least pieces of an update on the device may be more than its state.
-    pieces = update_bytes(spec, tiered(plan, "optimizer:cpu", update)) if shape.frozen else 0
+    pieces = device_update_buffer_bytes(spec, tiered(plan, "optimizer:cpu", update)) if shape.frozen else 0
     assert max(one.total for one in others) <= none.total + pieces
     assert max(sum(one.stream_pools) for one in others) <= sum(none.stream_pools) + pieces  # what is reserved
     # Units whose shards are read in are gathered from copies: beside those in flight it is never more.
@@ -120,11 +126,11 @@ def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObj
         update={"host_bytes_per_second": data.draw(st.sampled_from([1e8, 5e10, 1e13]))}
     )
     plan = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES))
-    timer = StepTimer(decoder_spec(shape), hardware)
-    terms, total = offload_of(plan, hardware, shape), timer.seconds(plan).total
+    timer = StepTimePredictor(decoder_spec(shape), hardware)
+    terms, total = offload_of(plan, hardware, shape), timer.predict_time(plan).total
     assert max(terms.disk_seconds, terms.update_seconds, terms.copy_seconds) <= total * (1 + 1e-9)
-    bound = timer.least_seconds(
-        timer.computing(plan), timer.demand(plan), inline=plan.run.prefetch.mode == "none"
+    bound = timer.lower_bound_seconds(
+        timer.compute_ticks(plan), timer.least_ticks(plan), inline=plan.run.prefetch.mode == "none"
     )
     assert bound <= total
 
@@ -137,8 +143,8 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
     hardware = hardware.model_copy(update={"device": data.draw(st.sampled_from(["cuda", "cpu"]))})
     plan = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES))
     whole = decoder_spec(replace(shape, compressed=False))
-    skipped = StepTimer(decoder_spec(shape), hardware).seconds(plan)
-    assert skipped == StepTimer(whole, hardware, skips=False).seconds(plan)
+    skipped = StepTimePredictor(decoder_spec(shape), hardware).predict_time(plan)
+    assert skipped == StepTimePredictor(whole, hardware, skips=False).predict_time(plan)
     assert peak_bytes(decoder_spec(shape), plan).total == peak_bytes(whole, plan).total
 
 
@@ -147,19 +153,21 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
     plan, spec = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), decoder_spec(shape)
-    traits = PlanTraits(
+    traits = PeakMemoryTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
-    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), traits=traits)
+    bound = peak_lower_bound(
+        trace_dependent_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+    )
     assert bound <= peak_bytes(spec, plan).total
 
 
 def plan_8b(tier: Tier, *overrides: str) -> Plan:
     run = run_for(LLAMA_8B, "train.global_batch=8", f"offload.tier={tier}", *overrides)
-    return Plan.for_prediction(run, world_size=8, device="cuda")
+    return Plan.from_run_for_prediction(run, world_size=8, device="cuda")
 
 
 def test_bytes_of_each_tier_are_those_of_its_formula():
@@ -192,12 +200,12 @@ def test_what_is_frozen_is_outside_with_the_parameters(tier: Tier):
     frozen = 4 * sum(p.numel for unit in spec.units for p in unit.parameters if not p.requires_grad) // 8
     units, others = 3 * 4 * 128256 * 4096 // 8, 2**22  # what the norms and their state take of anything
     shards = peak_bytes(spec, plan).parameter_shards
-    if not plan.run.offload.takes_parameters:
+    if not plan.run.offload.offloads_parameters:
         assert frozen <= shards <= frozen + others
         return
     assert shards == 0
     terms = offload_of(plan, hardware, shape)
-    if not plan.run.offload.on_disk:
+    if not plan.run.offload.is_on_drive:
         assert frozen <= terms.host_bytes <= frozen + others
         return
     assert units <= terms.host_bytes <= units + others
@@ -211,7 +219,7 @@ def test_a_drive_that_binds_reads_and_writes_twelve_bytes_a_parameter():
     hardware, spec = with_host(hardware_of(1, 8), disk=1e8), decoder_spec(LLAMA_8B)
     plan = plan_8b("optimizer:nvme")
     terms = offload_of(plan, hardware, LLAMA_8B)
-    assert terms.binds == "disk"
+    assert terms.step_bottleneck == "disk"
     assert terms.disk_written_bytes == pytest.approx(12 * spec.numel / 8, rel=1e-6)
     assert terms.disk_seconds == pytest.approx(24 * spec.numel / 8 / 1e8, rel=1e-6)
     # The step is hardly longer: all else but the last unit's passes beside.
@@ -226,7 +234,7 @@ def test_an_update_on_the_device_is_copies_and_two_pieces_of_its_memory():
     for moments, state in (("fp32", 12), ("bf16", 8)):
         plan = plan_8b("optimizer:cpu", "offload.update=device", f"offload.moments={moments}")
         terms = offload_of(plan, hardware, LLAMA_8B)
-        assert terms.binds == "copies"
+        assert terms.step_bottleneck == "copies"
         assert terms.copy_seconds == pytest.approx((state + 4 + 2) * p / 1e10, rel=1e-3)
         # One of 64 million parameters is cut in sixteen, whole vectors each.
         piece = 64_000_000 // 1024 * 1024 // 16 // 1024 * 1024
@@ -260,7 +268,7 @@ def test_what_is_updated_where_it_is_faster(tier: Tier):
 def test_without_a_gpu_the_host_updates():
     spec, run = decoder_spec(SMALL), run_for(SMALL, "train.global_batch=8", "offload.tier=optimizer:cpu")
     assert plan_best(spec, with_host(cpu_of(4), adam=1.0), run).run.offload.update == "host"
-    assert Plan.for_prediction(run, world_size=4, device="cuda").run.offload.update == "host"
+    assert Plan.from_run_for_prediction(run, world_size=4, device="cuda").run.offload.update == "host"
 
 
 def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
@@ -280,18 +288,22 @@ def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
 def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     ranks, device = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from(["cuda", "cpu"]))
     hardware = with_host(hardware_of(1, ranks) if device == "cuda" else cpu_of(ranks))
-    what_if = WhatIf(tiers=TIERS, tensor=data.draw(st.sampled_from([(1,), (1, 2)][: max(1, ranks // 2)])))
+    what_if = WhatIfSettings(
+        tiers=TIERS, tensor=data.draw(st.sampled_from([(1,), (1, 2)][: max(1, ranks // 2)]))
+    )
     pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", "prefetch.mode=implicit")
     spec, run = decoder_spec(SMALL), run_for(SMALL, *pins)
     everything = [
-        predict(spec, to_plan(one, run, hardware=hardware), hardware)
-        for one in candidates(spec, hardware, run=run, what_if=what_if)
+        predict(spec, build_plan(one, run, hardware=hardware), hardware)
+        for one in iterate_candidates(spec, hardware, run=run, what_if=what_if)
     ]
 
     def needed(plan: Plan) -> int:
         """On the CPU the host is the device."""
         prediction = prediction_of(plan)
-        return prediction.needed_bytes + (prediction.host_bytes if hardware.device == "cpu" else 0)
+        return prediction.required_device_bytes + (
+            prediction.required_host_bytes if hardware.device == "cpu" else 0
+        )
 
     needs = sorted(map(needed, everything))
     capacity = int(needs[0] * 0.99 + data.draw(st.floats(0, 1)) * (needs[-1] - needs[0] * 0.98))
@@ -337,7 +349,7 @@ def test_what_cannot_be_run_yet_is_refused():
     run = Run.load(overrides=["train.global_batch=8", "sharding.tensor_parallel=2"])
     with pytest.raises(PlanError, match="planned, not yet run"):
         Plan.from_run(run, world_size=2)
-    assert Plan.for_prediction(run, world_size=2).is_what_if
+    assert Plan.from_run_for_prediction(run, world_size=2).is_prediction_only
 
 
 def test_a_drive_that_nobody_measured_is_asked_for():
@@ -349,14 +361,14 @@ def test_a_drive_that_nobody_measured_is_asked_for():
 def test_a_drive_that_nobody_measured_leaves_out_its_time_and_nothing_else():
     spec, hardware, plan = decoder_spec(LLAMA_8B), with_host(hardware_of(1, 8)), plan_8b("optimizer:nvme")
     timed = prediction_of(predict(spec, plan, hardware))
-    without = prediction_of(predict(spec, plan, with_untimed_drive(hardware)))
-    assert (timed.is_timed, without.is_timed) == (True, False)
+    without = prediction_of(predict(spec, plan, with_infinitely_fast_drive(hardware)))
+    assert (timed.has_complete_step_time, without.has_complete_step_time) == (True, False)
     assert without.memory == timed.memory
     assert timed.offload is not None
     assert without.offload == timed.offload.model_copy(update={"disk_seconds": None})
     assert without.time.total <= timed.time.total
-    held = prediction_of(predict(spec, plan_8b("optimizer:cpu"), with_untimed_drive(hardware)))
-    assert held.is_timed  # it has nothing on the drive
+    held = prediction_of(predict(spec, plan_8b("optimizer:cpu"), with_infinitely_fast_drive(hardware)))
+    assert held.has_complete_step_time  # it has nothing on the drive
 
 
 def test_what_the_host_has_no_room_for_says_what_would_have_some():

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.offload.state import offloaded_of
+from fullshard.offload.state import find_offloaded_state
 from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
 from fullshard.spec.groups import PAGE_BYTES
-from fullshard.spec.measurement import DriveBytes
+from fullshard.spec.measurement import DriveTrafficBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms
 from fullshard.training.loss import next_token_loss
@@ -70,14 +70,14 @@ def check_bytes(ranks, plan: Plan, *, frozen: str = "") -> None:
         assert memory.total + offload.host_bytes == pytest.approx(sum(found.values()) + host, rel=0.02)
 
 
-def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveBytes]:
+def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveTrafficBytes]:
     """On a rank: what the drive reads and writes in each of `steps`, after so many others."""
     model = shard(meta_model(plan, frozen=frozen), plan)
     state = TrainState(model, build_optimizer(model, plan))
     for _ in range(warm + steps + 1):
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
-    state.settle()
-    offloaded = offloaded_of(model)
+    state.wait_for_updates()
+    offloaded = find_offloaded_state(model)
     assert offloaded is not None, "the plan has a tier"
     offloaded.close()
     return list(offloaded.settings.traffic.steps)[warm:]

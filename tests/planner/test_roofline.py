@@ -3,21 +3,23 @@
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.roofline import kernel_seconds, nearest_curve, phase_costs
-from fullshard.spec.hardware import Point
-from fullshard.spec.model import Kernel, Launches, Line, Moment, Phase
+from fullshard.planner.roofline import kernel_seconds, nearest_dtype_rate_curve, phase_costs
+from fullshard.spec.hardware import RatePoint
+from fullshard.spec.model import Kernel, KernelLaunches, LinearInMicrobatch, LiveTensorBytes, TracePhase
 from tests.fakes.hardware import hardware_of
 
 RATES = hardware_of().rates.model_copy(
     update={
-        "matmul": {"bf16": (Point(1e9, 1e14), Point(1e12, 5e14))},
-        "memory": (Point(1e6, 1e12), Point(1e9, 2e12)),
+        "matmul": {"bf16": (RatePoint(1e9, 1e14), RatePoint(1e12, 5e14))},
+        "memory": (RatePoint(1e6, 1e12), RatePoint(1e9, 2e12)),
     }
 )
 
 
 def matmul(flops: float, *, count: float = 0.0) -> Kernel:
-    return Kernel(kind="matmul", dtype="bf16", flops=Line(0, flops), bytes=Line(0, count))
+    return Kernel(
+        kind="matmul", dtype="bf16", flops=LinearInMicrobatch(0, flops), bytes=LinearInMicrobatch(0, count)
+    )
 
 
 def test_a_matmul_is_bound_by_its_flops_or_by_its_bytes():
@@ -37,17 +39,21 @@ def test_work_grows_with_the_microbatch():
 
 def test_a_dtype_without_a_rate_takes_the_nearest():
     curves = RATES.matmul
-    assert nearest_curve(curves, "fp16") is curves["bf16"]
-    assert nearest_curve({**curves, "tf32": curves["bf16"][:1]}, "fp32") == curves["bf16"][:1]
+    assert nearest_dtype_rate_curve(curves, "fp16") is curves["bf16"]
+    assert nearest_dtype_rate_curve({**curves, "tf32": curves["bf16"][:1]}, "fp32") == curves["bf16"][:1]
     with pytest.raises(PlanError, match="no rate for bf16"):
-        nearest_curve({}, "bf16")
+        nearest_dtype_rate_curve({}, "bf16")
 
 
 def test_a_phase_is_the_sum_of_its_launches_eager_or_fused():
-    kernels = (matmul(1e12), Kernel(kind="elementwise", dtype="bf16", bytes=Line(1e9, 0)))
-    work = (Launches(0, 2), Launches(1, 10))
-    phase = Phase(
-        event="start", peaks=(Moment(),), end=Moment(), work=work, fused=(Launches(0, 2), Launches(1, 1))
+    kernels = (matmul(1e12), Kernel(kind="elementwise", dtype="bf16", bytes=LinearInMicrobatch(1e9, 0)))
+    work = (KernelLaunches(0, 2), KernelLaunches(1, 10))
+    phase = TracePhase(
+        event="start",
+        peaks=(LiveTensorBytes(),),
+        end=LiveTensorBytes(),
+        work=work,
+        fused=(KernelLaunches(0, 2), KernelLaunches(1, 1)),
     )
     one, each = 1e12 / 5e14, 1e9 / 2e12
     (eager,) = phase_costs([phase], kernels, rates=RATES, microbatch=1, fused=False)

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import candidates, to_plan
+from fullshard.planner.candidates import build_plan, iterate_candidates
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.search import RANKED, SearchResult, order_of, plan, predict, search
+from fullshard.planner.search import RANKED, SearchResult, plan, plan_sort_key, predict, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -41,9 +41,9 @@ def brute_force(
 ) -> list[tuple[Plan, str, bool, tuple[int, int]]]:
     """Every candidate: its plan, kind, whether it is another's double, and what it is ranked by."""
     return [
-        (one, c.mesh.kind, c.is_duplicate, order_of(prediction_of(one).time.total, index))
-        for index, c in enumerate(candidates(spec, hardware, run=run))
-        for one in (predict(spec, to_plan(c, run, hardware=hardware), hardware),)
+        (one, c.mesh.strategy_label, c.is_duplicate, plan_sort_key(prediction_of(one).time.total, index))
+        for index, c in enumerate(iterate_candidates(spec, hardware, run=run))
+        for one in (predict(spec, build_plan(c, run, hardware=hardware), hardware),)
     ]
 
 
@@ -73,11 +73,11 @@ def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
     ):
         return
     everything = brute_force(spec, hardware, run)
-    needs = sorted(prediction_of(one).needed_bytes for one, *_ in everything)
+    needs = sorted(prediction_of(one).required_device_bytes for one, *_ in everything)
     # Nothing fits, or all does, or anything between.
     capacity = int(needs[0] * 0.99 + spread * (needs[-1] - needs[0] * 0.98))
     found = search(spec, hardware, run, capacity_bytes=capacity)
-    fit = [one for one in everything if prediction_of(one[0]).needed_bytes <= capacity]
+    fit = [one for one in everything if prediction_of(one[0]).required_device_bytes <= capacity]
     ranked = sorted((one for one in fit if not one[2]), key=lambda one: one[3])
     assert times(found.ranked) == times([one for one, *_ in ranked[:RANKED]])
     assert bare(found.best) == (bare(ranked[0][0]) if ranked else None)
@@ -91,16 +91,16 @@ def check_kinds(
 ) -> None:
     for kind in {kind for _, kind, *_ in everything}:
         own = [(plan, order) for plan, its_kind, _, order in everything if its_kind == kind]
-        fit = [(plan, order) for plan, order in own if prediction_of(plan).needed_bytes <= capacity]
+        fit = [(plan, order) for plan, order in own if prediction_of(plan).required_device_bytes <= capacity]
         if fit:
             assert bare(found.by_strategy[kind]) == bare(min(fit, key=lambda one: one[1])[0])
         else:
-            least = min(own, key=lambda one: (prediction_of(one[0]).needed_bytes, one[1][1]))[0]
+            least = min(own, key=lambda one: (prediction_of(one[0]).required_device_bytes, one[1][1]))[0]
             assert bare(found.by_strategy[kind]) == bare(least)
-    least_bytes = min(prediction_of(plan).needed_bytes for plan, *_ in everything)
+    least_bytes = min(prediction_of(plan).required_device_bytes for plan, *_ in everything)
     assert (found.closest is None) == (found.best is not None)
     if found.closest is not None:
-        assert prediction_of(found.closest).needed_bytes == least_bytes
+        assert prediction_of(found.closest).required_device_bytes == least_bytes
 
 
 def bare(plan: Plan | None) -> Plan | None:
@@ -116,14 +116,14 @@ def test_a_405b_is_searched_over_ten_thousand_candidates_and_few_are_predicted()
     found = search(spec, hardware_of(2048, 8), run)
     assert found.considered >= 10_000
     assert found.predicted < 200
-    assert prediction_of(found.best).fits
+    assert prediction_of(found.best).fits_in_memory
 
 
 def test_the_best_plan_is_complete_and_fits():
     spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
     best = plan(spec, hardware, run_for(LLAMA_8B, "train.global_batch=16"))
     prediction = prediction_of(best)
-    assert prediction.fits
+    assert prediction.fits_in_memory
     assert prediction.memory == peak_bytes(spec, best)
     assert prediction.tokens_per_second == pytest.approx(16 * 8192 / prediction.time.total)
     flops = (spec.flops_per_token or 0) * prediction.tokens_per_second
@@ -204,7 +204,7 @@ def test_more_ranks_never_hold_more_shards_each(data: st.DataObject):
 def test_recompute_never_saves_more(shape: Shape):
     spec = decoder_spec(shape)
     saved = {
-        trace.recompute.mode: max(phase.end.activations.at(1) for phase in trace.phases)
+        trace.recompute.mode: max(phase.end.activations.value_at(1) for phase in trace.phases)
         for trace in spec.traces
     }
     assert all(saved[mode] <= saved["none"] for mode in saved)

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
-from fullshard.planner.simulate import Policy, StepSimulation, Work
-from fullshard.planner.streams import Streams
+from fullshard.planner.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
+from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
+from fullshard.planner.streams import StreamClocks
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
@@ -36,22 +36,26 @@ UNIT = UnitCost(
 Act = tuple[Event, int]
 
 
-def played(cost: UnitCost, *acts: Act, computing: int, prefetch: str = "implicit", last: int = 10) -> Streams:
+def played(
+    cost: UnitCost, *acts: Act, computing: int, prefetch: str = "implicit", last: int = 10
+) -> StreamClocks:
     """The streams after `acts` of four units, of which the last takes `last` to gather.
 
     Each `pre_*` is followed by `computing` ticks, and the host takes none.
     """
     units = 4
-    steps = tuple(ScheduleStep(event, unit, unit, i) for i, (event, unit) in enumerate(acts))
+    steps = tuple(ScheduledPhase(event, unit, unit, i) for i, (event, unit) in enumerate(acts))
     order = tuple((unit - 1,) for unit in range(units))
-    program = Schedule((ScheduleSegment(steps),), (1,) * len(steps), tuple(range(units)), order)
-    work = Work(program, tuple((computing if event.startswith("pre") else 0, 0) for event, _ in acts))
-    streams = Streams(serial=False)
+    program = MicrobatchSchedule((ScheduleSegment(steps),), (1,) * len(steps), tuple(range(units)), order)
+    work = MicrobatchWork(
+        program, tuple((computing if event.startswith("pre") else 0, 0) for event, _ in acts)
+    )
+    streams = StreamClocks(serial=False)
     section = PrefetchSection.model_validate({"mode": prefetch})
     places = tuple(range(units))
-    policy = Policy(section, False, True, places, dict(enumerate(places)), 0)
+    policy = EventOrderSettings(section, False, True, places, dict(enumerate(places)), 0)
     costs = (*[cost] * (units - 1), replace(cost, gather=last))
-    StepSimulation(streams, costs, policy).step(work, accumulating=work, accumulation=1)
+    StepSimulation(streams, costs, policy).simulate_step(work, accumulating=work, accumulation=1)
     return streams
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.planner.step_time import StepTimer, step_seconds
+from fullshard.planner.step_time import StepTimePredictor, step_seconds
 from fullshard.planner.unit_costs import TICKS
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
@@ -68,8 +68,8 @@ def test_skipping_what_repeats_gives_what_walking_through_it_gives(data: st.Data
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
     plan = data.draw(plans(shape))
     whole = decoder_spec(replace(shape, compressed=False))
-    skipped = StepTimer(decoder_spec(shape), hardware).seconds(plan)
-    assert skipped == StepTimer(whole, hardware, skips=False).seconds(plan)
+    skipped = StepTimePredictor(decoder_spec(shape), hardware).predict_time(plan)
+    assert skipped == StepTimePredictor(whole, hardware, skips=False).predict_time(plan)
 
 
 @settings(max_examples=20)
@@ -104,11 +104,11 @@ def slowed(hardware: Hardware, name: str, part: float) -> object:
 @given(st.data())
 def test_no_step_is_below_its_bound(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
-    plan, timer = data.draw(plans(shape)), StepTimer(decoder_spec(shape), hardware)
-    bound = timer.least_seconds(
-        timer.computing(plan), timer.demand(plan), inline=plan.run.prefetch.mode == "none"
+    plan, timer = data.draw(plans(shape)), StepTimePredictor(decoder_spec(shape), hardware)
+    bound = timer.lower_bound_seconds(
+        timer.compute_ticks(plan), timer.least_ticks(plan), inline=plan.run.prefetch.mode == "none"
     )
-    assert bound <= timer.seconds(plan).total
+    assert bound <= timer.predict_time(plan).total
 
 
 def block_seconds(hardware: Hardware, *overrides: str, shape: Shape = LLAMA_8B) -> float:
@@ -126,10 +126,10 @@ def block_seconds(hardware: Hardware, *overrides: str, shape: Shape = LLAMA_8B) 
 def costs_of_a_block(hardware: Hardware, *overrides: str) -> tuple[int, int, int, int]:
     """(all-gather, reduce-scatter, copies, computing) of one block, in ticks."""
     plan = plan_for(LLAMA_8B, hardware.world_size, f"train.global_batch={hardware.world_size}", *overrides)
-    timer = StepTimer(decoder_spec(LLAMA_8B), hardware)
-    cost = timer.units(plan, timer.spec.trace(plan.run.recompute, 1)).costs[2]
-    grown = StepTimer(decoder_spec(replace(LLAMA_8B, layers=33)), hardware)
-    computing = grown.computing(plan).device - timer.computing(plan).device
+    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
+    cost = timer.unit_costs(plan, timer.spec.choose_trace(plan.run.recompute, 1)).costs[2]
+    grown = StepTimePredictor(decoder_spec(replace(LLAMA_8B, layers=33)), hardware)
+    computing = grown.compute_ticks(plan).device - timer.compute_ticks(plan).device
     return cost.gather, cost.scatter, 2 * cost.copy_out + cost.pack, computing
 
 
@@ -156,8 +156,8 @@ def test_a_block_waits_for_all_it_gathers_without_prefetch():
 def test_on_shared_cores_a_step_is_the_sum_of_all_that_is_done():
     hardware = cpu_of(2)
     plan = plan_for(Shape(), 2, "train.global_batch=2", "sharding.strategy=full_shard")
-    timer = StepTimer(decoder_spec(Shape()), hardware)
-    terms, demand, computing = timer.seconds(plan), timer.demand(plan), timer.computing(plan)
+    timer = StepTimePredictor(decoder_spec(Shape()), hardware)
+    terms, demand, computing = timer.predict_time(plan), timer.least_ticks(plan), timer.compute_ticks(plan)
     waited = terms.exposed_all_gather + terms.exposed_reduce_scatter
     assert waited == pytest.approx(demand.network / TICKS)
     step = hardware.rates.step_seconds
@@ -169,8 +169,10 @@ def test_a_slow_host_is_what_the_step_waits_for():
     hardware = hardware_of(1, 8)
     slow = hardware.rates.model_copy(update={"launch_seconds": 1.0})
     plan = plan_for(Shape(), 8, "train.global_batch=8", "sharding.strategy=full_shard")
-    timer = StepTimer(decoder_spec(Shape()), hardware.model_copy(update={"rates": slow}))
-    assert timer.seconds(plan).compute == pytest.approx(timer.computing(plan).issue / TICKS, rel=1e-3)
+    timer = StepTimePredictor(decoder_spec(Shape()), hardware.model_copy(update={"rates": slow}))
+    assert timer.predict_time(plan).compute == pytest.approx(
+        timer.compute_ticks(plan).issue / TICKS, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -185,8 +187,8 @@ def test_replicas_are_reduced_once_a_step_and_shards_in_every_microbatch():
     hardware = hardware_of(2, 8)
     over = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=8", "train.microbatch=1")
     once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
-    timer = StepTimer(decoder_spec(LLAMA_8B), hardware)
-    one, three = timer.demand(once), timer.demand(thrice)
+    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
+    one, three = timer.least_ticks(once), timer.least_ticks(thrice)
     assert three.network == 3 * one.network
     assert three.replicas == one.replicas > 0
 
@@ -195,8 +197,8 @@ def test_zero1_communicates_once_a_step():
     hardware = hardware_of(2, 8)
     over = ("sharding.strategy=zero1", "train.microbatch=1")
     once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
-    timer = StepTimer(decoder_spec(LLAMA_8B), hardware)
-    assert timer.demand(thrice).network == timer.demand(once).network
+    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
+    assert timer.least_ticks(thrice).network == timer.least_ticks(once).network
 
 
 def test_recompute_is_told_apart():

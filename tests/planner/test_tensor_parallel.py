@@ -7,11 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.collectives import collective_seconds, shard_group
-from fullshard.planner.memory import PlanTraits, activation_bound, least_bytes, mesh_bytes, peak_bytes
+from fullshard.planner.collectives import collective_seconds, shard_group_layout
+from fullshard.planner.memory import (
+    PeakMemoryTraits,
+    mesh_dependent_bytes,
+    peak_bytes,
+    peak_lower_bound,
+    trace_dependent_bytes,
+)
 from fullshard.planner.search import predict
-from fullshard.planner.step_time import StepTimer, step_seconds
-from fullshard.planner.tensor_parallel import split_shape, width_of
+from fullshard.planner.step_time import StepTimePredictor, step_seconds
+from fullshard.planner.tensor_parallel import hidden_width, tensor_parallel_shape
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
@@ -33,7 +39,7 @@ def plan_of(shape: Shape, degree: int, *overrides: str, world: int = WORLD) -> P
     fixed = [f"sharding.tensor_parallel={degree}", "train.microbatch=1", "model.heads=32", "model.kv_heads=8"]
     sizes = [f"model.d_model={shape.d_model}", f"model.d_ff={shape.d_ff}"]
     run = run_for(shape, f"train.global_batch={world}", *fixed, *sizes, *overrides)
-    return Plan.for_prediction(run, world_size=world, device="cuda")
+    return Plan.from_run_for_prediction(run, world_size=world, device="cuda")
 
 
 @st.composite
@@ -52,7 +58,7 @@ def test_one_rank_for_each_matmul_is_the_same_prediction():
     spec, hardware = decoder_spec(LLAMA_8B), hardware_of(2, 8)
     plain = Plan.from_run(run_for(LLAMA_8B, "train.global_batch=16"), world_size=16, device="cuda")
     named = run_for(LLAMA_8B, "train.global_batch=16", "sharding.tensor_parallel=1")
-    split = Plan.for_prediction(named, world_size=16, device="cuda")
+    split = Plan.from_run_for_prediction(named, world_size=16, device="cuda")
     assert predict(spec, split, hardware) == predict(spec, plain, hardware)
     assert prediction_of(predict(spec, split, hardware)).time.tensor_parallel == 0
 
@@ -79,9 +85,9 @@ def test_each_rank_computes_its_part_at_no_better_a_rate(data: st.DataObject):
     shape = data.draw(SHAPES)
     plan, spec, hardware = data.draw(plans(shape)), decoder_spec(shape), hardware_of(1, 8)
     whole = plan.model_copy(update={"tensor_parallel": 1})
-    timer = StepTimer(spec, hardware)
-    sent = timer.seconds(plan).tensor_parallel * 1e12
-    own, all_of_it = timer.computing(plan), timer.computing(whole)
+    timer = StepTimePredictor(spec, hardware)
+    sent = timer.predict_time(plan).tensor_parallel * 1e12
+    own, all_of_it = timer.compute_ticks(plan), timer.compute_ticks(whole)
     assert own.issue == all_of_it.issue
     assert (own.device - sent) * plan.tensor_parallel >= all_of_it.device * (1 - 1e-6)
     assert own.device - sent <= all_of_it.device * (1 + 1e-6)
@@ -92,7 +98,7 @@ def test_a_block_sends_four_times_forward_and_four_backward(mode: str, of_a_bloc
     """And four more where all of it is computed again; embedding and head once each way."""
     spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
     plan = plan_of(LLAMA_8B, 4, f"recompute.mode={mode}")
-    group = shard_group(4, per_node=8, world_size=8)
+    group = shard_group_layout(4, per_node=8, world_size=8)
     once = [
         collective_seconds(kind, 2 * 8192 * 4096, group=group, hardware=hardware)
         for kind in ("all_gather", "reduce_scatter")
@@ -120,18 +126,23 @@ def test_bounds_and_skipping_hold(data: st.DataObject):
     shape = data.draw(SHAPES)
     plan, hardware = data.draw(plans(shape)), hardware_of(1, 8)
     spec, whole = decoder_spec(shape), decoder_spec(replace(shape, compressed=False))
-    timer = StepTimer(spec, hardware)
-    seconds = timer.seconds(plan)
-    assert seconds == StepTimer(whole, hardware, skips=False).seconds(plan)
+    timer = StepTimePredictor(spec, hardware)
+    seconds = timer.predict_time(plan)
+    assert seconds == StepTimePredictor(whole, hardware, skips=False).predict_time(plan)
     inline = plan.run.prefetch.mode == "none"
-    assert timer.least_seconds(timer.computing(plan), timer.demand(plan), inline=inline) <= seconds.total
-    traits = PlanTraits(
+    assert (
+        timer.lower_bound_seconds(timer.compute_ticks(plan), timer.least_ticks(plan), inline=inline)
+        <= seconds.total
+    )
+    traits = PeakMemoryTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=not inline,
     )
-    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), traits=traits)
+    bound = peak_lower_bound(
+        trace_dependent_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+    )
     assert bound <= peak_bytes(spec, plan).total
 
 
@@ -143,10 +154,10 @@ def test_ranks_that_share_matmuls_need_less_of_each_for_one_sequence():
 
 
 def test_a_matrix_is_split_by_what_divides():
-    assert split_shape((1024, 64), 8) == (128, 64)
-    assert split_shape((3, 64), 8) == (3, 8)
-    assert split_shape((64,), 8) == (64,)
-    assert width_of(decoder_spec(LLAMA_8B)) == 4096
+    assert tensor_parallel_shape((1024, 64), 8) == (128, 64)
+    assert tensor_parallel_shape((3, 64), 8) == (3, 8)
+    assert tensor_parallel_shape((64,), 8) == (64,)
+    assert hidden_width(decoder_spec(LLAMA_8B)) == 4096
 
 
 def test_what_does_not_divide_is_refused():

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.planning.describe_run import describe_anew, describe_run
-from fullshard.planning.spec_cache import SHIPPED_FILE, key_of, public_version, read_shipped
-from fullshard.planning.target import find_subject
+from fullshard.planning.describe_run import describe_run, describe_run_uncached
+from fullshard.planning.spec_cache import (
+    SHIPPED_FILE,
+    build_spec_key,
+    read_shipped_specs,
+    version_without_build,
+)
+from fullshard.planning.target import resolve_plan_target
 from fullshard.spec.plan import Plan
-from fullshard.spec.presets import presets
+from fullshard.spec.presets import read_presets
 from fullshard.spec.run import Run
 
 SMALL = (
@@ -71,20 +76,23 @@ def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
 def test_settings_that_are_not_in_the_key_do_not_change_the_spec() -> None:
     plain = Run.load(overrides=[*SMALL, "recompute.mode=none"])
     other = Run.load(overrides=[*SMALL, "recompute.mode=none", *OTHERS])
-    assert key_of(plain, "cpu") == key_of(other, "cpu")
-    assert describe_anew(plain, "cpu").model_dump_json() == describe_anew(other, "cpu").model_dump_json()
+    assert build_spec_key(plain, "cpu") == build_spec_key(other, "cpu")
+    assert (
+        describe_run_uncached(plain, "cpu").model_dump_json()
+        == describe_run_uncached(other, "cpu").model_dump_json()
+    )
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(preset.name, marks=() if preset.name == "qwen2.5-0.5b" else pytest.mark.long)
-        for preset in presets()
+        for preset in read_presets()
     ],
 )
 def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
-    if not read_shipped(SHIPPED_FILE, torch=public_version(version("torch"))):
+    if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
         pytest.skip("shipped for another torch")
-    run = find_subject(name).run(["precision.mode=bf16"])
-    fresh = describe_anew(run, "cuda")
+    run = resolve_plan_target(name).load_run(["precision.mode=bf16"])
+    fresh = describe_run_uncached(run, "cuda")
     assert describe_run(run, "cuda").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"

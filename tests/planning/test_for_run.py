@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import CheckpointError, PlanError
-from fullshard.launch.request import Request
+from fullshard.launch.request import LaunchRequest
 from fullshard.planner.search import search
 from fullshard.planning.describe_run import describe_run
 from fullshard.planning.for_run import plan_run
@@ -31,8 +31,8 @@ def no_hardware_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
-def request(*overrides: str) -> Request:
-    return Request(run=Run.load(overrides=[*SMALL, *overrides]))
+def request(*overrides: str) -> LaunchRequest:
+    return LaunchRequest(run=Run.load(overrides=[*SMALL, *overrides]))
 
 
 def planned(*overrides: str) -> Plan:
@@ -79,7 +79,7 @@ def test_what_is_pinned_is_kept_and_predicted() -> None:
 def test_a_plan_that_is_given_is_only_predicted() -> None:
     run = request("sharding.strategy=full_shard").run
     given = Plan.from_run(run, world_size=2)
-    found = plan_run(Request(run=given.run, plan=given)).plan
+    found = plan_run(LaunchRequest(run=given.run, plan=given)).plan
     assert found is not None
     assert found.prediction is not None
     assert found.model_copy(update={"prediction": None}) == given
@@ -106,14 +106,14 @@ def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
         plan_run(request("run.ranks=5"))
     of_four = Plan.from_run(request().run, world_size=4)
     with pytest.raises(PlanError, match="the plan is for 4 ranks"):
-        plan_run(Request(run=request("run.ranks=2").run, plan=of_four))
+        plan_run(LaunchRequest(run=request("run.ranks=2").run, plan=of_four))
 
 
 def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
     pin = "sharding.tensor_parallel=2"
     with pytest.raises(PlanError, match="not yet run"):
         plan_run(request(pin))
-    what_if = Plan.for_prediction(request(pin).run, world_size=2, device="cpu")
+    what_if = Plan.from_run_for_prediction(request(pin).run, world_size=2, device="cpu")
     with pytest.raises(PlanError, match="not yet run"):
         plan_run(request().model_copy(update={"plan": what_if}))
 
@@ -124,7 +124,7 @@ def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
     plan = planned("offload.tier=optimizer:nvme")
     assert plan.run.offload.tier == "optimizer:nvme"
     assert plan.prediction is not None
-    assert not plan.prediction.is_timed
+    assert not plan.prediction.has_complete_step_time
     said = capsys.readouterr().err
     assert said.startswith("note: how fast the drive is is not known")
     assert "try: fullshard calibrate --drive" in said

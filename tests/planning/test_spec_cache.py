@@ -11,39 +11,47 @@ import pytest
 from fullshard.planning.spec_cache import (
     SHIPPED_FILE,
     SpecKey,
+    build_spec_key,
     cache_directory,
-    key_of,
-    pack_specs,
-    public_version,
-    read_cached,
-    read_shipped,
-    trim,
-    write_cached,
+    compress_specs,
+    read_cached_spec,
+    read_shipped_specs,
+    trim_cache,
+    version_without_build,
+    write_cached_spec,
 )
-from fullshard.spec.model import Kernel, Line, ModelSpec, Moment, Phase, Trace, UnitSpec
+from fullshard.spec.model import (
+    Kernel,
+    LinearInMicrobatch,
+    LiveTensorBytes,
+    MicrobatchTrace,
+    ModelSpec,
+    TracePhase,
+    UnitSpec,
+)
 from fullshard.spec.plan import Plan, Precision
-from fullshard.spec.presets import presets
+from fullshard.spec.presets import read_presets
 from fullshard.spec.run import RecomputeSection, Run
 
 SPEC = ModelSpec(
     name="Tiny",
     sequence_length=8,
-    precision=Precision.of("fp32"),
+    precision=Precision.from_mode("fp32"),
     units=(UnitSpec(name="", position=0, parameters=()),),
     buffer_bytes=3,
-    kernels=(Kernel(kind="matmul", dtype="fp32", flops=Line(1 / 3, 1e300)),),
+    kernels=(Kernel(kind="matmul", dtype="fp32", flops=LinearInMicrobatch(1 / 3, 1e300)),),
     traces=(
-        Trace(
+        MicrobatchTrace(
             recompute=RecomputeSection(mode="none"),
-            batch_bytes=Line(0, 2**53),
-            phases=(Phase(event="start", peaks=(Moment(),), end=Moment()),),
+            batch_bytes=LinearInMicrobatch(0, 2**53),
+            phases=(TracePhase(event="start", peaks=(LiveTensorBytes(),), end=LiveTensorBytes()),),
         ),
     ),
 )
 
 
 def key(*overrides: str, run: Run | None = None) -> SpecKey:
-    found = key_of(run or Run.load(overrides=overrides), "cpu")
+    found = build_spec_key(run or Run.load(overrides=overrides), "cpu")
     assert found is not None
     return found
 
@@ -56,16 +64,16 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def entry(environment: dict[str, str]) -> Path:
     directory = cache_directory(environment)
     assert directory is not None
-    return directory / key().name
+    return directory / key().file_name
 
 
 def test_a_kept_spec_is_found_again_to_the_last_bit(environment: dict[str, str]) -> None:
-    assert read_cached(key(), environment) is None
-    write_cached(key(), SPEC, environment=environment)
-    found = read_cached(key(), environment)
+    assert read_cached_spec(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
+    found = read_cached_spec(key(), environment)
     assert found == SPEC
     assert found.model_dump_json() == SPEC.model_dump_json()
-    assert [path.name for path in entry(environment).parent.iterdir()] == [key().name]
+    assert [path.name for path in entry(environment).parent.iterdir()] == [key().file_name]
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -84,20 +92,20 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_entry_is_ignored_and_rewritten(
     damage: Callable[[bytes], bytes], environment: dict[str, str]
 ) -> None:
-    write_cached(key(), SPEC, environment=environment)
+    write_cached_spec(key(), SPEC, environment=environment)
     path = entry(environment)
     path.write_bytes(damage(path.read_bytes()))
-    assert read_cached(key(), environment) is None
-    write_cached(key(), SPEC, environment=environment)
-    assert read_cached(key(), environment) == SPEC
+    assert read_cached_spec(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
+    assert read_cached_spec(key(), environment) == SPEC
 
 
 def test_an_entry_of_another_key_under_this_name_is_ignored(environment: dict[str, str]) -> None:
     other = key("data.sequence_length=32")
-    write_cached(other, SPEC, environment=environment)
+    write_cached_spec(other, SPEC, environment=environment)
     path = entry(environment)
-    path.with_name(other.name).rename(path)
-    assert read_cached(key(), environment) is None
+    path.with_name(other.file_name).rename(path)
+    assert read_cached_spec(key(), environment) is None
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
@@ -107,36 +115,36 @@ def test_what_is_not_a_file_is_no_entry_and_no_error(
     path = entry(environment)
     path.parent.mkdir(parents=True)
     make(path)
-    assert read_cached(key(), environment) is None
-    write_cached(key(), SPEC, environment=environment)
+    assert read_cached_spec(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = {"FULLSHARD_CACHE": str(tmp_path / "file" / "below")}
-    write_cached(key(), SPEC, environment=environment)
-    assert read_cached(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
+    assert read_cached_spec(key(), environment) is None
 
 
 def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path) -> None:
     named = {"FULLSHARD_CACHE": str(tmp_path / "here"), "XDG_CACHE_HOME": str(tmp_path / "there")}
-    write_cached(key(), SPEC, environment=named)
-    assert (tmp_path / "here" / key().name).is_file()
+    write_cached_spec(key(), SPEC, environment=named)
+    assert (tmp_path / "here" / key().file_name).is_file()
     assert not (tmp_path / "there").exists()
     assert cache_directory({"FULLSHARD_CACHE": "off"}) is None
     preset = shipped_key("llama3-8b")
-    assert read_cached(preset, {"FULLSHARD_CACHE": "off"}) is None
+    assert read_cached_spec(preset, {"FULLSHARD_CACHE": "off"}) is None
 
 
 def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[str, str]) -> None:
     keys = [key(f"data.sequence_length={length}") for length in (16, 32, 48)]
     for age, one in enumerate(keys):
-        write_cached(one, SPEC, environment=environment)
-        os.utime(entry(environment).with_name(one.name), (age, age))
-    size = entry(environment).with_name(keys[0].name).stat().st_size
-    assert read_cached(keys[0], environment) == SPEC  # used: the newest
-    trim(entry(environment).parent, most_bytes=2 * size + 10)
-    assert [read_cached(one, environment) is not None for one in keys] == [True, False, True]
+        write_cached_spec(one, SPEC, environment=environment)
+        os.utime(entry(environment).with_name(one.file_name), (age, age))
+    size = entry(environment).with_name(keys[0].file_name).stat().st_size
+    assert read_cached_spec(keys[0], environment) == SPEC  # used: the newest
+    trim_cache(entry(environment).parent, most_bytes=2 * size + 10)
+    assert [read_cached_spec(one, environment) is not None for one in keys] == [True, False, True]
 
 
 CHANGES = [
@@ -158,8 +166,8 @@ CHANGES = [
 
 def test_each_setting_that_a_spec_depends_on_is_in_the_key() -> None:
     keys = [key(), *map(key, CHANGES)]
-    assert len({one.name for one in keys}) == len(keys)
-    device, plan = key_of(Run(), "cuda"), key_of(Plan.from_run(Run(), world_size=2), "cpu")
+    assert len({one.file_name for one in keys}) == len(keys)
+    device, plan = build_spec_key(Run(), "cuda"), build_spec_key(Plan.from_run(Run(), world_size=2), "cpu")
     assert device != key() != plan
 
 
@@ -170,8 +178,8 @@ def test_versions_sources_and_the_processor_are_in_the_key() -> None:
     assert adapted.made_by["transformers"] == version("transformers")
     for name in plain.made_by:
         other = plain.model_copy(update={"made_by": plain.made_by | {name: "another"}})
-        assert other.name != plain.name
-    assert plain.model_copy(update={"torch": "2.0.0"}).name != plain.name
+        assert other.file_name != plain.file_name
+    assert plain.model_copy(update={"torch": "2.0.0"}).file_name != plain.file_name
 
 
 def test_a_config_counts_by_its_bytes_not_by_its_path(tmp_path: Path) -> None:
@@ -197,27 +205,29 @@ def test_a_config_counts_by_its_bytes_not_by_its_path(tmp_path: Path) -> None:
     ],
 )
 def test_code_from_elsewhere_is_not_cached(overrides: tuple[str, ...]) -> None:
-    assert key_of(Run.load(overrides=overrides), "cpu") is None
+    assert build_spec_key(Run.load(overrides=overrides), "cpu") is None
 
 
 def shipped_key(name: str) -> SpecKey:
-    from fullshard.planning.target import find_subject
+    from fullshard.planning.target import resolve_plan_target
 
-    found = key_of(find_subject(name).run(["precision.mode=bf16"]), "cuda")
+    found = build_spec_key(resolve_plan_target(name).load_run(["precision.mode=bf16"]), "cuda")
     assert found is not None
     return found
 
 
 def test_every_preset_is_shipped() -> None:
-    specs = read_shipped(SHIPPED_FILE, torch=public_version(version("torch")))
+    specs = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
-    assert set(specs) == {shipped_key(preset.name).settings for preset in presets()}, "bench/preset_specs.py"
+    assert set(specs) == {shipped_key(preset.name).settings for preset in read_presets()}, (
+        "bench/preset_specs.py"
+    )
 
 
 def test_shipped_specs_are_for_one_torch_whatever_its_build(tmp_path: Path) -> None:
     path = tmp_path / "specs.xz"
-    path.write_bytes(pack_specs({"{}": SPEC}, torch="2.12.1+cpu"))
-    assert read_shipped(path, torch="2.12.1") == {"{}": SPEC.model_dump_json()}
-    assert read_shipped(path, torch="2.12.2") == {}
-    assert read_shipped(tmp_path / "none", torch="2.12.1") == {}
+    path.write_bytes(compress_specs({"{}": SPEC}, torch="2.12.1+cpu"))
+    assert read_shipped_specs(path, torch="2.12.1") == {"{}": SPEC.model_dump_json()}
+    assert read_shipped_specs(path, torch="2.12.2") == {}
+    assert read_shipped_specs(tmp_path / "none", torch="2.12.1") == {}

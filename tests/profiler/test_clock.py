@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fullshard.profiler.clock import find_matmul_peak, measure_matmul_peak, sustained_rate
+from fullshard.profiler.clock import find_matmul_peak, measure_calls_per_second, measure_matmul_peak
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 0.01, 3.0])
@@ -23,7 +23,7 @@ def test_a_sustained_rate_is_calls_over_time(seconds: float):
             work()
         return passed - before
 
-    assert sustained_rate(work, seconds=0.5, timer=timer) == pytest.approx(1 / seconds)
+    assert measure_calls_per_second(work, seconds=0.5, timer=timer) == pytest.approx(1 / seconds)
     assert passed <= 0.5 + 5 * seconds + 1e-9
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.profiler.memory import live_bytes, measure_peak
+from fullshard.profiler.memory import measure_peak_memory, storage_bytes_of_tensors
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -20,7 +20,7 @@ def kibibytes(count: int) -> Tensor:
 
 
 def peak_of_known_tensors() -> int:
-    with measure_peak(CPU) as peak:
+    with measure_peak_memory(CPU) as peak:
         first = kibibytes(3)
         second = kibibytes(5)
         del first
@@ -34,7 +34,7 @@ def test_the_peak_is_the_largest_sum_of_what_is_alive():
 
 
 def test_what_is_resized_or_moved_counts_as_it_is():
-    with measure_peak(CPU) as peak:
+    with measure_peak_memory(CPU) as peak:
         tensor = kibibytes(1)
         tensor.untyped_storage().resize_(4 * KIB)  # the old KiB stands beside the new four while it is copied
         tensor.untyped_storage().resize_(0)
@@ -43,7 +43,7 @@ def test_what_is_resized_or_moved_counts_as_it_is():
 
 def test_temporaries_inside_an_operation_count():
     x = torch.ones(KIB, dtype=torch.bfloat16)
-    with measure_peak(CPU) as peak:
+    with measure_peak_memory(CPU) as peak:
         total = x + torch.ones(KIB)  # the sum in fp32, the ones, and x cast to fp32 within
     assert peak.bytes >= 3 * 4 * KIB
     assert total.dtype == torch.float32
@@ -51,13 +51,15 @@ def test_temporaries_inside_an_operation_count():
 
 def test_each_storage_counts_once_whatever_its_views():
     tensor = torch.empty(4, KIB, dtype=torch.uint8)
-    assert live_bytes([tensor, tensor[1:], tensor.view(-1)]) == 4 * KIB
-    assert live_bytes([tensor, torch.empty(4 * KIB, device="meta")]) == 4 * KIB
+    assert storage_bytes_of_tensors([tensor, tensor[1:], tensor.view(-1)]) == 4 * KIB
+    assert storage_bytes_of_tensors([tensor, torch.empty(4 * KIB, device="meta")]) == 4 * KIB
 
 
 def own_part_of_a_distributed_tensor() -> int:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return live_bytes([distribute_tensor(torch.zeros(8 * KIB, dtype=torch.uint8), mesh, [Shard(0)])])
+    return storage_bytes_of_tensors(
+        [distribute_tensor(torch.zeros(8 * KIB, dtype=torch.uint8), mesh, [Shard(0)])]
+    )
 
 
 def test_of_a_dtensor_the_own_part_counts(ranks):
@@ -65,7 +67,7 @@ def test_of_a_dtensor_the_own_part_counts(ranks):
 
 
 def test_an_address_that_another_thread_released_is_not_counted_twice():
-    with measure_peak(CPU) as peak:
+    with measure_peak_memory(CPU) as peak:
         larger = kibibytes(96)
         del larger
         holder = [kibibytes(64)]
@@ -90,7 +92,7 @@ def one_step_of_a_small_model():
         optimizer.zero_grad()
 
     step()
-    with measure_peak(CPU, model=model, optimizer=optimizer) as peak:
+    with measure_peak_memory(CPU, model=model, optimizer=optimizer) as peak:
         step()
     return model, peak
 
@@ -115,7 +117,7 @@ def test_measuring_leaves_nothing_behind():
 
 
 def test_a_block_that_raises_ends_the_measurement():
-    with pytest.raises(ZeroDivisionError), measure_peak(CPU):
+    with pytest.raises(ZeroDivisionError), measure_peak_memory(CPU):
         1 / 0  # noqa: B018
     assert not torch.autograd._profiler_enabled()
 

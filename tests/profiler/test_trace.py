@@ -9,18 +9,18 @@ from torch.profiler import record_function
 
 from fullshard.profiler.trace import (
     DEVICE_ORDER,
-    Event,
-    Span,
-    device_spans,
-    host_spans,
-    shared_out,
-    step_seconds,
-    trace_step,
+    KindInterval,
+    TraceEvent,
+    device_intervals,
+    divide_time_among_kinds,
+    host_intervals,
+    profile_step,
+    step_seconds_from_events,
 )
 
 SPANS = st.lists(
     st.builds(
-        lambda kind, start, length: Span(kind, start, start + length),
+        lambda kind, start, length: KindInterval(kind, start, start + length),
         st.sampled_from(DEVICE_ORDER),
         st.integers(-5, 30),
         st.integers(0, 20),
@@ -30,23 +30,25 @@ SPANS = st.lists(
 
 
 @given(spans=SPANS, start=st.integers(0, 10), length=st.integers(0, 30))
-def test_every_moment_goes_to_the_first_kind_that_is_active(spans: list[Span], start: int, length: int):
+def test_every_moment_goes_to_the_first_kind_that_is_active(
+    spans: list[KindInterval], start: int, length: int
+):
     expected = dict.fromkeys([*DEVICE_ORDER, "other"], 0)
     for moment in range(start, start + length):
         active = {span.kind for span in spans if span.start <= moment < span.end}
         expected[next((kind for kind in DEVICE_ORDER if kind in active), "other")] += 1
-    assert shared_out(spans, DEVICE_ORDER, start=start, end=start + length) == expected
+    assert divide_time_among_kinds(spans, DEVICE_ORDER, start=start, end=start + length) == expected
 
 
 def test_a_collective_is_exposed_where_no_kernel_of_the_model_runs():
     spans = [
-        Span("exposed_all_gather", 0, 10),
-        Span("compute", 6, 20),
-        Span("exposed_reduce_scatter", 15, 40),
-        Span("engine", 20, 23),  # a copy while gradients are on their way
-        Span("exposed_all_reduce", 38, 45),
+        KindInterval("exposed_all_gather", 0, 10),
+        KindInterval("compute", 6, 20),
+        KindInterval("exposed_reduce_scatter", 15, 40),
+        KindInterval("engine", 20, 23),  # a copy while gradients are on their way
+        KindInterval("exposed_all_reduce", 38, 45),
     ]
-    own = shared_out(spans, DEVICE_ORDER, start=0, end=50)
+    own = divide_time_among_kinds(spans, DEVICE_ORDER, start=0, end=50)
     assert own == {
         "compute": 14,
         "optimizer": 0,
@@ -59,12 +61,12 @@ def test_a_collective_is_exposed_where_no_kernel_of_the_model_runs():
     }
 
 
-def host(*events: tuple[str, int, int]) -> list[Event]:
-    return [Event(*event, thread=1, id=number) for number, event in enumerate(events, 1)]
+def host(*events: tuple[str, int, int]) -> list[TraceEvent]:
+    return [TraceEvent(*event, thread=1, id=number) for number, event in enumerate(events, 1)]
 
 
 def test_on_the_host_the_inner_range_counts_and_casts_are_the_models():
-    seconds = step_seconds(
+    seconds = step_seconds_from_events(
         host(
             ("fullshard::step", 0, 1000),
             ("fullshard::data", 10, 30),
@@ -100,13 +102,13 @@ def test_an_all_reduce_lasts_to_the_next_operation_or_the_end_of_its_range(
     next_event: tuple[str, int, int], end: int
 ):
     events = host(("FSDP::post_backward_reduce", 0, 60), ("c10d::allreduce_", 10, 20), next_event)
-    assert Span("exposed_all_reduce", 10, end) in host_spans(events)
+    assert KindInterval("exposed_all_reduce", 10, end) in host_intervals(events)
 
 
 def test_another_thread_of_the_host_takes_no_time_of_the_step():
     events = host(("fullshard::step", 0, 100), ("fullshard::compute", 0, 100))
-    worker = Event("fullshard::all_gather", 0, 100, thread=2, id=9)
-    assert step_seconds([*events, worker]).compute == pytest.approx(100e-9)
+    worker = TraceEvent("fullshard::all_gather", 0, 100, thread=2, id=9)
+    assert step_seconds_from_events([*events, worker]).compute == pytest.approx(100e-9)
 
 
 def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
@@ -121,8 +123,8 @@ def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
     )
     kernels = [("gemm", 3), ("ncclDevKernel_AllGather_RING_LL", 5), ("ncclDevKernel_Generic", 5)]
     kernels += [("copy", 5), ("adamw", 7), ("ncclDevKernel_AllReduce_Sum_f32", 0), ("Memset", 0)]
-    events = [*launches, *(Event(name, 0, 1, launched_by=by, on_device=True) for name, by in kernels)]
-    assert [span.kind for span in device_spans(events)] == [
+    events = [*launches, *(TraceEvent(name, 0, 1, launched_by=by, on_device=True) for name, by in kernels)]
+    assert [span.kind for span in device_intervals(events)] == [
         "compute",
         "exposed_all_gather",
         "exposed_all_gather",
@@ -134,11 +136,11 @@ def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
 
 
 def test_a_step_on_a_device_ends_with_its_last_kernel():
-    seconds = step_seconds(
+    seconds = step_seconds_from_events(
         [
             *host(("fullshard::step", 0, 100), ("fullshard::data", 0, 20), ("fullshard::compute", 20, 90)),
-            Event("gemm", 30, 80, launched_by=3, on_device=True),
-            Event("ncclDevKernel_ReduceScatter_Sum_f32", 70, 120, launched_by=3, on_device=True),
+            TraceEvent("gemm", 30, 80, launched_by=3, on_device=True),
+            TraceEvent("ncclDevKernel_ReduceScatter_Sum_f32", 70, 120, launched_by=3, on_device=True),
         ]
     )
     assert seconds.total == pytest.approx(120e-9)
@@ -150,13 +152,13 @@ def test_a_step_on_a_device_ends_with_its_last_kernel():
 
 def test_a_traced_block_is_told_term_by_term_and_silently(capfd: pytest.CaptureFixture[str]):
     model = nn.Linear(64, 64)
-    with trace_step(torch.device("cpu")) as traced:
+    with profile_step(torch.device("cpu")) as traced:
         with record_function("fullshard::compute"):
             model(torch.ones(8, 64)).sum().backward()
         with record_function("fullshard::optimizer"):
             model.weight.grad = None
     assert traced.seconds is not None
     assert min(traced.seconds.compute, traced.seconds.optimizer) > 0
-    assert traced.seconds.waiting == traced.seconds.engine == 0
+    assert traced.seconds.exposed_collective_seconds == traced.seconds.engine == 0
     assert not torch.autograd._profiler_enabled()
     assert capfd.readouterr() == ("", "")

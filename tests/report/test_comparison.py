@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from fullshard.report.comparison import Compared, compare, comparison_rows
+from fullshard.report.comparison import ComparisonLine, compare_prediction, comparison_rows
 from fullshard.report.measurement import measurement_rows, show_measurement
-from fullshard.spec.measurement import DriveBytes, Measurement, PeakBytes, StepSeconds
+from fullshard.spec.measurement import DriveTrafficBytes, Measurement, PeakBytes, StepSeconds
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, TimeTerms
 from tests.spec.test_measurement import measurement, pace
 
@@ -77,7 +77,7 @@ def on_cuda() -> Measurement:
 
 @pytest.mark.parametrize("made", [measured(), on_cuda()], ids=["cpu", "cuda"])
 def test_lines_sum_to_the_totals(made: Measurement):
-    comparison = compare(prediction(), made)
+    comparison = compare_prediction(prediction(), made)
     for lines in (comparison.memory, comparison.step):
         terms = [line for line in lines if line.term not in ("total", "reserved")]
         total = next(line for line in lines if line.term == "total")
@@ -86,28 +86,28 @@ def test_lines_sum_to_the_totals(made: Measurement):
 
 
 def test_what_meters_cannot_tell_apart_stands_on_one_line():
-    by_term = {line.term: line for line in compare(prediction(), measured()).memory}
+    by_term = {line.term: line for line in compare_prediction(prediction(), measured()).memory}
     assert by_term["rest"].predicted == 1 + 9 + 80 + 20 + 10 + 3
     assert by_term["gradients"].error_percent == pytest.approx(25)
-    cuda = {line.term: line for line in compare(prediction(), on_cuda()).memory}
+    cuda = {line.term: line for line in compare_prediction(prediction(), on_cuda()).memory}
     assert cuda["rest"].predicted == 123 + 30 + 50
     assert cuda["rest"].measured == 500 - 300
     assert (cuda["reserved"].predicted, cuda["reserved"].measured) == (603, 640)
     assert {"gradients", "units_in_flight"}.isdisjoint(cuda)
-    step = {line.term: line for line in compare(prediction(), measured()).step}
+    step = {line.term: line for line in compare_prediction(prediction(), measured()).step}
     assert step["compute"].predicted == pytest.approx(0.25 + 0.05 + 0.02)
     assert step["compute"].measured == pytest.approx(0.325)
     assert (step["data"].predicted, step["stragglers"].measured) == (None, None)
 
 
 def test_an_error_is_of_what_was_measured():
-    assert Compared(term="x", predicted=90, measured=100).error_percent == pytest.approx(-10)
-    assert Compared(term="x", predicted=90, measured=0).error_percent is None
-    assert Compared(term="x", measured=100).error_percent is None
+    assert ComparisonLine(term="x", predicted=90, measured=100).error_percent == pytest.approx(-10)
+    assert ComparisonLine(term="x", predicted=90, measured=0).error_percent is None
+    assert ComparisonLine(term="x", measured=100).error_percent is None
 
 
 def test_a_person_reads_both_and_every_term_once():
-    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare(prediction(), measured()))}
+    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare_prediction(prediction(), measured()))}
     assert rows["gradients"] == ("50 B", "40 B", "+25.0 %")
     assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
     assert rows["waiting: data"] == ("-", "25.0 ms", "")
@@ -128,9 +128,12 @@ def test_without_a_prediction_the_seconds_stand_with_the_measurement():
 
 
 def test_what_was_not_measured_is_not_compared():
-    bare = compare(prediction(), measured(peak_bytes=None, step_seconds=None, pace=pace(2)))
+    bare = compare_prediction(prediction(), measured(peak_bytes=None, step_seconds=None, pace=pace(2)))
     assert bare.memory == bare.step == bare.speed == ()
-    assert json.loads(compare(prediction(), measured()).model_dump_json())["step"][0]["term"] == "compute"
+    assert (
+        json.loads(compare_prediction(prediction(), measured()).model_dump_json())["step"][0]["term"]
+        == "compute"
+    )
 
 
 def with_tier(**terms: object) -> Prediction:
@@ -145,13 +148,13 @@ def measured_with_tier() -> Measurement:
     return measured(
         peak_bytes=peak.model_copy(update={"host": 200}),
         offload="optimizer:nvme in drive",
-        drive=DriveBytes(read=4, written=4),
+        drive=DriveTrafficBytes(read=4, written=4),
     )
 
 
 def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
     made, told = measured_with_tier(), with_tier(disk_read_bytes=2, disk_written_bytes=4)
-    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare(told, made))}
+    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare_prediction(told, made))}
     assert rows["host memory, beside"] == ("300 B", "200 B", "+50.0 %")
     assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
     assert rows["read in a step"] == ("2 B", "4 B", "-50.0 %")
@@ -169,11 +172,14 @@ def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
 
 def test_what_a_drive_of_unknown_rate_takes_is_not_predicted():
     rows = {
-        row[0].strip(): row[1] for row in comparison_rows(compare(with_tier(disk_seconds=None), measured()))
+        row[0].strip(): row[1]
+        for row in comparison_rows(compare_prediction(with_tier(disk_seconds=None), measured()))
     }
     for term in ("optimizer", "tokens/s", "MFU"):
         assert rows[term] == "-"
-    assert [line.predicted for line in compare(with_tier(disk_seconds=None), measured()).step][-1] is None
+    assert [line.predicted for line in compare_prediction(with_tier(disk_seconds=None), measured()).step][
+        -1
+    ] is None
     assert rows["compute, host"] != "-"
 
 
@@ -181,6 +187,8 @@ def test_crumbs_of_memory_have_no_line():
     peak = PeakBytes(
         parameter_shards=156, gradients=0, optimizer_state=300, buffers=0, units_in_flight=0, rest=20_000_000
     )
-    rows = [row[0].strip() for row in comparison_rows(compare(prediction(), measured(peak_bytes=peak)))]
+    rows = [
+        row[0].strip() for row in comparison_rows(compare_prediction(prediction(), measured(peak_bytes=peak)))
+    ]
     assert "parameter shards" not in rows
     assert "optimizer state" in rows

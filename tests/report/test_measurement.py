@@ -3,7 +3,7 @@
 import io
 
 from fullshard.report.measurement import measurement_rows, show_measurement
-from fullshard.spec.measurement import Measurement, Pace
+from fullshard.spec.measurement import Measurement, Throughput
 from tests.spec.test_measurement import measurement, pace
 
 GIB = 1024**3
@@ -83,5 +83,5 @@ def test_a_run_of_nothing_but_warmup_has_no_speed():
 
 
 def test_a_resumed_run_that_was_at_its_end_says_so():
-    rows = dict(measurement_rows(measurement(first_step=301, pace=Pace(warmup_steps=5))))
+    rows = dict(measurement_rows(measurement(first_step=301, pace=Throughput(warmup_steps=5))))
     assert rows["steps"] == "none: 300 were done before"

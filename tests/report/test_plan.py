@@ -5,19 +5,27 @@ import io
 import pytest
 
 from fullshard.quantities import format_bytes
-from fullshard.report.plan import Budget, PlanPage, label_of, plan_cells, plan_rows, show_plan, show_plans
-from fullshard.report.table import show_rows
+from fullshard.report.plan import (
+    PlanReport,
+    TrainingBudget,
+    plan_rows,
+    plan_table_rows,
+    show_plan,
+    show_plan_table,
+    term_label,
+)
+from fullshard.report.table import show_labelled_lines
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import ActivationTerms, OffloadTerms, TimeTerms
+from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
 from tests.report.plans import GIB, predicted
 
 
-def page(plan: Plan, *, budget: Budget | None = None, why: tuple[str, ...] = ()) -> PlanPage:
-    return PlanPage(plan, Run(), model="a model", hardware="8 × H100", why=why, budget=budget)
+def page(plan: Plan, *, budget: TrainingBudget | None = None, why: tuple[str, ...] = ()) -> PlanReport:
+    return PlanReport(plan, Run(), model="a model", hardware="8 × H100", why=why, budget=budget)
 
 
-def rows(plan: Plan, *, budget: Budget | None = None) -> dict[str, str]:
+def rows(plan: Plan, *, budget: TrainingBudget | None = None) -> dict[str, str]:
     return {label.strip(): text for label, text in plan_rows(page(plan, budget=budget)) if label}
 
 
@@ -28,7 +36,7 @@ def lines(plan: Plan) -> list[str]:
 def test_every_term_has_words():
     prediction = predicted().prediction
     assert prediction is not None
-    labels = [label_of(name) for name in (*prediction.memory.terms(), *TimeTerms.model_fields)]
+    labels = [term_label(name) for name in (*prediction.memory.terms(), *TimeTerms.model_fields)]
     assert len(set(labels)) == len(labels)
     assert not any("_" in label for label in labels)
 
@@ -66,12 +74,12 @@ def test_seconds_are_held_against_the_step():
 
 
 def test_a_budget_is_time_and_hours_and_money():
-    text = dict(plan_rows(page(predicted(), budget=Budget(tokens=15 * 10**12, price_per_hour=2.5))))
+    text = dict(plan_rows(page(predicted(), budget=TrainingBudget(tokens=15 * 10**12, price_per_hour=2.5))))
     assert text["15.0T tokens"] == "331.1 days"
-    lines = [line for _, line in plan_rows(page(predicted(), budget=Budget(tokens=15 * 10**12)))]
+    lines = [line for _, line in plan_rows(page(predicted(), budget=TrainingBudget(tokens=15 * 10**12)))]
     assert "63,578 GPU hours" in lines
     hours = 15e12 / (128 * 8192 / 2.0) / 3600 * 8
-    assert Budget(tokens=15 * 10**12, price_per_hour=2.5).rank_hours(
+    assert TrainingBudget(tokens=15 * 10**12, price_per_hour=2.5).rank_hours(
         predicted(), predicted().prediction
     ) == pytest.approx(hours)
 
@@ -79,7 +87,7 @@ def test_a_budget_is_time_and_hours_and_money():
 def test_what_was_asked_for_is_told_from_what_was_chosen():
     plan = predicted("sharding.strategy=zero2")
     asked = Run.load(overrides=["sharding.strategy=zero2"])
-    said = {label: text for label, text in plan_rows(PlanPage(plan, asked, model="", hardware=""))}
+    said = {label: text for label, text in plan_rows(PlanReport(plan, asked, model="", hardware=""))}
     assert said["strategy"] == "shard_grad_op over 8 ranks  (as asked)"
     assert said["recompute"] == "none"
 
@@ -93,7 +101,7 @@ def test_the_page_fits_a_hundred_columns():
 
 def test_a_long_text_goes_on_below_itself():
     out = io.StringIO()
-    show_rows([("label", "word " * 30), ("other", "text")], file=out)
+    show_labelled_lines([("label", "word " * 30), ("other", "text")], file=out)
     first, second, other = out.getvalue().splitlines()
     assert (first[:12], second[:9], other) == ("label  word ", " " * 9, "other  text")
 
@@ -106,11 +114,11 @@ def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
         predicted("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", capacity=44 * GIB),
     ]
     chosen = plans[2]
-    table = plan_cells(chosen, plans)
+    table = plan_table_rows(chosen, plans)
     assert [row[0] for row in table] == ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
     assert [row[-1] for row in table] == ["chosen", "+25 % time", "15.00 GiB over", "1.00 GiB over"]
     out = io.StringIO()
-    show_plans(chosen, plans, file=out)
+    show_plan_table(chosen, plans, file=out)
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 
@@ -158,7 +166,7 @@ def test_a_tier_says_what_it_takes_and_what_binds():
     assert rows(untimed)["step"] == "2.0 s, without its drive"
     assert "the drive's time is not known: fullshard calibrate --drive DIRECTORY" in lines(untimed)
     assert plan.prediction is not None
-    assert not plan.prediction.fits
+    assert not plan.prediction.fits_in_memory
 
 
 @pytest.mark.parametrize(("tier", "room"), [(None, ""), (20 * GIB, ": TOO MUCH")])
@@ -166,7 +174,7 @@ def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | No
     plan = predicted()
     assert plan.prediction is not None
     terms = {
-        "activations": ActivationTerms(
+        "activations": ActivationOffloadTerms(
             host_bytes=16 * GIB, copied_bytes=12 * GIB, copy_seconds=0.5, host_capacity_bytes=32 * GIB
         ),
         "offload": None if tier is None else OffloadTerms(host_bytes=tier, host_capacity_bytes=32 * GIB),
@@ -176,7 +184,7 @@ def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | No
     assert f"16.00 GiB of 32.00 GiB a rank for activations{room}" in said
     assert "a step copies 12.00 GiB there and back, 500.0 ms in all" in said
     assert plan.prediction is not None
-    assert plan.prediction.fits == (not room)
+    assert plan.prediction.fits_in_memory == (not room)
 
 
 def test_ranks_that_share_matmuls_share_a_batch():

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.apply import shard
-from fullshard.sharding.host_copy import CpuHostCopy, FakeHostCopy, HostCopy, host_copy_for
-from fullshard.sharding.units import find_repeated, find_units
+from fullshard.sharding.host_copy import CpuHostCopier, FakeHostCopier, HostCopier, choose_host_copier
+from fullshard.sharding.units import find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -28,22 +28,22 @@ class LateLane:
     """Copies only when it is waited for, as a GPU may. What it reads or writes must be there until then, and
     what it has not brought is NaN."""
 
-    beside = True
+    is_concurrent = True
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self._jobs: list[Callable[[], None]] = []
         self._done = 0
 
-    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def copy_to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         hosts = [torch.full_like(flat, torch.nan) for flat in flats]
         return self._issued("leave", hosts, [(weakref.ref(a), b) for a, b in zip(flats, hosts, strict=True)])
 
-    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         flats = [torch.full_like(host, torch.nan, device=device) for host in hosts]
         return self._issued("fetch", flats, [(weakref.ref(a), b) for a, b in zip(flats, hosts, strict=True)])
 
-    def wait(self, ticket: Any) -> None:
+    def wait_for_copies(self, ticket: Any) -> None:
         self.log.append("wait")
         for job in self._jobs[self._done : ticket]:
             job()
@@ -64,7 +64,7 @@ class LateLane:
         return made, len(self._jobs)
 
 
-LANES: dict[str, Callable[[], HostCopy]] = {"plain": CpuHostCopy, "late": LateLane}
+LANES: dict[str, Callable[[], HostCopier]] = {"plain": CpuHostCopier, "late": LateLane}
 
 
 def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
@@ -72,7 +72,7 @@ def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequenti
     return nn.Sequential(*(kind() for _ in range(count)))
 
 
-def offloaded(model: nn.Sequential, copier: HostCopy, *, least: float = HALF) -> nn.Sequential:
+def offloaded(model: nn.Sequential, copier: HostCopier, *, least: float = HALF) -> nn.Sequential:
     twin = copy.deepcopy(model)
     offload_activations(list(twin), least=least, device="cpu", copier=copier)
     return twin
@@ -96,7 +96,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
     """What a forward and backward move. The copier brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
-    twin = offloaded(model, FakeHostCopy(lambda way, size: moves.append((way, size))), least=least)
+    twin = offloaded(model, FakeHostCopier(lambda way, size: moves.append((way, size))), least=least)
     gradients(twin, twin)
     return moves
 
@@ -137,7 +137,7 @@ def test_a_few_rows_do_not_send_weights_along() -> None:
     model = blocks(2, Flat)
     moves: list[tuple[str, int]] = []
     offload_activations(
-        list(model), least=0.0, device="cpu", copier=FakeHostCopy(lambda *one: moves.append(one))
+        list(model), least=0.0, device="cpu", copier=FakeHostCopier(lambda *one: moves.append(one))
     )
     model(torch.ones(1, 9)).sum().backward()
     assert {size for way, size in moves if way == "out"} == {9 * 4}
@@ -196,7 +196,7 @@ def test_on_the_device_is_at_most_the_block_that_computes_and_the_one_that_leave
 
 def test_nothing_that_moved_outlives_the_graph() -> None:
     """Neither what leaves nor what was fetched; where no backward comes, until the next forward is done."""
-    for copier in (CpuHostCopy(), LateLane()):
+    for copier in (CpuHostCopier(), LateLane()):
         twin = offloaded(blocks(4), copier)
         deaths = Deaths(twin)
         result = twin(entering())
@@ -342,7 +342,7 @@ def test_what_a_compiled_block_saves_moves_too() -> None:
     moves: list[tuple[str, int]] = []
     copier = LateLane()
     model = blocks(3)
-    for twin_copier in (FakeHostCopy(lambda *one: moves.append(one)), copier):
+    for twin_copier in (FakeHostCopier(lambda *one: moves.append(one)), copier):
         twin = copy.deepcopy(model)
         for block in twin:
             block.forward = torch.compile(block.forward)
@@ -368,8 +368,10 @@ def test_without_gradients_nothing_moves() -> None:
 
 
 def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
-    assert isinstance(host_copy_for("cpu", torch.device("cpu")), CpuHostCopy)
-    assert isinstance(host_copy_for("cuda", torch.device("cpu")), FakeHostCopy)  # fake tensors, of a dry run
+    assert isinstance(choose_host_copier("cpu", torch.device("cpu")), CpuHostCopier)
+    assert isinstance(
+        choose_host_copier("cuda", torch.device("cpu")), FakeHostCopier
+    )  # fake tensors, of a dry run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -407,7 +409,7 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
     plan = plan_of(2, "recompute.mode=offload", f"recompute.offload_min_fraction={HALF}", *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
-    assert len(find_repeated(model, section, units=find_units(on_meta(name), section))) == 2
+    assert len(find_recompute_blocks(model, section, units=find_units(on_meta(name), section))) == 2
     with Clones() as clones:
         loss = loss_of(model, tokens_of(0, sequences=1))
     loss.backward()

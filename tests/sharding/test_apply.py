@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.apply import shard
-from fullshard.sharding.blocks import called_modules
+from fullshard.sharding.blocks import called_modules_with_parameters
 from fullshard.sharding.materialize import materialize
 from tests.fakes.architectures import ARCHITECTURES, Block, loss_of, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -32,7 +32,7 @@ def check_gradients(name: str, settings: tuple[str, ...], predicate: bool = Fals
     """Two microbatches, of other tokens on each rank: the mean gradient over ranks, summed over both."""
     world_size = dist.get_world_size()
     plain, model = materialize(on_meta(name), seed=0), on_meta(name)
-    third = list(called_modules(model))[1::3]
+    third = list(called_modules_with_parameters(model))[1::3]
     units = (lambda name, _: name in third) if predicate else None
     shard(model, plan_of(world_size, *settings), units=units)
     for step in range(2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.profiler.memory import measure_peak
+from fullshard.profiler.memory import measure_peak_memory
 from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
 
 CHUNK = 50_000
@@ -18,7 +18,7 @@ def gathered(async_op: bool) -> tuple[list[float], int]:
     comm = DirectAllGather()
     output = comm.allocate((CHUNK * ranks,), dtype=torch.float32, device=torch.device("cpu"))
     own = output.narrow(0, CHUNK * rank, CHUNK).fill_(rank + 1)
-    with measure_peak(torch.device("cpu")) as peak:
+    with measure_peak_memory(torch.device("cpu")) as peak:
         work = comm(output, own, dist.group.WORLD, async_op)
         if work is not None:
             work.wait()
@@ -33,7 +33,7 @@ def reduced(dtype: torch.dtype, *, mean: bool = False) -> tuple[list[float], int
     comm = DirectReduceScatter()
     whole = torch.arange(ranks, dtype=dtype).repeat_interleave(CHUNK) + rank
     own = comm.allocate((CHUNK,), dtype=dtype, device=torch.device("cpu"))
-    with measure_peak(torch.device("cpu")) as peak:
+    with measure_peak_memory(torch.device("cpu")) as peak:
         comm(own, whole, dist.group.WORLD, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
     return [own[0].item(), own[-1].item()], peak.bytes
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.sharding.apply import shard
-from fullshard.sharding.layout import Layout, sharding_table
+from fullshard.sharding.layout import ShardingTable, sharding_table
 from fullshard.sharding.materialize import materialize
 from tests.fakes.architectures import on_meta
 from tests.fakes.plans import STRATEGIES, plan_of
 
 
-def sharded_layout(name: str, *settings: str) -> Layout:
+def sharded_layout(name: str, *settings: str) -> ShardingTable:
     return sharding_table(shard(on_meta(name), plan_of(dist.get_world_size(), *settings)))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import ShardError
-from fullshard.profiler.memory import live_bytes, measure_peak
+from fullshard.profiler.memory import measure_peak_memory, storage_bytes_of_tensors
 from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize, parameters_on_meta
 from fullshard.sharding.rank0_values import MissingWeightsWarning
@@ -175,10 +175,10 @@ def peak_and_parts(kind: str) -> tuple[int, int, int]:
             *(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))
         )
     plan = plan_of(dist.get_world_size(), *(["precision.mode=bf16_pure"] if kind == "pure" else []))
-    with measure_peak(torch.device("cpu")) as peak:
+    with measure_peak_memory(torch.device("cpu")) as peak:
         shard(model, plan)
     unit = 2 * (width * width + width) * 4
-    return peak.bytes, live_bytes(p.detach() for p in model.parameters()), unit
+    return peak.bytes, storage_bytes_of_tensors(p.detach() for p in model.parameters()), unit
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

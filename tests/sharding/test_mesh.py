@@ -12,7 +12,7 @@ from torch import nn
 
 from fullshard.errors import LaunchError
 from fullshard.sharding.apply import shard
-from fullshard.sharding.mesh import agree_on_store_prefix, build_mesh, pick_device_type, process_group
+from fullshard.sharding.mesh import agree_on_store_prefix, build_mesh, choose_device_type, process_group
 from tests.fakes.architectures import Block
 from tests.fakes.plans import STRATEGIES, plan_of
 
@@ -89,9 +89,9 @@ def test_a_group_that_is_there_is_used_and_left(ranks: Callable[..., Any]) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_must_be_there_if_asked_for() -> None:
-    assert pick_device_type("auto") == "cpu"
+    assert choose_device_type("auto") == "cpu"
     with pytest.raises(LaunchError, match="no CUDA device"):
-        pick_device_type("cuda")
+        choose_device_type("cuda")
 
 
 SOON = timedelta(seconds=120)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
-from fullshard.sharding.unit_sizes import UnitSizeWarning, unit_size_findings
+from fullshard.sharding.unit_sizes import UnitSizeWarning, unit_size_messages
 from fullshard.sharding.units import find_units
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.run import UnitSection
@@ -25,7 +25,7 @@ def findings(model: nn.Module, world_size: int, *overrides: str, policy: str = "
         units = find_units(model, section, predicate=lambda _, module: not list(module.children()))
     else:
         units = find_units(model, section)
-    return unit_size_findings(units, plan)
+    return unit_size_messages(units, plan)
 
 
 def decoder(**fields: Any) -> DecoderModel:

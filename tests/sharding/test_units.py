@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.errors import ShardError
-from fullshard.sharding.blocks import called_modules
-from fullshard.sharding.units import ROOT, Unit, find_repeated, find_units
+from fullshard.sharding.blocks import called_modules_with_parameters
+from fullshard.sharding.units import ROOT, Unit, find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repeating, on_meta
 
@@ -61,7 +61,7 @@ def test_every_parameter_is_in_exactly_one_unit(name: str, section: dict[str, An
 def test_every_parameter_is_in_exactly_one_unit_of_a_predicate(name: str) -> None:
     model = on_meta(name)
     for offset in range(3):
-        wanted = list(called_modules(model))[offset::3]
+        wanted = list(called_modules_with_parameters(model))[offset::3]
         check_partition(model, find_units(model, UnitSection(), predicate=lambda n, _, w=wanted: n in w))
 
 
@@ -171,13 +171,13 @@ def test_overrides_match_units_by_any_of_their_names() -> None:
 def test_recompute_works_on_the_repeated_blocks_whatever_the_units(section: dict[str, Any]) -> None:
     model = on_meta("decoder")
     units = find_units(model, UnitSection(**section))
-    assert find_repeated(model, UnitSection(**section), units=units) == list(model.blocks)
+    assert find_recompute_blocks(model, UnitSection(**section), units=units) == list(model.blocks)
 
 
 def test_recompute_works_on_the_outermost_units_where_nothing_repeats() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)), nn.Linear(4, 4))
     section = UnitSection(policy="names", names=("0", "0.0", "1"))
-    assert find_repeated(model, section, units=find_units(model, section)) == [model[0], model[1]]
+    assert find_recompute_blocks(model, section, units=find_units(model, section)) == [model[0], model[1]]
 
 
 def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:

@@ -4,10 +4,17 @@ import itertools
 
 import pytest
 
-from fullshard.spec.catalog import ListedChip, chip_key, find_chip, find_link, listed_chips, listed_links
-from fullshard.spec.rates import efficiencies
+from fullshard.spec.catalog import (
+    CatalogChip,
+    find_chip_by_device_name,
+    link_from_catalog,
+    normalized_chip_name,
+    read_catalog_chips,
+    read_catalog_links,
+)
+from fullshard.spec.rates import read_default_rate_figures
 
-CHIPS = listed_chips()
+CHIPS = read_catalog_chips()
 
 
 @pytest.mark.parametrize(
@@ -29,7 +36,7 @@ CHIPS = listed_chips()
     ],
 )
 def test_a_chip_is_found_by_its_device_name(device_name: str, chip: str, bf16_flops_per_second: float):
-    found = find_chip(device_name)
+    found = find_chip_by_device_name(device_name)
     assert found is not None
     assert found.name == chip
     assert found.flops_per_second["bf16"] == bf16_flops_per_second
@@ -54,24 +61,28 @@ def test_a_chip_is_found_by_its_device_name(device_name: str, chip: str, bf16_fl
     ],
 )
 def test_a_name_that_is_not_in_the_catalog_is_no_chip(device_name: str):
-    assert find_chip(device_name) is None
+    assert find_chip_by_device_name(device_name) is None
 
 
 def test_a_partition_under_the_whole_chips_name_is_told_by_its_memory():
     whole, eighth = 206_141_652_992, 25_757_220_864
-    assert find_chip("AMD Instinct MI300X", memory_bytes=whole) is not None
-    assert find_chip("AMD Instinct MI300X", memory_bytes=eighth) is None
+    assert find_chip_by_device_name("AMD Instinct MI300X", memory_bytes=whole) is not None
+    assert find_chip_by_device_name("AMD Instinct MI300X", memory_bytes=eighth) is None
 
 
 def test_no_name_means_two_chips():
     names = [name for entry in CHIPS for name in entry.device_names]
     assert len(names) == len(set(names))
-    keys = [key for entry in CHIPS for key in {chip_key(n) for n in (*entry.aliases, *entry.device_names)}]
+    keys = [
+        key
+        for entry in CHIPS
+        for key in {normalized_chip_name(n) for n in (*entry.aliases, *entry.device_names)}
+    ]
     assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize("entry", CHIPS, ids=lambda entry: entry.name)
-def test_figures_are_of_one_chip_and_dense(entry: ListedChip):
+def test_figures_are_of_one_chip_and_dense(entry: CatalogChip):
     chip = entry.chip
     assert 24 <= chip.memory_bytes / 2**30 <= 256
     assert 0.3e12 <= chip.memory_bytes_per_second <= 8e12
@@ -85,7 +96,7 @@ def test_figures_are_of_one_chip_and_dense(entry: ListedChip):
 
 
 @pytest.mark.parametrize("entry", CHIPS, ids=lambda entry: entry.name)
-def test_every_figure_has_a_source_and_none_is_over_its_peak(entry: ListedChip):
+def test_every_figure_has_a_source_and_none_is_over_its_peak(entry: CatalogChip):
     assert entry.source
     if entry.matmul_flops_per_second is not None:
         assert entry.matmul_source
@@ -94,18 +105,18 @@ def test_every_figure_has_a_source_and_none_is_over_its_peak(entry: ListedChip):
         assert entry.attention_source
         assert max(entry.attention) < 1
     for name in filter(None, (entry.within, entry.across, entry.pair)):
-        assert listed_links()[name].source
+        assert read_catalog_links()[name].source
 
 
-@pytest.mark.parametrize("name", listed_links())
+@pytest.mark.parametrize("name", read_catalog_links())
 def test_no_collective_is_faster_than_its_link_and_an_all_reduce_takes_two(name: str):
-    link = find_link(name)
+    link = link_from_catalog(name)
     assert link.all_gather.bytes_per_second <= link.bytes_per_second
-    both = link.all_gather.seconds(1e9, 8) + link.reduce_scatter.seconds(1e9, 8)
-    assert link.all_reduce.seconds(1e9, 8) == pytest.approx(both, rel=1e-2)
+    both = link.all_gather.predict_seconds(1e9, 8) + link.reduce_scatter.predict_seconds(1e9, 8)
+    assert link.all_reduce.predict_seconds(1e9, 8) == pytest.approx(both, rel=1e-2)
 
 
 def test_larger_launches_reach_more_of_the_peak():
-    table = efficiencies()
+    table = read_default_rate_figures()
     for shape in (table.matmul.curve, table.memory.curve):
         assert all(a[0] < b[0] and a[1] <= b[1] <= 1 for a, b in itertools.pairwise(shape))

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.spec.dotted import import_object
+from fullshard.spec.dotted import import_callable
 
 
 def test_a_name_is_looked_up() -> None:
-    assert import_object("os.path:join", key="train.loss")("a", "b") == str(Path("a", "b"))
+    assert import_callable("os.path:join", key="train.loss")("a", "b") == str(Path("a", "b"))
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_alone.py").write_text("def make():\n    return 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
-    assert import_object("mine_alone:make", key="model.python")() == 3
+    assert import_callable("mine_alone:make", key="model.python")() == 3
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch:
 )
 def test_a_path_that_leads_nowhere_is_told(dotted: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        import_object(dotted, key="train.loss")
+        import_callable(dotted, key="train.loss")

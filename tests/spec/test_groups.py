@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.spec.groups import CUT_ELEMENTS, Group, ShardSize, group_shards, portions
+from fullshard.spec.groups import (
+    CUT_ELEMENTS,
+    OffloadGroup,
+    ShardSize,
+    group_shards,
+    iterate_whole_parameter_groups,
+)
 
 VECTOR = 64  # elements: the widest that a processor takes at once, of the narrowest dtype
 
@@ -24,7 +30,7 @@ def worlds(draw: st.DrawFn) -> list[list[ShardSize]]:
             ShardSize(
                 f"p{i}",
                 numel=draw(st.sampled_from([0, size, draw(st.integers(0, size))])),
-                most=size,
+                max_numel=size,
                 dtype=dtype,
             )
             for i, (size, dtype) in enumerate(zip(most, dtypes, strict=True))
@@ -59,7 +65,7 @@ def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
     for held in world:
         for index, group in enumerate(group_shards(held, sub_group_parameters=limit)):
             assert group.index == index
-            assert group.numel <= limit_of(limit)
+            assert group.padded_numel <= limit_of(limit)
             assert all(one.numel > 0 and one.offset % VECTOR == 0 for one in group.segments)
             assert all(a.offset + a.numel <= b.offset for a, b in pairwise(group.segments))
 
@@ -72,14 +78,14 @@ def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
         groups = group_shards(held, sub_group_parameters=limit)
         for one in held:
             names = [group.names.count(one.name) for group in groups if one.name in group.names]
-            assert names == [1] * -(-one.most // limit_of(limit))
+            assert names == [1] * -(-one.max_numel // limit_of(limit))
         for segment in (s for group in groups for s in group.segments):
             assert segment.begin % CUT_ELEMENTS == 0
 
 
 @given(worlds(), LIMITS)
 def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSize]], limit: int) -> None:
-    def told(groups: tuple[Group, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
+    def told(groups: tuple[OffloadGroup, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
         return [(group.index, group.dtype, group.names) for group in groups]
 
     first, *others = (group_shards(held, sub_group_parameters=limit) for held in world)
@@ -108,7 +114,7 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
     world: list[list[ShardSize]], limit: int
 ) -> None:
     groups = group_shards(world[0], sub_group_parameters=limit)
-    found = list(portions(groups))
+    found = list(iterate_whole_parameter_groups(groups))
     assert [group for portion in found for group in portion] == list(groups)
     names = [name for portion in found for name in {name for group in portion for name in group.names}]
     assert len(names) == len(set(names))
@@ -117,6 +123,6 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
 
 
 def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_made() -> None:
-    held = [ShardSize("p", numel=10**18, most=10**18, dtype="float32")]
+    held = [ShardSize("p", numel=10**18, max_numel=10**18, dtype="float32")]
     with pytest.raises(PlanError, match="too many groups"):
         group_shards(held, sub_group_parameters=64_000_000)

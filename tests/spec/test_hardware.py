@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.spec.hardware import CollectiveRate, Hardware, Point, rate_at
+from fullshard.spec.hardware import CollectiveRate, Hardware, RatePoint, interpolate_rate
 from fullshard.spec.hardware_text import hardware_on
 
-CURVE = (Point(1e3, 1e9), Point(1e6, 4e9), Point(1e9, 8e9))
+CURVE = (RatePoint(1e3, 1e9), RatePoint(1e6, 4e9), RatePoint(1e9, 8e9))
 
 
 @pytest.mark.parametrize("text", ["2x8xH100", "MI300X", "4xL4"])
@@ -67,34 +67,34 @@ def test_an_absent_file_is_an_error_that_names_calibrate(tmp_path: Path):
 
 def test_the_rate_is_exact_at_points_and_straight_in_logarithms_between():
     for point in CURVE:
-        assert rate_at(CURVE, point.size) == pytest.approx(point.rate)
-    assert rate_at(CURVE, math.sqrt(1e3 * 1e6)) == pytest.approx(math.sqrt(1e9 * 4e9))
+        assert interpolate_rate(CURVE, point.size) == pytest.approx(point.rate)
+    assert interpolate_rate(CURVE, math.sqrt(1e3 * 1e6)) == pytest.approx(math.sqrt(1e9 * 4e9))
 
 
 def test_beyond_the_last_point_the_rate_stays_and_before_the_first_the_duration():
-    assert rate_at(CURVE, 1e12) == CURVE[-1].rate
+    assert interpolate_rate(CURVE, 1e12) == CURVE[-1].rate
     first = CURVE[0].size / CURVE[0].rate
     for size in (1.0, 10.0, 500.0):
-        assert size / rate_at(CURVE, size) == pytest.approx(first)
+        assert size / interpolate_rate(CURVE, size) == pytest.approx(first)
 
 
 @given(st.floats(1, 1e12), st.floats(1, 1e12))
 def test_more_work_never_takes_less_time_on_a_curve_whose_rates_do_not_jump(one: float, other: float):
     less, more = sorted((one, other))
-    assert less / rate_at(CURVE, less) <= more / rate_at(CURVE, more) * (1 + 1e-9)
+    assert less / interpolate_rate(CURVE, less) <= more / interpolate_rate(CURVE, more) * (1 + 1e-9)
 
 
 def test_a_collective_takes_its_latency_and_what_each_rank_receives():
     rate = CollectiveRate(base_seconds=1e-5, hop_seconds=1e-6, bytes_per_second=1e9)
-    assert rate.seconds(8e6, 1) == 0
-    assert rate.seconds(8e6, 4) == pytest.approx(1e-5 + 3e-6 + 6e6 / 1e9)
+    assert rate.predict_seconds(8e6, 1) == 0
+    assert rate.predict_seconds(8e6, 4) == pytest.approx(1e-5 + 3e-6 + 6e6 / 1e9)
 
 
 def test_a_measured_curve_goes_before_the_line_and_more_ranks_add_their_hops():
-    curve = (Point(1e3, 1e3 / 2e-4), Point(1e6, 1e6 / 1e-3))
+    curve = (RatePoint(1e3, 1e3 / 2e-4), RatePoint(1e6, 1e6 / 1e-3))
     rate = CollectiveRate(
         base_seconds=1.0, hop_seconds=1e-5, bytes_per_second=1.0, curve=curve, curve_ranks=2
     )
-    assert rate.seconds(2e6, 2) == pytest.approx(1e-3)
-    assert rate.seconds(2.0, 2) == pytest.approx(2e-4)
-    assert rate.seconds(4e6 / 3, 4) == pytest.approx(1e-3 + 2e-5)
+    assert rate.predict_seconds(2e6, 2) == pytest.approx(1e-3)
+    assert rate.predict_seconds(2.0, 2) == pytest.approx(2e-4)
+    assert rate.predict_seconds(4e6 / 3, 4) == pytest.approx(1e-3 + 2e-5)

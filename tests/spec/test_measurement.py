@@ -12,16 +12,16 @@ from fullshard.errors import SpecError
 from fullshard.spec.measurement import (
     MatmulPeak,
     Measurement,
-    Pace,
     PeakBytes,
     StepSeconds,
+    Throughput,
     model_flops_per_token,
 )
 from fullshard.spec.run import Strategy
 
 
-def pace(steps: int = 10, warmup: int = 4, *, tokens: int = 100, seconds: float = 0.5) -> Pace:
-    made = Pace(warmup_steps=warmup)
+def pace(steps: int = 10, warmup: int = 4, *, tokens: int = 100, seconds: float = 0.5) -> Throughput:
+    made = Throughput(warmup_steps=warmup)
     for _ in range(steps):
         made = made.with_step(tokens=tokens, seconds=seconds, data_seconds=seconds / 5)
     return made
@@ -49,7 +49,7 @@ def measurement(**changes: object) -> Measurement:
     warmup=st.integers(0, 25),
 )
 def test_a_pace_sums_the_steps_after_the_warmup(steps: list[tuple[int, float]], warmup: int):
-    made = Pace(warmup_steps=warmup)
+    made = Throughput(warmup_steps=warmup)
     for tokens, seconds in steps:
         made = made.with_step(tokens=tokens, seconds=seconds)
     timed = steps[warmup:]
@@ -64,7 +64,7 @@ def test_a_step_that_was_slowed_by_being_measured_is_in_no_speed():
     made = pace(6, 4).with_step(tokens=100, seconds=9.0, measured=True)
     assert (made.steps, made.timed_steps, made.seconds) == (7, 2, pace(6, 4).seconds)
     # In the warmup it is left out anyway, once.
-    warm = Pace(warmup_steps=1).with_step(tokens=100, seconds=9.0, measured=True)
+    warm = Throughput(warmup_steps=1).with_step(tokens=100, seconds=9.0, measured=True)
     assert (warm.untimed_steps, warm.timed_steps) == (0, 0)
 
 

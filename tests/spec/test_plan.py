@@ -154,7 +154,7 @@ def test_auto_precision_goes_by_the_hardware(device, bf16_hardware, param):
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"])
 def test_shards_are_at_least_as_wide_as_what_is_computed_with(mode):
-    precision = Precision.of(mode)
+    precision = Precision.from_mode(mode)
     assert ITEMSIZE[precision.master] >= ITEMSIZE[precision.param]
     assert precision.loss_scaling is (precision.param == "fp16")
     assert precision.stochastic_rounding is (precision.master == "bf16")

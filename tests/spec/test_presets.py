@@ -4,7 +4,7 @@ import pytest
 
 from fullshard.errors import SpecError
 from fullshard.spec.model_section import DecoderConfig
-from fullshard.spec.presets import QK_NORMS, QKV_BIASES, find_preset, nearest_presets, presets
+from fullshard.spec.presets import QK_NORMS, QKV_BIASES, find_preset, read_presets, similar_preset_names
 
 # The number of parameters that each repository's page on huggingface.co shows (the safetensors' header).
 # Missing: qwen3-1.7b, whose file holds its tied table twice.
@@ -57,8 +57,10 @@ def test_a_preset_has_the_published_parameters_but_for_what_it_leaves_out(name):
 
 
 def test_names_and_repositories_are_distinct_and_found_whatever_their_case():
-    assert len({preset.name for preset in presets()}) == len({preset.repository for preset in presets()})
-    for preset in presets():
+    assert len({preset.name for preset in read_presets()}) == len(
+        {preset.repository for preset in read_presets()}
+    )
+    for preset in read_presets():
         assert find_preset(preset.name.upper()) is find_preset(preset.repository) is preset
 
 
@@ -71,5 +73,5 @@ def test_a_model_that_cannot_be_expressed_says_why(name):
 
 def test_a_name_that_is_nearly_one_is_answered_with_it():
     assert find_preset("lama3-8b") is None
-    assert "llama3-8b" in nearest_presets("lama3-8b")
-    assert nearest_presets("#") == [preset.name for preset in presets()]
+    assert "llama3-8b" in similar_preset_names("lama3-8b")
+    assert similar_preset_names("#") == [preset.name for preset in read_presets()]

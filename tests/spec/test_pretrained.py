@@ -7,7 +7,13 @@ import pytest
 
 from fullshard.errors import SpecError
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS, find_preset
-from fullshard.spec.pretrained import cached_config, expressed, locate, not_a_decoder_reason, read_config
+from fullshard.spec.pretrained import (
+    convert_to_decoder,
+    find_cached_config,
+    find_decoder_incompatibility,
+    locate_config_file,
+    read_config,
+)
 
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +35,7 @@ LLAMA3_8B = {
 def test_a_llama_config_is_the_preset():
     preset = find_preset("llama3-8b")
     assert preset is not None
-    found = expressed(LLAMA3_8B, source="config.json")
+    found = convert_to_decoder(LLAMA3_8B, source="config.json")
     assert (found.model, found.differs) == (preset.model, ())
 
 
@@ -48,7 +54,7 @@ def test_a_llama_config_is_the_preset():
     ],
 )
 def test_what_is_left_out_is_said(changed, differs):
-    assert expressed(LLAMA3_8B | changed, source="config.json").differs == differs
+    assert convert_to_decoder(LLAMA3_8B | changed, source="config.json").differs == differs
 
 
 @pytest.mark.parametrize(
@@ -62,14 +68,14 @@ def test_what_is_left_out_is_said(changed, differs):
     ],
 )
 def test_what_cannot_be_expressed_says_why(changed, why):
-    assert why in str(not_a_decoder_reason(LLAMA3_8B | changed))
+    assert why in str(find_decoder_incompatibility(LLAMA3_8B | changed))
     with pytest.raises(SpecError, match="cannot express"):
-        expressed(LLAMA3_8B | changed, source="config.json")
+        convert_to_decoder(LLAMA3_8B | changed, source="config.json")
 
 
 def test_a_config_without_a_size_is_refused():
     with pytest.raises(SpecError, match="no layers and no d_ff"):
-        expressed(
+        convert_to_decoder(
             {k: v for k, v in LLAMA3_8B.items() if k not in ("num_hidden_layers", "intermediate_size")},
             source="config.json",
         )
@@ -86,12 +92,12 @@ def test_a_cached_repository_is_found_at_its_main_revision(variable: str, tmp_pa
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc\n")
     environment = {variable: str(tmp_path)}
-    found = cached_config("org/model", environment)
+    found = find_cached_config("org/model", environment)
     assert found is not None
     assert found.parent.name == "abc"
     assert read_config(found) == LLAMA3_8B
-    assert cached_config("org/other", environment) is None
-    assert cached_config("../org/model", environment) is None
+    assert find_cached_config("org/other", environment) is None
+    assert find_cached_config("../org/model", environment) is None
 
 
 def test_what_is_no_config_is_refused(tmp_path: Path):
@@ -110,7 +116,11 @@ def test_a_model_is_located_by_its_file_its_directory_or_its_name_in_the_cache(t
     path = snapshot / "config.json"
     path.write_text("{}")
     environment = {"HF_HUB_CACHE": str(tmp_path)}
-    assert {locate(str(path)), locate(str(snapshot)), locate("org/model", environment)} == {path}
+    assert {
+        locate_config_file(str(path)),
+        locate_config_file(str(snapshot)),
+        locate_config_file("org/model", environment),
+    } == {path}
 
 
 @pytest.mark.parametrize(
@@ -124,4 +134,4 @@ def test_a_model_is_located_by_its_file_its_directory_or_its_name_in_the_cache(t
 )
 def test_a_model_that_is_not_on_this_machine_is_told(source: str, says: str, tmp_path: Path):
     with pytest.raises(SpecError, match=says):
-        locate(source.format(empty=tmp_path), {"HF_HUB_CACHE": str(tmp_path)})
+        locate_config_file(source.format(empty=tmp_path), {"HF_HUB_CACHE": str(tmp_path)})

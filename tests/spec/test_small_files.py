@@ -9,9 +9,9 @@ import pytest
 from fullshard.errors import SpecError
 from fullshard.spec.model_section import MOST_LAYERS
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import check_sizes, read_config
+from fullshard.spec.pretrained import check_config_sizes, read_config
 from fullshard.spec.run import Run
-from fullshard.spec.small_files import check_depth, parse_json, parse_toml, read_bytes
+from fullshard.spec.small_files import check_nesting_depth, parse_json, parse_toml, read_bytes
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_values_that_refer_to_one_another_are_not_counted_out() -> None:
     for _ in range(50):
         value = [value, value]
     with pytest.raises(ValueError, match="more values than it has characters"):
-        check_depth(value, most=1000)
+        check_nesting_depth(value, most=1000)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,9 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_config_has_no_number_that_no_model_has() -> None:
-    check_sizes({"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**63 - 1, "rope_theta": 1e300}, source="it")
+    check_config_sizes(
+        {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**63 - 1, "rope_theta": 1e300}, source="it"
+    )
     for config, name in (
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": 10**30}, "vocab_size"),
@@ -129,4 +131,4 @@ def test_a_config_has_no_number_that_no_model_has() -> None:
         ({"x": 10**5000}, "x"),
     ):
         with pytest.raises(SpecError, match=f"it: {name} is too large"):
-            check_sizes(config, source="it")
+            check_config_sizes(config, source="it")

@@ -13,57 +13,59 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival.fingerprint import WIDTH, Fingerprint, disagreement, named_ranks
+from fullshard.survival.fingerprint import WIDTH, StepFingerprint, fingerprint_mismatch_error, rank_list_text
 from fullshard.training.loop import train
 from tests.training.runs import Pairs, mean_square, run_of, sharded
 
 
-def agree(ranks: list[Fingerprint], own: Fingerprint) -> bool:
-    """What `check_same` holds against each other."""
-    columns = zip(*(one.numbers(len(ranks)) for one in ranks), strict=True)
-    return [sum(column) for column in columns] == [len(ranks) * n for n in own.numbers(len(ranks))]
+def agree(ranks: list[StepFingerprint], own: StepFingerprint) -> bool:
+    """What `check_same_fingerprints` holds against each other."""
+    columns = zip(*(one.summable_numbers(len(ranks)) for one in ranks), strict=True)
+    return [sum(column) for column in columns] == [len(ranks) * n for n in own.summable_numbers(len(ranks))]
 
 
 numbers = st.integers(min_value=0, max_value=2**40)
-fingerprints = st.builds(Fingerprint, step=numbers, collectives=numbers, settings=numbers)
+fingerprints = st.builds(StepFingerprint, step=numbers, collectives=numbers, settings=numbers)
 
 
 @given(fingerprints, st.integers(min_value=1, max_value=100_000))
-def test_equal_fingerprints_agree_at_any_number_of_ranks_without_rounding(one: Fingerprint, n: int) -> None:
-    total = sum(int(number) for number in one.numbers(n)[1::2])
-    assert n * max(one.numbers(n)) < 2**53
+def test_equal_fingerprints_agree_at_any_number_of_ranks_without_rounding(
+    one: StepFingerprint, n: int
+) -> None:
+    total = sum(int(number) for number in one.summable_numbers(n)[1::2])
+    assert n * max(one.summable_numbers(n)) < 2**53
     assert float(n * total) == n * float(total)
 
 
 @given(fingerprints, st.integers(1, 1000), st.integers(0, 2), st.integers(2, 64), st.data())
 def test_a_rank_that_differs_in_anything_is_seen_by_all(
-    one: Fingerprint, by: int, where: int, n: int, data: Any
+    one: StepFingerprint, by: int, where: int, n: int, data: Any
 ) -> None:
     values = [one.step, one.collectives, one.settings]
     values[where] += by
     ranks = [one] * n
-    ranks[data.draw(st.integers(0, n - 1))] = Fingerprint(*values)
+    ranks[data.draw(st.integers(0, n - 1))] = StepFingerprint(*values)
     assert not any(agree(ranks, own) for own in set(ranks))
 
 
 def test_numbers_whose_mean_is_ones_own_do_not_pass_for_equal() -> None:
-    ranks = [Fingerprint(step, 5, 7) for step in (1, 2, 3)]
+    ranks = [StepFingerprint(step, 5, 7) for step in (1, 2, 3)]
     assert not agree(ranks, ranks[1])
-    assert len(ranks[0].numbers(3)) == WIDTH
+    assert len(ranks[0].summable_numbers(3)) == WIDTH
 
 
 def test_what_differs_and_who_is_said() -> None:
-    told = {0: Fingerprint(4, 9, 7), 1: Fingerprint(5, 9, 7), 2: Fingerprint(4, 9, 7)}
-    error = disagreement(told, own=told[0], world_size=3)
+    told = {0: StepFingerprint(4, 9, 7), 1: StepFingerprint(5, 9, 7), 2: StepFingerprint(4, 9, 7)}
+    error = fingerprint_mismatch_error(told, own=told[0], world_size=3)
     assert error.what == "the ranks are not in the same step (step 4): the number of the step differs."
     assert error.got == "rank 1: step 5; ranks 0, 2: step 4"
-    silent = disagreement({1: told[1]}, own=told[1], world_size=3)
+    silent = fingerprint_mismatch_error({1: told[1]}, own=told[1], world_size=3)
     assert silent.got == "rank 1: step 5, 9 collectives; ranks 0, 2: in another collective"
 
 
 def test_ranks_are_named_in_runs() -> None:
-    assert named_ranks([3]) == "rank 3"
-    assert named_ranks([5, 0, 1, 2, 9, 10]) == "ranks 0-2, 5, 9-10"
+    assert rank_list_text([3]) == "rank 3"
+    assert rank_list_text([5, 0, 1, 2, 9, 10]) == "ranks 0-2, 5, 9-10"
 
 
 def skip_a_step() -> tuple[int, str, str]:

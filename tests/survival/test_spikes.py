@@ -25,7 +25,7 @@ SECTION = FaultToleranceSection(on_spike="skip", spike_window=8, spike_sigma=3.0
 def recent(*losses: float, norms: float = 1.0, section: FaultToleranceSection = SECTION) -> RecentSteps:
     steps = RecentSteps()
     for loss in losses:
-        steps.add(loss, norms, section=section)
+        steps.add_step(loss, norms, section=section)
     return steps
 
 
@@ -33,22 +33,22 @@ def recent(*losses: float, norms: float = 1.0, section: FaultToleranceSection = 
 
 
 def test_nothing_stands_out_before_half_the_window_is_there() -> None:
-    assert not recent(1.0, 1.1, 0.9).spikes(100.0, 1.0, section=SECTION)
-    assert recent(1.0, 1.1, 0.9, 1.0).spikes(100.0, 1.0, section=SECTION)
+    assert not recent(1.0, 1.1, 0.9).is_spike(100.0, 1.0, section=SECTION)
+    assert recent(1.0, 1.1, 0.9, 1.0).is_spike(100.0, 1.0, section=SECTION)
 
 
 def test_the_loss_and_the_norm_are_judged_each_by_its_own() -> None:
     steps = recent(3.0, 5.0, 3.0, 5.0)  # mean 4, deviation 1; the norms are flat at 1
-    assert not steps.spikes(7.0, 1.0, section=SECTION)
-    assert steps.spikes(7.01, 1.0, section=SECTION)
-    assert not steps.spikes(-100.0, 1.003, section=SECTION)
-    assert steps.spikes(4.0, 1.0031, section=SECTION)
+    assert not steps.is_spike(7.0, 1.0, section=SECTION)
+    assert steps.is_spike(7.01, 1.0, section=SECTION)
+    assert not steps.is_spike(-100.0, 1.003, section=SECTION)
+    assert steps.is_spike(4.0, 1.0031, section=SECTION)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=20, max_size=40), st.floats(0.1, 30))
 def test_steps_beyond_the_window_do_not_count(losses: list[float], new: float) -> None:
     assert recent(*losses) == recent(*losses[-8:])
-    assert recent(*losses).spikes(new, 1.0, section=SECTION) == recent(*losses[-8:]).spikes(
+    assert recent(*losses).is_spike(new, 1.0, section=SECTION) == recent(*losses[-8:]).is_spike(
         new, 1.0, section=SECTION
     )
 
@@ -56,7 +56,7 @@ def test_steps_beyond_the_window_do_not_count(losses: list[float], new: float) -
 def test_nothing_is_judged_or_kept_unless_asked_for() -> None:
     off = FaultToleranceSection()
     assert recent(1.0, 1.0, section=off) == RecentSteps()
-    assert not recent(*[1.0] * 8).spikes(100.0, 1.0, section=off)
+    assert not recent(*[1.0] * 8).is_spike(100.0, 1.0, section=off)
 
 
 # What is done about it

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.system.direct_io import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, StreamedFile, address
+from fullshard.system.direct_io import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, DirectFileWriter, memory_address
 
 DATA = random.Random(0).randbytes(2 * BLOCK_BYTES + 12345)
 
@@ -25,11 +25,11 @@ def at(shift: int, data: bytes = DATA) -> memoryview:
 
 def written(path: Path, *, parts: list[int], shift: int = 0) -> bytes:
     data = at(shift)
-    with StreamedFile(path) as file:
+    with DirectFileWriter(path) as file:
         for count in parts:
             assert file.write(data[:count]) == len(data[:count])
             data = data[count:]
-        file.finish()
+        file.flush_to_disk()
     return path.read_bytes()
 
 
@@ -101,11 +101,11 @@ def test_nothing_but_the_end_goes_through_the_page_cache(
     if not has_direct_writing(tmp_path):
         pytest.skip("no direct writing on this file system")
     data, path = at(shift), tmp_path / "file"
-    with StreamedFile(path) as file:
+    with DirectFileWriter(path) as file:
         for count in parts:
             file.write(data[:count])
             data = data[count:]
-        file.finish()
+        file.flush_to_disk()
     size = path.stat().st_size
     assert set(cached_pages(path)) <= ({size // mmap.PAGESIZE} if size % mmap.PAGESIZE else set())
     path.read_bytes()
@@ -131,11 +131,11 @@ def test_what_lies_in_pages_as_it_will_in_the_file_is_not_copied(tmp_path: Path)
     ):  # bytes before, and where in a page the data is
         data = at(shift, DATA[: 2 * BLOCK_BYTES])
         began = own_memory_bytes()
-        with StreamedFile(tmp_path / f"file-{before}-{shift}") as file:
+        with DirectFileWriter(tmp_path / f"file-{before}-{shift}") as file:
             file.write(bytes(before))
             file.write(data)
             held[before, shift] = own_memory_bytes() - began
-            file.finish()
+            file.flush_to_disk()
         assert (tmp_path / f"file-{before}-{shift}").read_bytes() == bytes(before) + data
         del file  # its blocks
     assert max(held[0, 0], held[64, 64]) < BLOCK_BYTES // 4
@@ -143,7 +143,7 @@ def test_what_lies_in_pages_as_it_will_in_the_file_is_not_copied(tmp_path: Path)
 
 
 def test_an_address_is_where_it_lies() -> None:
-    assert [address(at(shift)) % mmap.PAGESIZE for shift in (0, 64, 4095)] == [0, 64, 4095]
+    assert [memory_address(at(shift)) % mmap.PAGESIZE for shift in (0, 64, 4095)] == [0, 64, 4095]
 
 
 @pytest.mark.parametrize("shift", [0, 64])
@@ -162,18 +162,18 @@ def test_signals_lose_nothing(tmp_path: Path, shift: int) -> None:
 @pytest.mark.parametrize("shift", [0, 64])
 def test_what_is_written_may_change_afterwards(tmp_path: Path, shift: int) -> None:
     data = at(shift, DATA[:BLOCK_BYTES])
-    with StreamedFile(tmp_path / "file") as file:
+    with DirectFileWriter(tmp_path / "file") as file:
         for byte in range(3):
             data[:] = bytes([byte]) * BLOCK_BYTES
             file.write(data)
-        file.finish()
+        file.flush_to_disk()
     found = (tmp_path / "file").read_bytes()
     assert [set(found[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) for i in range(3)] == [{0}, {1}, {2}]
 
 
 def test_a_file_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"before")
-    with pytest.raises(FileExistsError), StreamedFile(tmp_path / "file"):
+    with pytest.raises(FileExistsError), DirectFileWriter(tmp_path / "file"):
         pass
     assert (tmp_path / "file").read_bytes() == b"before"
 

@@ -10,35 +10,35 @@ import pytest
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.errors import FullshardError
 from fullshard.jobs.launch_record import LaunchRecord
-from fullshard.jobs.run_directory import opened
-from fullshard.jobs.run_lock import require_unlocked
+from fullshard.jobs.run_directory import open_run_directory
+from fullshard.jobs.run_lock import check_unlocked
 from fullshard.jobs.run_log import MetricsLog
-from fullshard.offload.directories import exclusive, replace
+from fullshard.offload.directories import lock_directory, replace_file_atomically
 from fullshard.offload.drive import SYSTEM, DriveFile
-from fullshard.system.files import open_regular, write_whole
+from fullshard.system.files import open_regular_file, write_file_atomically
 from tests.jobs.test_metrics import metrics
 
 
 def open_run(root: Path) -> None:
-    require_unlocked(root)
-    with opened(root, resume=True):
+    check_unlocked(root)
+    with open_run_directory(root, resume=True):
         pass
 
 
 def append_metrics(root: Path) -> None:
     log = MetricsLog(root, after_step=1)
-    log.write(metrics(2))
-    log.rewind(1)
+    log.write_step(metrics(2))
+    log.drop_steps_after(1)
     log.close()
 
 
 def save_checkpoint(root: Path) -> None:
-    with LocalLocation(root).writing():
+    with LocalLocation(root).lock_for_writing():
         pass
 
 
 def hold_offload(root: Path) -> None:
-    with exclusive(root):
+    with lock_directory(root):
         pass
 
 
@@ -48,10 +48,13 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("launch.part", open_run),
     ("metrics.jsonl", append_metrics),
     ("metrics.jsonl.part", append_metrics),
-    ("plan.json", lambda root: write_whole(root / "plan.json", "new")),
+    ("plan.json", lambda root: write_file_atomically(root / "plan.json", "new")),
     (".lock", save_checkpoint),
     ("lock", hold_offload),
-    (".identity.json.tmp", lambda root: replace(root / "identity.json", b"new", system=SYSTEM)),
+    (
+        ".identity.json.tmp",
+        lambda root: replace_file_atomically(root / "identity.json", b"new", system=SYSTEM),
+    ),
     (".data.tmp", lambda root: DriveFile.create(root / "data", 4096).close()),
     ("data", lambda root: DriveFile.open(root / "data", 4096).close()),
 ]
@@ -84,4 +87,4 @@ def test_what_is_not_a_regular_file_is_named_as_what_it_is(tmp_path: Path) -> No
     ):
         for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT):
             with pytest.raises(OSError, match=said):
-                open_regular(tmp_path / name, flags)
+                open_regular_file(tmp_path / name, flags)

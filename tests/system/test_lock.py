@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.system.lock import exclusive_lock, lock_holder
+from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
 
 HOLDS = """
 import sys
 from pathlib import Path
-from fullshard.system.lock import exclusive_lock
+from fullshard.system.lock import hold_exclusive_file_lock
 
-with exclusive_lock(Path(sys.argv[1])):
+with hold_exclusive_file_lock(Path(sys.argv[1])):
     print("holds", flush=True)
     sys.stdin.read()
 """
@@ -30,19 +30,22 @@ def test_a_held_lock_names_its_holder_and_is_free_once_that_process_is_killed(tm
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"holds\n"
-        assert f"process {holder.pid} on " in str(lock_holder(path))
-        with pytest.raises(BlockingIOError, match=f"process {holder.pid} on "), exclusive_lock(path):
+        assert f"process {holder.pid} on " in str(find_lock_holder(path))
+        with (
+            pytest.raises(BlockingIOError, match=f"process {holder.pid} on "),
+            hold_exclusive_file_lock(path),
+        ):
             pass
     finally:
         holder.kill()
         holder.communicate()
-    assert lock_holder(path) is None
-    with exclusive_lock(path):
+    assert find_lock_holder(path) is None
+    with hold_exclusive_file_lock(path):
         pass
 
 
 def test_a_lock_without_a_holder_is_free_and_a_missing_one_is_not_created(tmp_path: Path):
-    assert lock_holder(tmp_path / "lock") is None
+    assert find_lock_holder(tmp_path / "lock") is None
     assert not (tmp_path / "lock").exists()
 
 
@@ -55,13 +58,16 @@ def test_a_lock_that_was_removed_while_it_was_awaited_is_made_anew(tmp_path: Pat
             path.unlink()
             fcntl.flock(old, fcntl.LOCK_UN)
 
-        with exclusive_lock(path, patience_seconds=60, waiting=replace_it):
-            assert lock_holder(path) == f"process {os.getpid()} on {os.uname().nodename}"
+        with hold_exclusive_file_lock(path, patience_seconds=60, waiting=replace_it):
+            assert find_lock_holder(path) == f"process {os.getpid()} on {os.uname().nodename}"
 
 
 def test_a_lock_is_not_taken_through_a_link(tmp_path: Path):
     (tmp_path / "lock").symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match="links are not followed") as caught, exclusive_lock(tmp_path / "lock"):
+    with (
+        pytest.raises(OSError, match="links are not followed") as caught,
+        hold_exclusive_file_lock(tmp_path / "lock"),
+    ):
         pass
     assert caught.value.errno == errno.ELOOP
     assert not (tmp_path / "target").exists()

@@ -5,24 +5,24 @@ import signal
 
 import pytest
 
-from fullshard.system.signals import note_signals
+from fullshard.system.signals import record_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_noted_and_the_handlers_are_as_before(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with note_signals(number) as signals:
-        assert signals.first is None
+    with record_signals(number) as signals:
+        assert signals.first_signal is None
         os.kill(os.getpid(), number)
-        assert signals.first is number
+        assert signals.first_signal is number
     assert signal.getsignal(number) is before
 
 
 def test_sigterm_may_come_again_but_a_second_ctrl_c_is_meant() -> None:
-    with note_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as signals:
+    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        assert signals.first is signal.SIGTERM
+        assert signals.first_signal is signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

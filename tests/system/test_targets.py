@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.system.targets import read_by, require_directory, require_file
+from fullshard.system.targets import build_readability_predicate, check_output_directory, check_output_file
 
 
 @pytest.fixture
@@ -34,65 +34,65 @@ STEP = "checkpoints/step-00000001"
 )
 def test_nothing_in_a_checkpoint_and_no_record_of_a_run_is_written(run: Path, name: str, force: bool) -> None:
     with pytest.raises(SpecError, match="cannot be written"):
-        require_file(run / name, is_kind=lambda _: True, force=force)
+        check_output_file(run / name, is_kind=lambda _: True, force=force)
 
 
 def test_a_link_into_a_checkpoint_is_in_the_checkpoint(run: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run / STEP)
     with pytest.raises(SpecError, match=rf"{STEP}, which holds __0_0\.distcp"):
-        require_file(tmp_path / "link" / "new", is_kind=lambda _: True, force=True)
+        check_output_file(tmp_path / "link" / "new", is_kind=lambda _: True, force=True)
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints", STEP, f"{STEP}/out"])
 def test_a_directory_with_checkpoints_gets_no_other_files(run: Path, name: str) -> None:
     with pytest.raises(SpecError, match="cannot be written"):
-        require_directory(run / name, is_kind=lambda _: True, force=True)
+        check_output_directory(run / name, is_kind=lambda _: True, force=True)
 
 
 def test_a_file_is_replaced_by_its_own_kind_and_by_force(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    require_file(file, is_kind=is_mine, force=False)
+    check_output_file(file, is_kind=is_mine, force=False)
     file.write_text("mine")
-    require_file(file, is_kind=is_mine, force=False)
+    check_output_file(file, is_kind=is_mine, force=False)
     file.write_text("a thesis")
     with pytest.raises(SpecError, match="--force"):
-        require_file(file, is_kind=is_mine, force=False)
-    require_file(file, is_kind=is_mine, force=True)
+        check_output_file(file, is_kind=is_mine, force=False)
+    check_output_file(file, is_kind=is_mine, force=True)
 
 
 def test_a_directory_of_other_files_is_written_by_force_alone(tmp_path: Path) -> None:
-    require_directory(tmp_path / "absent", is_kind=is_mine, force=False)
+    check_output_directory(tmp_path / "absent", is_kind=is_mine, force=False)
     (tmp_path / "one").write_text("mine")
-    require_directory(tmp_path, is_kind=is_mine, force=False)
+    check_output_directory(tmp_path, is_kind=is_mine, force=False)
     (tmp_path / "other").write_text("a thesis")
     with pytest.raises(SpecError, match=r"not empty.\n  got: other"):
-        require_directory(tmp_path, is_kind=is_mine, force=False)
-    require_directory(tmp_path, is_kind=is_mine, force=True)
+        check_output_directory(tmp_path, is_kind=is_mine, force=False)
+    check_output_directory(tmp_path, is_kind=is_mine, force=True)
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_file_is_no_directory_nor_a_directory_a_file(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpecError):
-        require_file(tmp_path, is_kind=is_mine, force=force)
+        check_output_file(tmp_path, is_kind=is_mine, force=force)
     with pytest.raises(SpecError):
-        require_directory(tmp_path / "file", is_kind=is_mine, force=force)
+        check_output_directory(tmp_path / "file", is_kind=is_mine, force=force)
 
 
 def test_a_device_is_never_replaced_and_a_pipe_may_be_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", Path("/dev/null")):
-        require_file(place, is_kind=is_mine, force=False, streams=True)
+        check_output_file(place, is_kind=is_mine, force=False, streams=True)
         with pytest.raises(SpecError, match="a pipe or a device"):
-            require_file(place, is_kind=is_mine, force=True)
+            check_output_file(place, is_kind=is_mine, force=True)
 
 
 def test_a_path_that_cannot_be_is_left_to_whoever_writes_it() -> None:
-    require_file(Path("a" * 300), is_kind=is_mine, force=False)
-    require_directory(Path("a" * 300), is_kind=is_mine, force=False)
+    check_output_file(Path("a" * 300), is_kind=is_mine, force=False)
+    check_output_directory(Path("a" * 300), is_kind=is_mine, force=False)
 
 
 def test_a_file_that_is_larger_than_any_of_its_kind_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
-    assert not read_by(Path.read_bytes)(tmp_path / "large")
+    assert not build_readability_predicate(Path.read_bytes)(tmp_path / "large")

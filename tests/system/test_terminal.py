@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.main import main
-from fullshard.jobs.progress import progress
+from fullshard.jobs.progress import show_progress
 from fullshard.report.measurement import show_measurement
-from fullshard.report.table import show_grid, show_rows
-from fullshard.system.terminal import printable, printable_line
+from fullshard.report.table import show_labelled_lines, show_table
+from fullshard.system.terminal import escape_control_characters, escape_to_single_line
 from tests.checkpoint.states import saved
 from tests.checkpoint.test_strangers import rewritten_manifest
 from tests.spec.test_measurement import measurement
@@ -29,11 +29,11 @@ def assert_shown(text: str) -> None:
 
 @given(st.text())
 def test_printable_text_can_be_printed_and_json_reads_it_back(text: str) -> None:
-    printable(text).encode()
-    assert not any(unicodedata.category(one) in ("Cc", "Zl", "Zp") for one in printable_line(text))
-    encoded = printable(json.dumps(text, ensure_ascii=False))
+    escape_control_characters(text).encode()
+    assert not any(unicodedata.category(one) in ("Cc", "Zl", "Zp") for one in escape_to_single_line(text))
+    encoded = escape_control_characters(json.dumps(text, ensure_ascii=False))
     assert json.loads(encoded) == text
-    assert printable(encoded) == encoded
+    assert escape_control_characters(encoded) == encoded
 
 
 def test_names_in_a_checkpoint_are_escaped_by_every_command(tmp_path: Path, capsys) -> None:
@@ -52,12 +52,12 @@ def test_logs_progress_and_tables_are_escaped(tmp_path: Path, capsys, caplog) ->
     logging.getLogger("fullshard").warning("passing over %s", EVIL)
     assert_shown(caplog.messages[-1])
     out = io.StringIO()
-    with progress(steps=1, every=1, world_size=1, file=out) as shown:
-        shown.say(EVIL)
+    with show_progress(steps=1, every=1, world_size=1, file=out) as shown:
+        shown.print_line(EVIL)
     assert_shown(out.getvalue())
-    show_rows([(EVIL, "")])
+    show_labelled_lines([(EVIL, "")])
     assert_shown(capsys.readouterr().out)
-    show_grid([""], [[EVIL]])
+    show_table([""], [[EVIL]])
     assert_shown(capsys.readouterr().out)
     for field in ("sample", "directory"):
         show_measurement(measurement().model_copy(update={field: EVIL}))

@@ -9,12 +9,12 @@ from torch import nn
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
-from fullshard.profiler.memory import measure_peak
+from fullshard.profiler.memory import measure_peak_memory
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.recompute import apply_recompute
-from fullshard.sharding.units import find_repeated, find_units
+from fullshard.sharding.units import find_recompute_blocks, find_units
 from fullshard.spec.measurement import model_flops_per_token
-from fullshard.spec.model import ModelSpec, Moment, Phase, Trace
+from fullshard.spec.model import LiveTensorBytes, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
@@ -42,7 +42,7 @@ def plan_of(*overrides: str) -> Plan:
 
 def decoder(plan: Plan) -> DecoderModel:
     with torch.device("meta"):
-        return DecoderModel(plan.run.decoder)
+        return DecoderModel(plan.run.decoder_config)
 
 
 def as_it_is() -> ModelSpec:
@@ -59,28 +59,28 @@ def _specified(plan: str) -> ModelSpec:
     return describe(decoder(own), own, loss=next_token_loss)
 
 
-def only_trace(plan: Plan) -> Trace:
-    return specify(plan).trace(plan.run.recompute, plan.microbatch)
+def only_trace(plan: Plan) -> MicrobatchTrace:
+    return specify(plan).choose_trace(plan.run.recompute, plan.microbatch)
 
 
-def saved_bytes(trace: Trace, unit: int) -> float:
+def saved_bytes(trace: MicrobatchTrace, unit: int) -> float:
     """Bytes of activations that the forward of `unit` leaves behind for backward, of 2 sequences."""
     index = next(i for i, p in enumerate(trace.phases) if p.event == "post_forward" and p.unit == unit)
-    ends = [phase.end.activations.at(2) for phase in trace.phases[index - 2 : index]]
+    ends = [phase.end.activations.value_at(2) for phase in trace.phases[index - 2 : index]]
     return ends[1] - ends[0]
 
 
-def at(moment: Moment, microbatch: int) -> int:
-    return round(sum(line.at(microbatch) for line in moment))
+def at(moment: LiveTensorBytes, microbatch: int) -> int:
+    return round(sum(line.value_at(microbatch) for line in moment))
 
 
-def highest(phases: tuple[Phase, ...], *, microbatch: int = 2) -> int:
+def highest(phases: tuple[TracePhase, ...], *, microbatch: int = 2) -> int:
     """The peak of one microbatch on one device, which keeps every gradient that the phases hand over."""
     kept = peak = 0
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
         peak = max(peak, *(kept + at(moment, microbatch) for moment in phase.peaks))
         if following is not None and following.event == "post_backward":
-            kept += round(phase.end.gradients.at(microbatch))
+            kept += round(phase.end.gradients.value_at(microbatch))
     return peak
 
 
@@ -89,12 +89,12 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
     units = find_units(model, plan.run.sharding.units)
-    apply_recompute(find_repeated(model, plan.run.sharding.units, units=units), plan.run.recompute)
+    apply_recompute(find_recompute_blocks(model, plan.run.sharding.units, units=units), plan.run.recompute)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
     if accumulating:
         next_token_loss(model, batch)[0].backward()
-    with measure_peak(CPU) as peak:
+    with measure_peak_memory(CPU) as peak:
         total, count = next_token_loss(model, batch)
         total.backward()
         del total, count
@@ -114,7 +114,7 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
 )
 def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
-    counted = allocated(DecoderModel(plan.run.decoder), plan, vocabulary=256)
+    counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
     blocks = {"none": 0, "every": 2, "offload": 0}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
@@ -129,7 +129,7 @@ def test_odd_models_too(options):
     spec = describe(model, plan, loss=next_token_loss)
     counted = allocated(OddModel(**options), plan, vocabulary=VOCABULARY)
     scalar = 512  # the gradient of a 0-d parameter, which no unit holds, and its like
-    assert abs(counted - highest(spec.trace(plan.run.recompute, plan.microbatch).phases)) <= scalar
+    assert abs(counted - highest(spec.choose_trace(plan.run.recompute, plan.microbatch).phases)) <= scalar
 
 
 def test_gradients_that_are_added_to_in_place_are_not_there_twice():
@@ -142,7 +142,7 @@ def test_gradients_that_are_added_to_in_place_are_not_there_twice():
         )
     )
     trace = only_trace(plan)
-    counted = allocated(DecoderModel(plan.run.decoder), plan, vocabulary=256, accumulating=True)
+    counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256, accumulating=True)
     assert 0 <= counted - highest(trace.accumulating) <= 3 * RANDOM_STATE_BYTES
     assert highest(trace.accumulating) < highest(trace.phases)
 
@@ -156,7 +156,7 @@ def test_a_model_of_70_billion_parameters_is_described_without_its_weights():
     for parameter in model.blocks[2:].parameters():
         assert parameter.is_meta
     del model.blocks[2:]  # two blocks tell what eighty would, in less time
-    with measure_peak(CPU) as peak:
+    with measure_peak_memory(CPU) as peak:
         spec = describe(model, plan, loss=next_token_loss)
     assert spec.numel > 3e9
     assert peak.bytes < 2**20
@@ -164,7 +164,7 @@ def test_a_model_of_70_billion_parameters_is_described_without_its_weights():
 
 def test_a_model_with_weights_gives_the_same_spec_and_keeps_them():
     plan = plan_of("recompute.mode=full", "precision.mode=bf16")
-    model = DecoderModel(plan.run.decoder)
+    model = DecoderModel(plan.run.decoder_config)
     before = {name: (id(p), p.dtype, p.grad) for name, p in model.named_parameters()}
     forwards = [block.forward for block in model.blocks]
     spec = describe(model, plan, loss=next_token_loss)
@@ -178,20 +178,20 @@ def test_full_recompute_saves_the_inputs_of_blocks_alone():
     hidden = 2 * 64 * 64 * 4  # (microbatch, sequence, d_model) in fp32
     first = next(i for i, unit in enumerate(spec.units) if unit.is_block)
     assert saved_bytes(spec.traces[0], first) == hidden
-    plain = as_it_is().trace(plan_of().run.recompute, 2)
+    plain = as_it_is().choose_trace(plan_of().run.recompute, 2)
     assert saved_bytes(plain, first) > 10 * hidden
 
 
 @cache  # a second each
-def on_gpu(*overrides: str, batch: int = 2) -> Trace:
+def on_gpu(*overrides: str, batch: int = 2) -> MicrobatchTrace:
     """How a GPU would run six blocks, each of them shown."""
     settings = ("model.layers=6", f"train.global_batch={batch}", "precision.mode=bf16", *overrides)
     model, plan = distinct_blocks(*settings)
     spec = describe(model, plan, loss=next_token_loss, device_type="cuda")
-    return spec.trace(plan.run.recompute, plan.microbatch)
+    return spec.choose_trace(plan.run.recompute, plan.microbatch)
 
 
-def of_forward(trace: Trace, unit: int) -> Phase:
+def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
     return next(phase for phase in trace.phases if (phase.event, phase.unit) == ("pre_forward", unit))
 
 
@@ -204,30 +204,30 @@ def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[i
     plain = on_gpu("recompute.mode=none")
     apart = (f"recompute.every={every}",) if every > 1 else ()
     moved = on_gpu("recompute.mode=offload", *apart)
-    sizes = {p.unit: sum(line.at(2) for line in p.out) for p in moved.phases if p.out}
+    sizes = {p.unit: sum(line.value_at(2) for line in p.out) for p in moved.phases if p.out}
     assert list(sizes) == moving
     assert len(set(sizes.values())) == 1
     ends = [next(p.end for p in one.phases if p.event == "end_forward") for one in (plain, moved)]
     assert at(ends[0], 2) - at(ends[1], 2) == sum(sizes.values())
-    assert sum(line.at(2) for p in moved.phases for line in p.back) == sum(sizes.values())
+    assert sum(line.value_at(2) for p in moved.phases for line in p.back) == sum(sizes.values())
 
 
 def test_of_what_moves_two_blocks_are_on_the_gpu_at_most():
     """In forward the one that computes and the one that leaves, in backward with the one that comes back."""
     plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
-    each = sum(line.at(2) for line in of_forward(moved, 3).out)
+    each = sum(line.value_at(2) for line in of_forward(moved, 3).out)
     stays = saved_bytes(plain, 3) - each
     assert stays < each / 16  # what is small: of rows, and of heads
-    forward = [of_forward(moved, unit).end.activations.at(2) for unit in range(1, 7)]
+    forward = [of_forward(moved, unit).end.activations.value_at(2) for unit in range(1, 7)]
     # After each block its own are still there; what came before it is gone, but for what stays.
     assert [b - a for a, b in zip(forward[:-2], forward[1:-1], strict=True)] == [stays] * 4
     highest_of = [
-        max(sum(line.at(2) for line in moment) for moment in of_forward(one, 4).peaks)
+        max(sum(line.value_at(2) for line in moment) for moment in of_forward(one, 4).peaks)
         for one in (plain, moved)
     ]
     assert highest_of[0] - highest_of[1] == 2 * each
     backward = [phase for phase in moved.phases if phase.event == "pre_backward" and phase.unit == 3]
-    assert sum(line.at(2) for line in backward[0].back) == each
+    assert sum(line.value_at(2) for line in backward[0].back) == each
     assert backward[0].waits
 
 
@@ -242,12 +242,15 @@ def test_a_finished_microbatch_leaves_nothing_alive():
     for overrides in ([], ["recompute.mode=selective"], ["recompute.mode=offload"]):
         phases = only_trace(plan_of(*overrides)).phases
         assert phases[-1].event == "end_backward"
-        assert phases[-1].end == Moment()
+        assert phases[-1].end == LiveTensorBytes()
 
 
 def pins(plan: Plan) -> list[str]:
     """What the trace depends on, and a batch for four ranks."""
-    sizes = [f"model.layers={plan.run.decoder.layers}", f"model.vocabulary={plan.run.decoder.vocabulary}"]
+    sizes = [
+        f"model.layers={plan.run.decoder_config.layers}",
+        f"model.vocabulary={plan.run.decoder_config.vocabulary}",
+    ]
     batch = ["train.global_batch=16", "train.microbatch=2", "precision.mode=bf16"]
     return [
         *SHAPES[:1],
@@ -305,14 +308,14 @@ def test_two_sizes_of_microbatch_tell_all(microbatch, device_type):
     told = describe(decoder(plan), plan, loss=next_token_loss, device_type=device_type)
     seen = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, device_type=device_type)
     assert seen.traces[0].microbatch == microbatch
-    ours, theirs = (spec.trace(plan.run.recompute, microbatch) for spec in (told, seen))
+    ours, theirs = (spec.choose_trace(plan.run.recompute, microbatch) for spec in (told, seen))
     assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [
         max(at(moment, microbatch) for moment in phase.peaks) for phase in theirs.phases
     ]
 
 
 def test_the_flops_are_those_of_the_formula():
-    spec, section = as_it_is(), plan_of().run.decoder
+    spec, section = as_it_is(), plan_of().run.decoder_config
     multiplied = spec.numel - section.vocabulary * section.d_model  # the table is looked up
     norms = section.d_model * (2 * section.layers + 1)
     formula = model_flops_per_token(

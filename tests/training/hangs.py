@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
-from fullshard.survival.watchdog import watching
-from fullshard.system.last_words import on_watchdog_exit
+from fullshard.survival.watchdog import watch_for_hangs
+from fullshard.system.last_words import call_on_watchdog_exit
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss
 from tests.ranks.pool import warm
@@ -82,8 +82,8 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
     loss = skipping(culprit) if harm == "skips_a_collective" else mean_square
     leave_word = Path(directory, f"last-words-{rank}").write_text
     with (
-        on_watchdog_exit(lambda error: leave_word(str(error))),
-        watching(state.phase, plan.run.fault_tolerance),
+        call_on_watchdog_exit(lambda error: leave_word(str(error))),
+        watch_for_hangs(state.phase, plan.run.fault_tolerance),
     ):
         for step in train(state, plan, loss=loss):
             if harm == "saves_for_long" and (rank, step.index) == (culprit, HANGS_AT):

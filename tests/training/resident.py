@@ -60,14 +60,14 @@ def measured(run: Run, *, resume: bool, plan: Plan | None, command_started: floa
         plan = Plan.from_run(run, world_size=ranks.world_size)
         planned = planned_bytes(plan)
         with torch.device("meta"):
-            model = DecoderModel(run.decoder)
+            model = DecoderModel(run.decoder_config)
         base = settled()
         shard(model, plan)
         state = TrainState(model, build_optimizer(model, plan), data=batches())
         steps = train(state, plan)
         for _ in range(STEPS):
             next(steps)
-        state.settle()
+        state.wait_for_updates()
         peak = status("VmHWM") - base
         parameters = sum(p.numel() for p in model.parameters())
         leave(run, ranks.rank, state=16 * parameters, planned=planned, peak=peak)
@@ -104,7 +104,7 @@ def planned_bytes(plan: Plan) -> int:
     from tests.fakes.hardware import cpu_of
 
     with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder)
+        model = DecoderModel(plan.run.decoder_config)
     hardware = cpu_of(plan.world_size).model_copy(update={"disk_bytes_per_second": 1e9})
     found = predict(describe(model, plan, loss=next_token_loss), plan, hardware).prediction
     assert found is not None

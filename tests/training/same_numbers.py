@@ -103,7 +103,7 @@ def make_run(
 def build(model: str, run: Run) -> nn.Module:
     with torch.device("meta"):
         if model.endswith("decoder"):
-            return DecoderModel(run.decoder)
+            return DecoderModel(run.decoder_config)
         return OddModel(tied=model == "odd_tied", mixture=model == "odd_mixture")
 
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.distributed.tensors import local_tensor
-from fullshard.profiler.memory import live_bytes
+from fullshard.profiler.memory import storage_bytes_of_tensors
 from fullshard.spec.plan import Plan
-from fullshard.training.adamw8bit import dequantize, eight_bit_adamw, quantize_like
+from fullshard.training.adamw8bit import dequantize, import_adamw8bit_class, quantize_state_for_optimizer
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.fakes.sampling import sampled
@@ -82,7 +82,7 @@ def bytes_of_state() -> tuple[int, set[str]]:
     next(iter(train(state, plan, loss=rotated)))
     held = moments(state)
     kinds = {name for name, kept in held.items() if type(kept).__name__ == "OptimState8bit"}
-    return live_bytes(held.values()), kinds
+    return storage_bytes_of_tensors(held.values()), kinds
 
 
 def test_large_shards_are_kept_in_a_byte_a_moment_and_small_ones_as_they_are(ranks: Any) -> None:
@@ -164,12 +164,14 @@ def test_any_ranks_go_on_from_what_two_have_saved(n: int, ranks: Any, tmp_path: 
 def test_negative_extremes_keep_their_codes() -> None:
     """Of a block whose largest value is negative the first code is not the whole scale."""
     parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
-    optimizer = eight_bit_adamw()([parameter])
+    optimizer = import_adamw8bit_class()([parameter])
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
     values.view(-1, 256)[::2].abs_().neg_()
-    once = quantize_like(optimizer, parameter, state={"exp_avg": values})["exp_avg"]
+    once = quantize_state_for_optimizer(optimizer, parameter, state={"exp_avg": values})["exp_avg"]
     for _ in range(3):
-        again = quantize_like(optimizer, parameter, state={"exp_avg": dequantize(once)})["exp_avg"]
+        again = quantize_state_for_optimizer(optimizer, parameter, state={"exp_avg": dequantize(once)})[
+            "exp_avg"
+        ]
         assert torch.equal(local_tensor(again).codes, local_tensor(once).codes)
         once = again
     spread = values.view(-1, 256).abs().amax(1, keepdim=True)

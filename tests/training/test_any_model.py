@@ -14,7 +14,7 @@ from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
-from fullshard.training.loss import loss_of
+from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from tests.fakes.architectures_hf import ENCODER_DECODERS, IMAGES, MASKED, write_config
@@ -42,7 +42,7 @@ def losses(name: str) -> list[tuple[float, int]]:
         )
         model = build_model(run)
     plan = Plan.from_run(run, world_size=ranks)
-    loss = loss_of(run, model)
+    loss = choose_loss(run, model)
     shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan), data=build_data(run))
     return [(step.loss, step.tokens) for step in train(state, plan, loss=loss)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fullshard.errors import TrainError
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.run import Run
-from fullshard.training.loss import loss_of, model_loss, next_token_loss
+from fullshard.training.loss import choose_loss, model_computed_loss, next_token_loss
 from tests.fakes.architectures_hf import batch_of
 from tests.models.own import square_loss
 from tests.models.test_architectures_hf import built
@@ -72,10 +72,10 @@ def test_a_batch_without_tokens_and_labels_is_refused(batch: Any, got: str) -> N
 @pytest.mark.parametrize("name", ["t5", "bert", "vit"])
 def test_the_models_own_loss_is_the_mean_over_its_valid_labels(name: str) -> None:
     model, run = built(name)
-    assert loss_of(run, model) is model_loss
+    assert choose_loss(run, model) is model_computed_loss
     materialize(model, seed=0).eval()
     batch = batch_of(name, 0, sequences=3)
-    total, count = model_loss(model, batch)
+    total, count = model_computed_loss(model, batch)
     assert count == (batch["labels"] != -100).sum()
     torch.testing.assert_close(total / count, model(**batch).loss)
 
@@ -83,7 +83,7 @@ def test_the_models_own_loss_is_the_mean_over_its_valid_labels(name: str) -> Non
 def test_without_a_valid_label_the_models_own_loss_is_zero_and_so_is_its_gradient() -> None:
     model = materialize(built("t5")[0], seed=0)
     batch = batch_of("t5", 0)
-    total, count = model_loss(model, batch | {"labels": torch.full_like(batch["labels"], -100)})
+    total, count = model_computed_loss(model, batch | {"labels": torch.full_like(batch["labels"], -100)})
     total.backward()
     assert (total.item(), count.item()) == (0.0, 0)
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters() if p.grad is not None)
@@ -92,32 +92,32 @@ def test_without_a_valid_label_the_models_own_loss_is_zero_and_so_is_its_gradien
 def test_a_model_that_shifts_labels_itself_counts_those_that_it_uses() -> None:
     model = materialize(built("llama")[0], seed=0)
     batch = {"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[3, 4, -100]])}
-    total, count = model_loss(model, batch)
+    total, count = model_computed_loss(model, batch)
     assert count == 1
     torch.testing.assert_close(total, model(**batch).loss)
 
 
 def test_a_loss_without_labels_counts_as_one_thing() -> None:
     model = materialize(built("clip")[0], seed=0)
-    assert isinstance(model_loss(model, batch_of("clip", 0)), Tensor)
+    assert isinstance(model_computed_loss(model, batch_of("clip", 0)), Tensor)
 
 
 def test_tokens_for_a_model_that_does_not_predict_them_are_refused() -> None:
     with pytest.raises(TrainError, match="on arguments of its own"):
-        model_loss(built("bert")[0], {"tokens": torch.ones(1, 2), "labels": torch.ones(1, 2)})
+        model_computed_loss(built("bert")[0], {"tokens": torch.ones(1, 2), "labels": torch.ones(1, 2)})
 
 
 def test_a_model_without_a_loss_is_refused() -> None:
     model, _ = built("vit", "model.architecture=ViTModel")
     batch = {"pixel_values": batch_of("vit", 0)["pixel_values"]}
     with pytest.raises(TrainError, match="ViTModel computes no loss"):
-        model_loss(materialize(model, seed=0), batch)
+        model_computed_loss(materialize(model, seed=0), batch)
 
 
 def test_the_loss_that_a_run_names_goes_before_the_models() -> None:
     run = Run.load(overrides=["train.loss=tests.models.own:square_loss"])
-    assert loss_of(run, nn.Identity()) is square_loss
-    assert loss_of(Run.load(), nn.Identity()) is next_token_loss
+    assert choose_loss(run, nn.Identity()) is square_loss
+    assert choose_loss(Run.load(), nn.Identity()) is next_token_loss
 
 
 def test_experts_are_balanced_where_the_model_is_asked_to() -> None:

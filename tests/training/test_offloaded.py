@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.models.build import build_model
-from fullshard.offload.state import offloaded_of
-from fullshard.offload.store import Parts
-from fullshard.spec.groups import Group
+from fullshard.offload.state import find_offloaded_state
+from fullshard.offload.store import MasterAndMoments
+from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
@@ -250,14 +250,14 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     """While the update stands before its last groups: whether what is updated can be gathered, whether what
     is not waits for it, and then has the new values."""
     state, _ = state_of(Case("odd"), *tier_of("optimizer:nvme", Case("odd"), directory))
-    offloaded = offloaded_of(state.model)
+    offloaded = find_offloaded_state(state.model)
     assert offloaded is not None
     layers = cast(list[FSDPModule], list(cast(nn.ModuleList, state.model.layers)))
     last = cast(FSDPModule, cast(Odd, state.model).head)
     go_on, gathered = threading.Event(), threading.Event()
     first = {name for name in offloaded.names if name.startswith("layers.0.")}
 
-    def update(group: Group, parts: Parts) -> None:
+    def update(group: OffloadGroup, parts: MasterAndMoments) -> None:
         if not first & set(group.names):
             go_on.wait()
         parts.master.fill_(7.0)
@@ -266,7 +266,7 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
         last.unshard()
         gathered.set()
 
-    offloaded.update(update, release=lambda _: None)
+    offloaded.start_update(update, release=lambda _: None)
     layers[0].unshard()
     early = bool((cast(nn.Linear, layers[0]).weight == 7.0).all())
     thread = threading.Thread(target=gather_the_last)
@@ -275,7 +275,7 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     go_on.set()
     thread.join()
     late = bool((cast(nn.Linear, last).weight == 7.0).all())
-    offloaded.settle()
+    offloaded.wait_for_update()
     return early, waits, late
 
 

@@ -18,15 +18,15 @@ from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError, ShardError
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.state import OffloadedState, attach, offloaded_of
-from fullshard.profiler.memory import live_bytes
+from fullshard.offload.state import OffloadedState, attach_offloaded_state, find_offloaded_state
+from fullshard.profiler.memory import storage_bytes_of_tensors
 from fullshard.sharding import apply
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import restore
-from fullshard.training.shard import close_offload, settings_of, shard
+from fullshard.training.resume import restore_train_state
+from fullshard.training.shard import close_offloaded_state, offload_settings, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.pretrained import load_pretrained
 from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, meta, run_of, same_bits
@@ -42,8 +42,8 @@ def shard_on(tier: str, model: nn.Module, plan: Plan, *, unset: bool = False) ->
     init = "none" if unset else None
     if tier != HOST:
         return shard(model, plan, init=init)
-    keeper = OffloadedState(replace(settings_of(plan, SYSTEM), shards_on_drive=None))
-    attach(apply.shard(model, plan, init=init, keeper=keeper), keeper)
+    keeper = OffloadedState(replace(offload_settings(plan, SYSTEM), shards_on_drive=None))
+    attach_offloaded_state(apply.shard(model, plan, init=init, keeper=keeper), keeper)
     return model
 
 
@@ -114,7 +114,7 @@ def trained_on(tier: str, directory: str, *more: str) -> tuple[list[str], Bits, 
     losses = advance(state, plan, to=3)
     own = [p for p in state.model.parameters() if not p.requires_grad]
     there = all(not local_tensor(p).isnan().any() for p in own)
-    return losses, local_bits(state), live_bytes(local_tensor(p) for p in own), there
+    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in own), there
 
 
 STRATEGIES = {
@@ -213,13 +213,15 @@ def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
 
     def started(name: str) -> tuple[TrainState, Plan]:
         state, plan = state_on(DRIVE, f"{directory}/{name}", unset=True)
-        restore(state, plan, weights=Path(directory), saved=f"{directory}/saved", must_resume=False)
+        restore_train_state(
+            state, plan, weights=Path(directory), saved=f"{directory}/saved", must_resume=False
+        )
         return state, plan
 
     state, plan = started("run")
     advance(state, plan, to=2)
     bits = local_bits(state)
-    close_offload(state.model, plan=plan, finished=False)
+    close_offloaded_state(state.model, plan=plan, finished=False)
     again, plan = started("run")
     step, same = again.step, same_bits(local_bits(again), bits)
     losses = advance(again, plan, to=4)
@@ -240,7 +242,7 @@ def test_a_run_on_weights_goes_on_from_its_drive_with_the_weights(
 def broken_off(tier: str, directory: str) -> bool:
     """Whether nothing is computed with a base that was loaded in part, until all of it is."""
     state, _ = state_on(tier, directory)
-    outside, before = offloaded_of(state.model), computed(state)
+    outside, before = find_offloaded_state(state.model), computed(state)
     assert outside is not None
     good = copy.deepcopy(state.optimizer.state_dict())
     with pytest.raises(EOFError):
@@ -257,10 +259,10 @@ def broken_off(tier: str, directory: str) -> bool:
 
 
 def fill(state: TrainState, *, fails: bool) -> None:
-    outside = offloaded_of(state.model)
+    outside = find_offloaded_state(state.model)
     assert outside is not None
     of_the_base = 0
-    for portion in outside.refill(frozen=True):
+    for portion in outside.iterate_tensors_to_fill(frozen=True):
         for name, new in portion.items():
             for key, one in new.items():
                 local_tensor(one).fill_(0.01 if key == "master" else 0.0)
@@ -332,14 +334,14 @@ def gone_on_from_damage(directory: str, weights: str | None) -> tuple[int, list[
 
     def start(state: TrainState, plan: Plan) -> list[str]:
         base = Path(weights) if weights else None
-        restore(state, plan, weights=base, saved=f"{directory}/saved", must_resume=False)
+        restore_train_state(state, plan, weights=base, saved=f"{directory}/saved", must_resume=False)
         begun.append(state.step)
         return advance(state, plan, to=state.step + 2)
 
     begun: list[int] = []
     state, plan = made("run")
     undisturbed = start(state, plan)
-    close_offload(state.model, plan=plan, finished=False)
+    close_offloaded_state(state.model, plan=plan, finished=False)
     again, plan = made("run")
     if dist.get_rank() == 0:
         for path in Path(directory).glob("run/offload/*/rank-00000/state-*.data"):
@@ -372,9 +374,9 @@ def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
     save(state, f"{directory}/saved", plan=plan)
     advance(state, plan, to=3)
     bits = local_bits(state)
-    close_offload(state.model, plan=plan, finished=False)
+    close_offloaded_state(state.model, plan=plan, finished=False)
     again, plan = state_on(DRIVE, directory, "run.seed=7")
-    restore(again, plan, weights=None, saved=f"{directory}/saved", must_resume=True)
+    restore_train_state(again, plan, weights=None, saved=f"{directory}/saved", must_resume=True)
     return again.step, same_bits(local_bits(again), bits)
 
 

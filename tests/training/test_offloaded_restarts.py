@@ -16,7 +16,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.shard import close_offload, shard
+from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState
 from tests.ranks import RankFailed
 from tests.training.runs import Regression, local_bits, mean_square, meta, run_of, same_bits, sharded
@@ -47,7 +47,7 @@ def until(step: int, directory: str) -> None:
     for one in train(state, plan, loss=mean_square):
         if one.index == step:
             break
-    state.settle()
+    state.wait_for_updates()
 
 
 def killed(step: int, directory: str, settled: bool) -> None:
@@ -62,14 +62,14 @@ def killed(step: int, directory: str, settled: bool) -> None:
     for one in train(state, plan, loss=loss):
         if one.index == step and torch.distributed.get_rank() == 0:
             if settled:
-                state.settle()
+                state.wait_for_updates()
             os._exit(1)
 
 
 def gone_on(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
     """The step that it went back to, the bits there, and what followed."""
     state, plan = state_on(directory)
-    step = state.step if state.go_back(at_least=0) else None
+    step = state.step if state.restore_newest_generation(at_least=0) else None
     bits = local_bits(state)
     return step, bits, [(one.loss, local_bits(state)) for one in train(state, plan, loss=mean_square)]
 
@@ -184,7 +184,7 @@ def opened_after_a_failure(directory: str) -> None:
 
     with pytest.raises(OffloadError, match="parameters.data"):
         shard(meta(Regression), plan, system=replace(SYSTEM, open=full))
-    close_offload(shard(meta(Regression), plan), plan=plan, finished=True)
+    close_offloaded_state(shard(meta(Regression), plan), plan=plan, finished=True)
 
 
 def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(

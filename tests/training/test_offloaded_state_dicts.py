@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError, SpecError
 from fullshard.offload.drive_store import GROUP_BUFFERS
-from fullshard.offload.lazy_tensor import LazyTensor, lazy_tensor
-from fullshard.offload.state import offloaded_of
+from fullshard.offload.lazy_tensor import LazyTensor, make_lazy_tensor
+from fullshard.offload.state import find_offloaded_state
 from fullshard.training.state import TrainState
 from tests.training.runs import BATCH, local_bits, mean_square, pairs, run_of, same_bits, sharded
 from tests.training.test_offloaded import TIERS, TINY, Odd
@@ -27,7 +27,7 @@ Bits = dict[str, Tensor]
 def state_on(tier: str, directory: str, *more: str) -> TrainState:
     """Of more groups than a drive's buffers, with parameters that are cut over them."""
     state, _ = sharded(run_of(f"offload.tier={tier}", f"run.dir={directory}", TINY, *more), model=Odd)
-    offloaded = offloaded_of(state.model)
+    offloaded = find_offloaded_state(state.model)
     if offloaded is not None:
         assert len(offloaded.groups) > GROUP_BUFFERS
         assert any(one.begin for group in offloaded.groups for one in group.segments)
@@ -133,7 +133,7 @@ def broken_off(tier: str, directory: str) -> None:
     bad = good | {"state": {i: dict(own) for i, own in good["state"].items()}}
     last = max(i for i, own in bad["state"].items() if "master" in own)
     shard = bad["state"][last]["exp_avg"].to_local()
-    bad["state"][last]["exp_avg"] = lazy_tensor(shard.shape, shard.dtype, read=fail)
+    bad["state"][last]["exp_avg"] = make_lazy_tensor(shard.shape, shard.dtype, read=fail)
     with pytest.raises(EOFError):
         optimizer.load_state_dict(bad)
     for use in (optimizer.state_dict, optimizer.step, state.tensors):
@@ -148,7 +148,7 @@ def broken_off(tier: str, directory: str) -> None:
         optimizer.load_state_dict(living)
         now, outside = local_bits(state), state.offloaded
         assert outside is not None
-        assert all(torch.equal(now[name], later[name]) for name in outside.names)
+        assert all(torch.equal(now[name], later[name]) for name in outside.tensor_names)
     load_with_gain(state, good, gain=gain)
     assert same_bits(local_bits(state), then)
     advance(state, AT, LATER)
@@ -199,7 +199,7 @@ def let_go(directory: str) -> None:
     living: DTensor = state_dict["state"][first_outside(state_dict)]["exp_avg"]
     assert isinstance(living.to_local(), LazyTensor)
     living.to_local().cpu()
-    offloaded = offloaded_of(state.model)
+    offloaded = find_offloaded_state(state.model)
     assert offloaded is not None
     offloaded.close()
     with pytest.raises(OffloadError, match="no longer on its drive"):

@@ -13,7 +13,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.schedule import rate_factor
+from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 from tests.fakes.models import OddModel
 from tests.training.runs import WIDTH, Regression, mean_square, meta, pairs, run_of, sharded, unsharded, whole
@@ -239,7 +239,7 @@ def trained_plainly(run: Run, cls: type[torch.optim.Optimizer], options: dict[st
         mean_square(model, pairs(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm)
         for group in optimizer.param_groups:
-            factor = rate_factor(run.schedule, step=step, steps=run.train.steps)
+            factor = learning_rate_factor(run.schedule, step=step, steps=run.train.steps)
             group["lr"] = run.optimizer.learning_rate * factor
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import PlanError, SpecError, TrainError
-from fullshard.profiler.memory import live_bytes
+from fullshard.profiler.memory import storage_bytes_of_tensors
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -176,10 +176,10 @@ def gradients_at_updates(*more: str) -> tuple[list[int], int]:
     parameters = list(state.model.parameters())
     seen: list[int] = []
     state.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(live_bytes(p.grad for p in parameters if p.grad is not None))
+        lambda *_: seen.append(storage_bytes_of_tensors(p.grad for p in parameters if p.grad is not None))
     )
     list(train(state, plan, loss=mean_square))
-    return seen, live_bytes(parameters)
+    return seen, storage_bytes_of_tensors(parameters)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -202,7 +202,7 @@ def bits_when_told() -> list[bool]:
     steps = train(state, plan, loss=mean_square)
     next(steps)
     before, told = local_bits(state), list[bool]()
-    state.before_update(lambda: told.append(same_bits(before, local_bits(state))))
+    state.register_before_update(lambda: told.append(same_bits(before, local_bits(state))))
     next(steps)
     return [*told, not same_bits(before, local_bits(state))]
 

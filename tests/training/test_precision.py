@@ -18,7 +18,7 @@ from fullshard.spec.plan import DeviceType, Plan, Precision
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.schedule import rate_factor
+from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 
 STEPS, BATCH, LENGTH, VOCABULARY = 30, 24, 16, 32
@@ -98,7 +98,7 @@ class Progressions:
 def sharded_losses(run: Run) -> list[float]:
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     with torch.device("meta"):
-        model: nn.Module = DecoderModel(run.decoder)
+        model: nn.Module = DecoderModel(run.decoder_config)
     model = shard(model, plan)
     steps = list(train(TrainState(model, build_optimizer(model, plan), data=Progressions()), plan))
     assert not any(step.skipped for step in steps)
@@ -120,7 +120,7 @@ def plain_losses(dtype: torch.dtype, microbatches: int) -> tuple[float, ...]:
     """One process: weights kept, gradients added up and updates made in fp32, everything else in `dtype`."""
     run = make_run("fp32")
     with torch.device("meta"):
-        model: nn.Module = DecoderModel(run.decoder)
+        model: nn.Module = DecoderModel(run.decoder_config)
     model = materialize(model, seed=run.run.seed)
     section, names = run.optimizer, dict(model.named_parameters())
     groups = [
@@ -141,7 +141,7 @@ def plain_losses(dtype: torch.dtype, microbatches: int) -> tuple[float, ...]:
             parameter.grad = parameter.grad / valid
         nn.utils.clip_grad_norm_(names.values(), section.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = section.learning_rate * rate_factor(run.schedule, step=step, steps=STEPS)
+            group["lr"] = section.learning_rate * learning_rate_factor(run.schedule, step=step, steps=STEPS)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean)
@@ -216,7 +216,7 @@ def test_pure_bf16_losses_are_at_most_three_times_as_far_from_fp32_as_bf16_ones(
 
 
 def test_the_automatic_precision_is_bf16_where_the_hardware_has_it() -> None:
-    fp32, bf16 = Precision.of("fp32"), Precision.of("bf16")
+    fp32, bf16 = Precision.from_mode("fp32"), Precision.from_mode("bf16")
 
     def chosen(device: DeviceType, mode: str = "auto", *, bf16_hardware: bool | None = None) -> Precision:
         run = make_run(mode)

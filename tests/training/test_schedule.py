@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.spec.run import Run, ScheduleSection
-from fullshard.training.schedule import rate_factor, warmup_note
+from fullshard.training.schedule import learning_rate_factor, warmup_warning
 
 FALLING = ("cosine", "linear", "wsd")
 KINDS = (*FALLING, "constant")
 
 
 def rates(section: ScheduleSection, steps: int) -> list[float]:
-    return [rate_factor(section, step=step, steps=steps) for step in range(steps)]
+    return [learning_rate_factor(section, step=step, steps=steps) for step in range(steps)]
 
 
 def section(kind: str, *, warmup: int = 0, final: float = 0.1, decay: float = 0.2) -> ScheduleSection:
@@ -55,7 +55,7 @@ def test_the_last_step_is_at_the_final_ratio_and_so_are_those_beyond(
     steps += section.warmup_steps
     end = 1.0 if section.kind == "constant" else section.min_lr_ratio
     assert rates(section, steps)[-1] == pytest.approx(end)
-    assert rate_factor(section, step=steps + 5, steps=steps) == pytest.approx(end)
+    assert learning_rate_factor(section, step=steps + 5, steps=steps) == pytest.approx(end)
 
 
 @given(any_section, st.integers(2, 200))
@@ -100,11 +100,11 @@ def test_a_run_shorter_than_its_warmup_never_reaches_the_peak(kind: str) -> None
 @given(st.integers(1, 10**9), st.integers(0, 10**9))
 def test_a_run_that_ends_before_its_warmup_says_so(steps: int, warmup: int) -> None:
     run = Run.load(overrides=[f"train.steps={steps}", f"schedule.warmup_steps={warmup}"])
-    note = warmup_note(run)
+    note = warmup_warning(run)
     assert (note is not None) == (warmup > steps)
     assert note is None or f"schedule.warmup_steps = {warmup}" in note
 
 
 def test_the_highest_rate_of_a_warmup_that_does_not_end_is_named() -> None:
     run = Run.load(overrides=["train.steps=5", "schedule.warmup_steps=20", "optimizer.learning_rate=0.004"])
-    assert "never reaches 0.004; the highest is 0.001" in str(warmup_note(run))
+    assert "never reaches 0.004; the highest is 0.001" in str(warmup_warning(run))

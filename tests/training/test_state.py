@@ -40,13 +40,13 @@ class Snapshot:
     @classmethod
     def of(cls, state: TrainState) -> "Snapshot":
         tensors = state.tensors()
-        saved = {name: SavedTensor.of(tensor) for name, tensor in tensors.items()}
+        saved = {name: SavedTensor.from_tensor(tensor) for name, tensor in tensors.items()}
         return cls(state.values(), saved, {name: local(tensor).clone() for name, tensor in tensors.items()})
 
     def load(self, state: TrainState) -> None:
         receivers = state.load_targets(self.saved)
         for name, receiver in receivers.items():
-            assert SavedTensor.of(receiver) == self.saved[name], name
+            assert SavedTensor.from_tensor(receiver) == self.saved[name], name
             local(receiver).copy_(self.parts[name])
         state.load_values(self.values, receivers)
 
@@ -220,7 +220,7 @@ def refusals() -> dict[str, str]:
 
 def test_another_optimizer_or_model_is_refused(ranks: Any) -> None:
     (said,) = ranks(1).run(refusals)
-    assert "AdamW in the checkpoint, SGD in the run" in said["optimizer"]
+    assert "AdamW in the checkpoint, SGD here" in said["optimizer"]
     assert "not in the checkpoint: model.head.weight" in said["missing"]
     assert "only in the checkpoint: model.more" in said["extra"]
     assert "model.head.bias is float32 [3] there and float32 [2] here" in said["shape"]

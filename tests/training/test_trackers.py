@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, MissingExtraError
-from fullshard.jobs.trackers import Tracker, open_trackers, require_trackers
+from fullshard.jobs.trackers import Tracker, check_trackers_installed, open_trackers
 from fullshard.spec.run import Run
 
 # Their warnings are their own.
@@ -25,14 +25,14 @@ def tell(tracker: Tracker, *, exit_code: int = 0) -> None:
 
 def test_a_package_that_is_not_there_is_named_with_its_extra():
     with pytest.raises(MissingExtraError) as raised:
-        require_trackers(["no_such_tracker"])
+        check_trackers_installed(["no_such_tracker"])
     assert 'pip install "fullshard[no_such_tracker]"' in str(raised.value)
     assert 'log.trackers = ["no_such_tracker"]' in str(raised.value)
     assert raised.value.exit_code == 2
 
 
 def test_no_tracker_needs_no_package(tmp_path: Path):
-    require_trackers(())
+    check_trackers_installed(())
     assert open_trackers(Run()) == []
 
 

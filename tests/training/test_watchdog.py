@@ -13,14 +13,14 @@ from fullshard.errors import TrainError
 from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Heartbeat,
-    Report,
+    RankReport,
     UnresponsiveRank,
-    diagnose,
-    process_state,
-    this_host,
+    diagnose_hang,
+    host_and_namespace_id,
+    process_state_letter,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
-from fullshard.survival.watchdog import watching
+from fullshard.survival.watchdog import watch_for_hangs
 from tests.training.hangs import hung
 
 NOW = 1000.0
@@ -76,9 +76,9 @@ def test_a_slow_phase_is_waited_for_on_all_ranks(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
     before = set(threading.enumerate())
-    with watching(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=0)):
+    with watch_for_hangs(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=0)):
         assert set(threading.enumerate()) == before
-    with watching(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=100)):
+    with watch_for_hangs(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=100)):
         names = {thread.name for thread in set(threading.enumerate()) - before}
         assert "fullshard watchdog" in names
     assert set(threading.enumerate()) == before
@@ -87,19 +87,22 @@ def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
 def test_collectives_wait_for_longer_than_the_watchdog() -> None:
     for settings in ({}, {"watchdog_timeout_seconds": 1000.0}, {"watchdog_timeout_seconds": 0}):
         section = FaultToleranceSection(**settings)
-        assert section.group_timeout_seconds > section.watchdog_timeout_seconds * section.slow_phase_factor
-        assert section.group_timeout_seconds >= section.collective_timeout_seconds
+        assert (
+            section.process_group_timeout_seconds
+            > section.watchdog_timeout_seconds * section.slow_phase_factor
+        )
+        assert section.process_group_timeout_seconds >= section.collective_timeout_seconds
 
 
 # Who is to blame
 
 
 def seen(phase: RunPhase, step: int = 4, *, process: int = 1) -> Heartbeat:
-    return Heartbeat(this_host(), process, step, str(phase), 31.0, 30.0, NOW - 1)
+    return Heartbeat(host_and_namespace_id(), process, step, str(phase), 31.0, 30.0, NOW - 1)
 
 
-def report(phase: RunPhase, step: int = 4, *, waits: bool = True, collective: str = "") -> Report:
-    return Report(seen(phase, step), waits, f"{phase}.py:1 in f", collective, f"stack in {phase}")
+def report(phase: RunPhase, step: int = 4, *, waits: bool = True, collective: str = "") -> RankReport:
+    return RankReport(seen(phase, step), waits, f"{phase}.py:1 in f", collective, f"stack in {phase}")
 
 
 WAITING, BUSY = report(RunPhase.BACKWARD), report(RunPhase.DATA, waits=False)
@@ -108,7 +111,7 @@ WAITING, BUSY = report(RunPhase.BACKWARD), report(RunPhase.DATA, waits=False)
 @given(st.integers(1, 40), st.integers(0, 39))
 def test_among_ranks_that_wait_the_one_that_does_not_is_named(others: int, at: int) -> None:
     reports = dict.fromkeys(range(others + 1), WAITING) | {at % (others + 1): BUSY}
-    verdict = diagnose(reports, {}, now=NOW)
+    verdict = diagnose_hang(reports, {}, now=NOW)
     assert verdict.error.what.startswith(f"rank {at % (others + 1)} does not come to the collective that ")
     assert "in data of step 5 for 31 s, data.py:1 in f" in verdict.error.what
     assert "stack in data" in verdict.stacks
@@ -117,22 +120,22 @@ def test_among_ranks_that_wait_the_one_that_does_not_is_named(others: int, at: i
 def test_of_ranks_in_different_collectives_the_few_are_named() -> None:
     early, late = report(RunPhase.REDUCE), report(RunPhase.FORWARD, step=5)
     reports = {0: early, 1: late, 2: early}
-    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
         "rank 1 left out a collective that ranks 0, 2"
     )
     reports = {0: late, 1: early, 2: late}
-    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
         "rank 1 left out a collective that ranks 0, 2"
     )
 
 
 def test_of_as_many_the_one_that_is_further_on_left_something_out() -> None:
     reports = {0: report(RunPhase.FORWARD, step=5), 1: report(RunPhase.REDUCE)}
-    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
         "rank 0 left out a collective that rank 1 waits"
     )
     reports = {0: report(RunPhase.FORWARD), 1: report(RunPhase.REDUCE)}
-    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
         "rank 1 left out a collective that rank 0 waits"
     )
 
@@ -141,16 +144,16 @@ def test_the_flight_recorder_tells_ranks_of_one_place_apart() -> None:
     reports = {
         rank: report(RunPhase.REDUCE, collective=f"gloo:all_reduce {17 - (rank == 2)}") for rank in range(4)
     }
-    verdict = diagnose(reports, {}, now=NOW)
+    verdict = diagnose_hang(reports, {}, now=NOW)
     assert verdict.error.what.startswith("rank 2 left out a collective that ranks 0-1, 3 wait in")
     assert "rank 2: in reduce of step 5" in str(verdict.error.got)
     assert "last collective: gloo:all_reduce 16" in str(verdict.error.got)
 
 
 def test_where_all_are_alike_none_is_blamed() -> None:
-    verdict = diagnose(dict.fromkeys(range(8), WAITING), {}, now=NOW)
+    verdict = diagnose_hang(dict.fromkeys(range(8), WAITING), {}, now=NOW)
     assert verdict.error.what.startswith("all ranks wait in the same collective")
-    verdict = diagnose(dict.fromkeys(range(8), BUSY), {}, now=NOW)
+    verdict = diagnose_hang(dict.fromkeys(range(8), BUSY), {}, now=NOW)
     assert verdict.error.what.startswith(
         "all ranks do not come to any collective: ranks 0-7 in data of step 5"
     )
@@ -171,14 +174,14 @@ def test_where_all_are_alike_none_is_blamed() -> None:
 )
 def test_a_rank_that_says_nothing_is_named_before_any_that_waits(state: str | None, said: str) -> None:
     silent = {3: UnresponsiveRank(seen(RunPhase.FORWARD), state)}
-    verdict = diagnose({0: WAITING, 1: BUSY, 2: WAITING}, silent, now=NOW)
+    verdict = diagnose_hang({0: WAITING, 1: BUSY, 2: WAITING}, silent, now=NOW)
     assert verdict.error.what.startswith("rank 3 does not answer, last heard of in forward of step 5")
     assert said in verdict.error.what
     assert "rank 3: last heard of 1 s ago" in str(verdict.error.got)
 
 
 def test_ranks_that_never_spoke_are_named_too() -> None:
-    verdict = diagnose(
+    verdict = diagnose_hang(
         {0: WAITING}, {2: UnresponsiveRank(None, None), 1: UnresponsiveRank(None, None)}, now=NOW
     )
     assert verdict.error.what.startswith("rank 1 (and rank 2) does not answer, never heard of")
@@ -186,13 +189,13 @@ def test_ranks_that_never_spoke_are_named_too() -> None:
 
 def test_of_thousands_of_ranks_few_lines_and_stacks_are_shown() -> None:
     reports = dict.fromkeys(range(4096), WAITING) | dict.fromkeys(range(100, 200), BUSY)
-    verdict = diagnose(reports, {}, now=NOW)
+    verdict = diagnose_hang(reports, {}, now=NOW)
     assert len(str(verdict.error.got).splitlines()) == 2
     assert verdict.stacks.count("every thread") <= 8
 
 
 def test_the_state_of_a_process_is_told_on_its_own_host_only() -> None:
-    own = Heartbeat(this_host(), os.getpid(), 1, "data", 1.0, 1.0, NOW)
-    assert process_state(own) in ("R", "S")
-    assert process_state(Heartbeat("elsewhere", os.getpid(), 1, "data", 1.0, 1.0, NOW)) is None
-    assert process_state(Heartbeat(this_host(), 2**22 + 1, 1, "data", 1.0, 1.0, NOW)) == ""
+    own = Heartbeat(host_and_namespace_id(), os.getpid(), 1, "data", 1.0, 1.0, NOW)
+    assert process_state_letter(own) in ("R", "S")
+    assert process_state_letter(Heartbeat("elsewhere", os.getpid(), 1, "data", 1.0, 1.0, NOW)) is None
+    assert process_state_letter(Heartbeat(host_and_namespace_id(), 2**22 + 1, 1, "data", 1.0, 1.0, NOW)) == ""

@@ -13,7 +13,7 @@ from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.models.build import build_model
-from fullshard.models.huggingface import hf_model
+from fullshard.models.huggingface import build_hf_model
 from fullshard.sharding.apply import shard
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.training.optimizer import build_optimizer
@@ -32,7 +32,7 @@ from tests.weights.hugging_face import hugging_face, outcome, whole
 def saved(directory: Path, name: str, *settings: str) -> dict[str, Tensor]:
     """Imported on these ranks and saved by them; its tensors, whole."""
     plan = plan_of(dist.get_world_size(), f"model.hf={directory / 'in'}", *settings)
-    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, init="none")
+    model = shard(build_hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, init="none")
     load_pretrained(model, directory / "in", plan=plan)
     save(TrainState(model, build_optimizer(model, plan)), directory / "run" / "checkpoints", plan=plan)
     return {n: whole(t) for n, t in model.state_dict().items()}
@@ -183,7 +183,7 @@ HOSTILE = [
 def test_a_manifest_that_describes_no_model_is_refused(tmp_path, changed):
     path = saved_numbers(tmp_path / "run", 1)
     manifest = read_manifest(path).model_copy(update=changed)
-    (path / "manifest.json").write_bytes(manifest.encoded())
+    (path / "manifest.json").write_bytes(manifest.encode_and_sign())
     with pytest.raises(FullshardError):
         export_hf(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

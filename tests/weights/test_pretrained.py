@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.models.huggingface import hf_model
+from fullshard.models.huggingface import build_hf_model
 from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.weights.files import open_weights
-from fullshard.weights.pretrained import LoadReport, load_pretrained, read_pretrained
+from fullshard.weights.files import open_pretrained_files
+from fullshard.weights.pretrained import LoadReport, load_pretrained, load_selected_tensors
 from tests.checkpoint.states import assert_same
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -28,7 +28,7 @@ from tests.weights.hugging_face import hugging_face, outcome, whole
 
 def imported(directory: Path, name: str, *settings: str) -> tuple[LoadReport, dict[str, Tensor], Tensor]:
     plan = plan_of(dist.get_world_size(), *settings)
-    model = shard(hf_model(HuggingFaceModel(hf=str(directory))), plan, init="none").eval()
+    model = shard(build_hf_model(HuggingFaceModel(hf=str(directory))), plan, init="none").eval()
     loaded = load_pretrained(model, directory, plan=plan)
     return loaded, {n: whole(t) for n, t in model.state_dict().items()}, outcome(model, name)
 
@@ -131,7 +131,7 @@ def placed(directory: Path) -> dict[str, Tensor]:
         whole_weight = torch.zeros_like(module.weight)
         module.weight = nn.Parameter(distribute_tensor(whole_weight, mesh, [placement]))
     model.head.bias = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
-    read_pretrained(model, directory)
+    load_selected_tensors(model, directory)
     return {n: whole(t) for n, t in model.state_dict().items()}
 
 
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_told_before_anything_is_read(tmp_path, damage):
     path = written(tmp_path, numbers()) / "model.safetensors"
     DAMAGES[damage](path)
     with pytest.raises(DamagedCheckpointError, match="no whole safetensors file"):
-        open_weights(tmp_path)
+        open_pretrained_files(tmp_path)
 
 
 def test_files_without_their_index_and_an_index_without_its_files_are_told(tmp_path):
@@ -197,17 +197,17 @@ def test_files_without_their_index_and_an_index_without_its_files_are_told(tmp_p
     index = tmp_path / "model.safetensors.index.json"
     (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="is not there"):
-        open_weights(tmp_path)
+        open_pretrained_files(tmp_path)
     index.unlink()
     with pytest.raises(CheckpointError, match="without their index"):
-        open_weights(tmp_path)
+        open_pretrained_files(tmp_path)
     with pytest.raises(CheckpointError, match="no weights"):
-        open_weights(index.parent / "..")
+        open_pretrained_files(index.parent / "..")
 
 
 def test_the_files_are_those_that_safetensors_reads(tmp_path):
     written(tmp_path, numbers())
-    found = {name: (one.shape, one.dtype) for name, one in open_weights(tmp_path).tensors.items()}
+    found = {name: (one.shape, one.dtype) for name, one in open_pretrained_files(tmp_path).tensors.items()}
     read = load_file(tmp_path / "model.safetensors")
     assert found == {name: (tuple(t.shape), t.dtype) for name, t in read.items()}
 
@@ -220,7 +220,7 @@ def import_of_large_tensors(directory: Path) -> tuple[int, int, int]:
     shard(model, plan_of(dist.get_world_size(), *settings), init="none")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident_bytes("VmRSS")
-    loaded = read_pretrained(model, directory)
+    loaded = load_selected_tensors(model, directory)
     held = sum(parameter.to_local().nbytes for parameter in model.parameters())
     return resident_bytes("VmHWM") - before, held, loaded.read_bytes
 

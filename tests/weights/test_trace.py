@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.weights.trace import Traced, UntracedError, source_tensor
+from fullshard.weights.trace import TracedTensor, UntraceableOperationError, make_source_tensor
 
 SOURCES = {"a": (12, 10), "b": (12, 10), "c": (4, 6, 5)}
 Rearranging = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +28,7 @@ REARRANGED: dict[str, Rearranging] = {
 }
 
 
-def filled(traced: Traced, sources: dict[str, Tensor]) -> Tensor:
+def filled(traced: TracedTensor, sources: dict[str, Tensor]) -> Tensor:
     out = torch.full(tuple(traced.shape), -1)
     for part in traced.parts:
         box = tuple(slice(begin, begin + size) for begin, size in zip(part.at, part.shape, strict=True))
@@ -40,12 +40,12 @@ def filled(traced: Traced, sources: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("rearranged", REARRANGED.values(), ids=REARRANGED)
 def test_the_boxes_of_a_traced_tensor_hold_what_the_real_one_holds(rearranged: Rearranging) -> None:
     real = {n: torch.arange(math.prod(s)).reshape(s) + 1000 * i for i, (n, s) in enumerate(SOURCES.items())}
-    traced = rearranged(*(source_tensor(name, shape) for name, shape in SOURCES.items()))
+    traced = rearranged(*(make_source_tensor(name, shape) for name, shape in SOURCES.items()))
     assert torch.equal(filled(traced, real), rearranged(*real.values()))
 
 
 def test_what_computes_is_refused() -> None:
-    with pytest.raises(UntracedError, match="mul"):
-        source_tensor("a", (2, 3)) * 2
-    with pytest.raises(UntracedError, match="shapes"):
-        torch.cat([source_tensor("a", (2, 3)), source_tensor("b", (2, 4))])
+    with pytest.raises(UntraceableOperationError, match="mul"):
+        make_source_tensor("a", (2, 3)) * 2
+    with pytest.raises(UntraceableOperationError, match="shapes"):
+        torch.cat([make_source_tensor("a", (2, 3)), make_source_tensor("b", (2, 4))])

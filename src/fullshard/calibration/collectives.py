@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.calibration.device import mean_over_ranks
 from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
-from fullshard.spec.hardware import CollectiveRate, Link, Point
+from fullshard.spec.hardware import CollectiveRate, Link, RatePoint
 
 _SIZES = {
     "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
@@ -20,7 +20,7 @@ _SIZES = {
 }
 _WINDOWS, _LEAST_WINDOWS, _MOST_CALLS = 24, 2, 2000
 _LEAST_SIZES = 5
-_UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit`; acts: two unshards, one reduction
+_UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit_hook_seconds`; acts: two unshards, one reduction
 
 Collective = Callable[[Tensor], object]
 
@@ -30,18 +30,18 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
 
     On CPU meshes these are fullshard's own collectives; on CUDA, NCCL's.
     """
-    kinds = _collectives(mesh)
+    kinds = _build_collectives(mesh)
     fits: dict[str, tuple[CollectiveRate, float]] = {}
     for kind, collective in kinds.items():
-        samples: list[Sample] = []
+        samples: list[CollectiveSample] = []
         for size in _SIZES[mesh.device_type]:
             whole = torch.ones(size // 4 // mesh.size() * mesh.size(), device=mesh.device_type)
             window = seconds / len(kinds) / len(_SIZES[mesh.device_type])
-            took = seconds_of(lambda c=collective, t=whole: c(t), mesh=mesh, seconds=window)
-            samples.append(Sample(whole.numel() * 4, took))
+            took = measure_call_seconds(lambda c=collective, t=whole: c(t), mesh=mesh, seconds=window)
+            samples.append(CollectiveSample(whole.numel() * 4, took))
             if len(samples) >= _LEAST_SIZES and _WINDOWS * took > window:
                 break  # the next size, four times as large, would far exceed its share
-        fits[kind] = fit_collective(samples, ranks=mesh.size())
+        fits[kind] = fit_collective_rate(samples, ranks=mesh.size())
     best = max(rate.bytes_per_second for rate, _ in fits.values())
     link = Link(
         name=name,
@@ -54,7 +54,7 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
     return link, {kind: error for kind, (_, error) in fits.items()}
 
 
-def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
+def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     """Returns the collectives that FSDP2 calls, each on a whole tensor that contains this rank's chunk."""
     group, own, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     gather, scatter = DirectAllGather(), DirectReduceScatter()
@@ -64,15 +64,15 @@ def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     nccl_scatter = functions.get("reduce_scatter_single") or functions["reduce_scatter_tensor"]
     cpu = mesh.device_type == "cpu"
 
-    def chunk(whole: Tensor) -> Tensor:
+    def own_chunk(whole: Tensor) -> Tensor:
         length = whole.numel() // ranks
         return whole.narrow(0, own * length, length)
 
     def all_gather(whole: Tensor) -> None:
         if cpu:
-            gather(whole, chunk(whole), group, async_op=False)
+            gather(whole, own_chunk(whole), group, async_op=False)
         else:
-            nccl_gather(whole, chunk(whole), group=group)
+            nccl_gather(whole, own_chunk(whole), group=group)
 
     def reduce_scatter(whole: Tensor) -> None:
         out = torch.empty(whole.numel() // ranks, device=whole.device)
@@ -87,7 +87,7 @@ def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
-def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
+def measure_call_seconds(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
     """Returns the seconds of one call of `work`, measured in about `seconds`. Collective.
 
     This is the mean over ranks of each rank's fastest window of calls: one late rank delays all, so slower
@@ -95,15 +95,15 @@ def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) 
     otherwise some would wait for calls that never come.
     """
     work()
-    slowest = torch.tensor(_window(work, 2, mesh=mesh), dtype=torch.float64)
+    slowest = torch.tensor(_mean_seconds_of_calls(work, 2, mesh=mesh), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     fit = int(seconds / max(slowest.item(), 1e-9))
     windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(min(fit // _WINDOWS, _MOST_CALLS), 1)
-    taken = min(_window(work, calls, mesh=mesh) for _ in range(windows))
+    taken = min(_mean_seconds_of_calls(work, calls, mesh=mesh) for _ in range(windows))
     return mean_over_ranks(taken)
 
 
-def _window(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> float:
+def _mean_seconds_of_calls(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> float:
     mean_over_ranks(0.0)  # all ranks begin together
     started = time.perf_counter()
     for _ in range(calls):
@@ -113,7 +113,7 @@ def _window(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> floa
     return (time.perf_counter() - started) / calls
 
 
-def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
+def measure_unit_hook_seconds(mesh: DeviceMesh, *, seconds: float) -> float:
     """Returns the host seconds of one FSDP2 action on a unit: unshard in forward or backward, or reduction.
 
     A chain of tiny linear layers is timed with FSDP2, whose collectives are removed, and without it.
@@ -123,18 +123,20 @@ def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
     sharded = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
     sharded.to(mesh.device_type)
     for module in (*sharded, sharded):
-        silence(fully_shard(module, mesh=mesh))
+        remove_collectives(fully_shard(module, mesh=mesh))
     x = torch.ones(1, _WIDTH, device=mesh.device_type)
 
-    def step(model: nn.Module) -> None:
+    def run_forward_and_backward(model: nn.Module) -> None:
         model(x).sum().backward()
 
-    with_fsdp = seconds_of(lambda: step(sharded), mesh=mesh, seconds=seconds / 2)
-    without = seconds_of(lambda: step(plain), mesh=mesh, seconds=seconds / 2)
+    with_fsdp = measure_call_seconds(
+        lambda: run_forward_and_backward(sharded), mesh=mesh, seconds=seconds / 2
+    )
+    without = measure_call_seconds(lambda: run_forward_and_backward(plain), mesh=mesh, seconds=seconds / 2)
     return max(with_fsdp - without, 0.0) / _UNITS / _ACTS
 
 
-def silence(unit: FSDPModule) -> None:
+def remove_collectives(unit: FSDPModule) -> None:
     """Removes the collectives from a unit's hooks, to time the rest. The unit's results are then wrong."""
     unit.set_custom_all_gather(cast(Any, _SilentAllGather()))
     unit.set_custom_reduce_scatter(cast(Any, _SilentReduceScatter()))
@@ -164,13 +166,13 @@ class _SilentReduceScatter:
         output_tensor.copy_(input_tensor.narrow(0, 0, output_tensor.numel()))
 
 
-def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
+def measure_matmul_slowdown(mesh: DeviceMesh, *, seconds: float) -> float:
     """Returns the slowdown of a large matmul on CUDA while all-gathers run: 0.1 if it takes 10 % longer."""
     a = torch.randn(4096, 4096, device=mesh.device_type, dtype=torch.bfloat16)
     whole, side = torch.ones(2**24, device=mesh.device_type), torch.cuda.Stream()
-    gather = _collectives(mesh)["all_gather"]
-    alone = seconds_of(lambda: torch.mm(a, a), mesh=mesh, seconds=seconds / 2)
-    each = seconds_of(lambda: gather(whole), mesh=mesh, seconds=seconds / 2)
+    gather = _build_collectives(mesh)["all_gather"]
+    alone = measure_call_seconds(lambda: torch.mm(a, a), mesh=mesh, seconds=seconds / 2)
+    each = measure_call_seconds(lambda: gather(whole), mesh=mesh, seconds=seconds / 2)
     matmuls = max(1, round(4 * each / alone))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(side):
@@ -185,14 +187,14 @@ def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
     return max(beside / alone - 1, 0.0)
 
 
-class Sample(NamedTuple):
+class CollectiveSample(NamedTuple):
     """One measured collective."""
 
     whole_bytes: int  # of the unsharded tensor
     seconds: float  # of one call
 
 
-def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[CollectiveRate, float]:
+def fit_collective_rate(samples: Sequence[CollectiveSample], *, ranks: int) -> tuple[CollectiveRate, float]:
     """Returns the rate of a collective, and the largest relative error of its linear fit on `samples`.
 
     With x = B (n - 1) / n bytes received, least squares on the relative error of latency + x / rate:
@@ -208,19 +210,19 @@ def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[Collective
     ordered = sorted(samples)
     xs = [sample.whole_bytes * (ranks - 1) / ranks for sample in ordered]
     ts = [min(sample.seconds for sample in ordered[i:]) for i in range(len(ordered))]
-    latency, per_byte = _line(xs, ts)
+    latency, per_byte = _fit_weighted_line(xs, ts)
     error = max(abs((latency + per_byte * x) / t - 1) for x, t in zip(xs, ts, strict=True))
     rate = CollectiveRate(
         base_seconds=0.0,
         hop_seconds=latency / (ranks - 1),
         bytes_per_second=1 / max(per_byte, 1e-15),
-        curve=tuple(Point(x, float(f"{x / t:.4g}")) for x, t in zip(xs, ts, strict=True)),
+        curve=tuple(RatePoint(x, float(f"{x / t:.4g}")) for x, t in zip(xs, ts, strict=True)),
         curve_ranks=ranks,
     )
     return rate, error
 
 
-def _line(xs: Sequence[float], ts: Sequence[float]) -> tuple[float, float]:
+def _fit_weighted_line(xs: Sequence[float], ts: Sequence[float]) -> tuple[float, float]:
     """Returns (a, b) of a + b x, fitted with weights 1 / t^2."""
     weights = [1 / t**2 for t in ts]
     s, sx = sum(weights), sum(w * x for w, x in zip(weights, xs, strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
 from fullshard.profiler.clock import time_calls
-from fullshard.spec.hardware import ComputeDtype, Curve, Point
+from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -35,10 +35,10 @@ _COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _LEAST_PARAMETERS = 1 << 18
 _WINDOWS, _LEAST_WINDOWS = 8, 2
-_ISSUED = 64  # operations of one chain in `measure_launch`
+_ISSUED = 64  # operations of one chain in `measure_seconds_per_operation`
 
 
-class Task(NamedTuple):
+class BenchmarkTask(NamedTuple):
     """A piece of work to time, with the FLOP or bytes of one launch (`size`) and of one call (`amount`)."""
 
     work: Callable[[], object]
@@ -46,7 +46,7 @@ class Task(NamedTuple):
     amount: float
 
 
-class Meter:
+class RateMeter:
     """Times tasks on one device, on all ranks at once. Every rank gets the mean over all ranks."""
 
     def __init__(self, device: torch.device) -> None:
@@ -54,11 +54,11 @@ class Meter:
         self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         self._generator = torch.Generator(device).manual_seed(0)
 
-    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def random_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a tensor of normally distributed numbers. (GPUs compute faster on constant data.)"""
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
-    def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
+    def measure_calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
         """Returns the calls of `work` per second: the mean over ranks of each rank's second fastest window.
 
         A window is several calls. With more ranks than cores, a single call between two context switches
@@ -66,28 +66,30 @@ class Meter:
         and the fastest may be an outlier.
         """
         work()  # the first call of a shape chooses a kernel
-        once = mean_over_ranks(self._seconds(work, 2) / 2)
+        once = mean_over_ranks(self._time_calls(work, 2) / 2)
         fit = round(seconds / max(once, 1e-7))
         windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(round(fit / _WINDOWS), 1)
         rates: list[float] = []
         for _ in range(windows):
             mean_over_ranks(0.0)  # a barrier: all ranks start together
-            rates.append(calls / self._seconds(work, calls))
+            rates.append(calls / self._time_calls(work, calls))
         return mean_over_ranks(sorted(rates)[-2])
 
-    def _seconds(self, work: Callable[[], object], calls: int) -> float:
+    def _time_calls(self, work: Callable[[], object], calls: int) -> float:
         return max(time_calls(work, calls, device=self.device), 1e-9)
 
-    def curve(self, make: Callable[[int], Task], sizes: Sequence[int], *, seconds: float) -> Curve:
+    def measure_rate_curve(
+        self, make: Callable[[int], BenchmarkTask], sizes: Sequence[int], *, seconds: float
+    ) -> Curve:
         """Returns the rate of the task `make(size)` for each size, measured in about `seconds` in total.
 
         Sizes increase. The larger ones are skipped once a call takes more than its share of the time.
         """
-        window, points = seconds / len(sizes), list[Point]()
+        window, points = seconds / len(sizes), list[RatePoint]()
         for size in sizes:
             task = make(size)  # one at a time, because all would not fit in memory
-            rate = self.calls_per_second(task.work, seconds=window)
-            points.append(Point(task.size, _rounded(rate * task.amount)))
+            rate = self.measure_calls_per_second(task.work, seconds=window)
+            points.append(RatePoint(task.size, _round_to_four_digits(rate * task.amount)))
             if _WINDOWS / rate > 2 * window:
                 break
         return tuple(points)
@@ -102,7 +104,7 @@ def mean_over_ranks(value: float) -> float:
     return total.item() / world_size()
 
 
-def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:
+def matmul_dtypes_to_measure(device: torch.device) -> tuple[ComputeDtype, ...]:
     """Returns the dtypes in which matmuls are measured on this device."""
     if device.type != "cuda":
         return ("fp32", "bf16")  # fp16 is emulated, and some 50 times slower than fp32
@@ -110,24 +112,24 @@ def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:
     return ("fp32", "tf32", "bf16", "fp16") if tensor_cores else ("fp32", "fp16")
 
 
-def measure_matmul(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> Curve:
+def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> Curve:
     """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
-    def task(n: int) -> Task:
-        x, w, g = (meter.random(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n, 2 * n))
+    def make_task(n: int) -> BenchmarkTask:
+        x, w, g = (meter.random_tensor(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n, 2 * n))
 
-        def work() -> None:
+        def run_matmuls() -> None:
             torch.mm(x, w.t())
             torch.mm(g, w)
             torch.mm(g.t(), x)
 
-        return Task(work, size=4 * n**3, amount=12 * n**3)
+        return BenchmarkTask(run_matmuls, size=4 * n**3, amount=12 * n**3)
 
-    with _arithmetic(dtype):
-        return meter.curve(task, _MATMUL_EDGES[meter.kind], seconds=seconds)
+    with _use_matmul_precision(dtype):
+        return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
 
 
-def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
+def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
     """Returns the FLOP/s of causal attention by size, for forward and for backward.
 
     Only the computed pairs of positions count, S (S + 1) / 2 per head: two matmuls in forward (4 · head size
@@ -135,105 +137,111 @@ def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> t
     """
     heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
 
-    def inputs(sequence: int) -> list[Tensor]:
-        return [meter.random(1, heads, sequence, size, dtype=_TORCH_DTYPES[dtype]) for _ in range(4)]
+    def random_inputs(sequence: int) -> list[Tensor]:
+        return [meter.random_tensor(1, heads, sequence, size, dtype=_TORCH_DTYPES[dtype]) for _ in range(4)]
 
-    def forward(sequence: int) -> Task:
-        q, k, v, _ = inputs(sequence)
+    def make_forward_task(sequence: int) -> BenchmarkTask:
+        q, k, v, _ = random_inputs(sequence)
         flops = 4 * size * heads * sequence * (sequence + 1) / 2
 
-        def work() -> None:
+        def run_attention_forward() -> None:
             F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        return Task(work, size=flops, amount=flops)
+        return BenchmarkTask(run_attention_forward, size=flops, amount=flops)
 
-    def backward(sequence: int) -> Task:
-        q, k, v, gradient = inputs(sequence)
+    def make_backward_task(sequence: int) -> BenchmarkTask:
+        q, k, v, gradient = random_inputs(sequence)
         needed = [one.requires_grad_() for one in (q, k, v)]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         flops = 10 * size * heads * sequence * (sequence + 1) / 2
 
-        def work() -> None:
+        def run_attention_backward() -> None:
             torch.autograd.grad(out, needed, gradient, retain_graph=True)
 
-        return Task(work, size=flops, amount=flops)
+        return BenchmarkTask(run_attention_backward, size=flops, amount=flops)
 
     sequences = _SEQUENCES[meter.kind]
     with torch.no_grad():
-        first = meter.curve(forward, sequences, seconds=seconds * 0.4)
-    return first, meter.curve(backward, sequences, seconds=seconds * 0.6)
+        first = meter.measure_rate_curve(make_forward_task, sequences, seconds=seconds * 0.4)
+    return first, meter.measure_rate_curve(make_backward_task, sequences, seconds=seconds * 0.6)
 
 
-def measure_memory(meter: Meter, *, seconds: float) -> Curve:
+def measure_elementwise_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
     """Returns the bytes/s, read plus written, of a product (12 bytes per element) and a SiLU (8) by size.
 
     Both write into new memory, as in a model.
     """
 
-    def task(n: int) -> Task:
-        a, b = meter.random(n), meter.random(n)
+    def make_task(n: int) -> BenchmarkTask:
+        a, b = meter.random_tensor(n), meter.random_tensor(n)
 
-        def work() -> None:
+        def run_product_and_silu() -> None:
             torch.mul(a, b)
             F.silu(a)
 
-        return Task(work, size=10 * n, amount=20 * n)
+        return BenchmarkTask(run_product_and_silu, size=10 * n, amount=20 * n)
 
-    return meter.curve(task, _ELEMENTS[meter.kind], seconds=seconds)
+    return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
 
 
-def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
+def measure_adamw_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
     """Returns the bytes/s of fused AdamW in fp32, which reads four tensors and writes three."""
 
-    def task(n: int) -> Task:
-        parameter = meter.random(n).requires_grad_()
-        parameter.grad = meter.random(n)
+    def make_task(n: int) -> BenchmarkTask:
+        parameter = meter.random_tensor(n).requires_grad_()
+        parameter.grad = meter.random_tensor(n)
         optimizer = torch.optim.AdamW([parameter], fused=True)
-        return Task(optimizer.step, size=28 * n, amount=28 * n)
+        return BenchmarkTask(optimizer.step, size=28 * n, amount=28 * n)
 
-    return meter.curve(task, _ELEMENTS[meter.kind], seconds=seconds)
+    return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
 
 
-def measure_launch(meter: Meter, *, seconds: float) -> float:
+def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
     """Returns the host seconds that torch and autograd take per operation, over forward and backward.
 
     A chain of small products is timed, each with 2 operations. On the CPU, the time of the products
     themselves is subtracted.
     """
-    start, factor = meter.random(64).requires_grad_(), meter.random(64)
+    start, factor = meter.random_tensor(64).requires_grad_(), meter.random_tensor(64)
 
-    def through_autograd() -> None:
+    def run_chain_with_autograd() -> None:
         x = start
         for _ in range(_ISSUED):
             x = x * factor
         x.backward(factor)
 
-    def alone() -> None:
+    def run_chain_without_autograd() -> None:
         with torch.no_grad():
             x = start
             for _ in range(2 * _ISSUED):
                 x = x * factor
 
-    whole = 1 / meter.calls_per_second(through_autograd, seconds=seconds / 2)
-    bare = 1 / meter.calls_per_second(alone, seconds=seconds / 2) if meter.kind == "cpu" else 0.0
+    whole = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=seconds / 2)
+    bare = (
+        1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=seconds / 2)
+        if meter.kind == "cpu"
+        else 0.0
+    )
     return max(whole - bare, 0.0) / (2 * _ISSUED)
 
 
-def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
+def measure_host_copy_bandwidth(meter: RateMeter, *, seconds: float) -> float | None:
     """Returns the bytes/s between pinned host memory and the device, in both directions; None on the CPU."""
     if meter.kind == "cpu":
         return None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=meter.device)
     here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def work() -> None:
+    def copy_both_ways() -> None:
         there.copy_(here, non_blocking=True)
         here.copy_(there, non_blocking=True)
 
-    return _rounded(2 * _COPY_BYTES * meter.calls_per_second(work, seconds=seconds))
+    return _round_to_four_digits(
+        2 * _COPY_BYTES * meter.measure_calls_per_second(copy_both_ways, seconds=seconds)
+    )
 
 
-def measure_host_adam(*, seconds: float) -> float:
+def measure_host_adamw_rate(*, seconds: float) -> float:
     """Returns the parameters per second that fused AdamW updates on the host, per rank while all ranks do.
 
     With less than a second, fewer parameters are updated, which may then fit in a cache.
@@ -247,10 +255,10 @@ def measure_host_adam(*, seconds: float) -> float:
     started = time.perf_counter()
     for _ in range(_HOST_UPDATES):
         optimizer.step()
-    return _rounded(mean_over_ranks(count * _HOST_UPDATES / (time.perf_counter() - started)))
+    return _round_to_four_digits(mean_over_ranks(count * _HOST_UPDATES / (time.perf_counter() - started)))
 
 
-def measure_context(device: torch.device) -> int:
+def measure_bytes_outside_allocator(device: torch.device) -> int:
     """Returns the bytes of device memory (on the CPU, of resident memory) outside torch's allocator.
 
     On CUDA this is all memory in use outside the allocator, so no other process should run on the device.
@@ -266,7 +274,7 @@ def measure_context(device: torch.device) -> int:
 
 
 @contextmanager
-def _arithmetic(dtype: ComputeDtype) -> Generator[None]:
+def _use_matmul_precision(dtype: ComputeDtype) -> Generator[None]:
     """Runs fp32 matmuls on CUDA in `dtype` inside the block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -277,6 +285,6 @@ def _arithmetic(dtype: ComputeDtype) -> Generator[None]:
         matmul.fp32_precision = before
 
 
-def _rounded(rate: float) -> float:
+def _round_to_four_digits(rate: float) -> float:
     """Rounds to four digits, more than the clock's precision."""
     return float(f"{rate:.4g}")

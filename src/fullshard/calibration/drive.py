@@ -11,12 +11,12 @@ import torch
 from fullshard.calibration.device import mean_over_ranks
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import DriveFile
-from fullshard.offload.host_memory import allocate_host, as_memoryview
+from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 
 _PIECE_BYTES = 16 << 20
 
 
-def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
+def measure_drive_bandwidth(directory: Path, *, pieces: int = 16) -> float | None:
     """Returns the bytes/s, read plus written, per rank while all ranks work. Collective.
 
     Each rank has two files in `directory`, of `pieces` × 16 MiB each. One is read while the other is written
@@ -25,19 +25,21 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
     rate = 0.0
     with ExitStack() as open_files:
         try:
-            files = filled_files(directory, open_files, pieces=pieces)
+            files = create_filled_files(directory, open_files, pieces=pieces)
         except (OSError, OffloadError):
             files = None
         mean_over_ranks(0.0)  # all ranks begin together
         if files is not None:
             with suppress(OffloadError):
-                rate = _rate(*files)
+                rate = _measure_file_bandwidth(*files)
     everywhere = mean_over_ranks(float(rate > 0)) == 1
     mean = mean_over_ranks(rate)
     return float(f"{mean:.3g}") if everywhere else None
 
 
-def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
+def create_filled_files(
+    directory: Path, open_files: ExitStack, *, pieces: int
+) -> tuple[DriveFile, DriveFile]:
     """Returns two open, unlinked files of random numbers. (Zeros may be faster, and holes are not read.)"""
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
         one, other = (
@@ -45,33 +47,33 @@ def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tupl
             for own in ("one", "other")
         )
     for file in (one, other):
-        _write(file, _numbers())
+        _write_whole_file(file, _random_piece())
     return one, other
 
 
-def _rate(one: DriveFile, other: DriveFile) -> float:
-    data, into = _numbers(), as_memoryview(allocate_host(_PIECE_BYTES, pinned=False))
+def _measure_file_bandwidth(one: DriveFile, other: DriveFile) -> float:
+    data, into = _random_piece(), as_memoryview(allocate_host_memory(_PIECE_BYTES, pinned=False))
     with ThreadPoolExecutor(max_workers=1) as beside:
         started = time.perf_counter()
         for source, target in ((one, other), (other, one)):
-            reading = beside.submit(_read, source, into)
-            _write(target, data)
+            reading = beside.submit(_read_whole_file, source, into)
+            _write_whole_file(target, data)
             reading.result()
         return 4 * one.size_bytes / (time.perf_counter() - started)
 
 
-def _numbers() -> memoryview:
-    found = allocate_host(_PIECE_BYTES, pinned=False)
+def _random_piece() -> memoryview:
+    found = allocate_host_memory(_PIECE_BYTES, pinned=False)
     found.view(torch.int32).random_()
     return as_memoryview(found)
 
 
-def _write(file: DriveFile, data: memoryview) -> None:
+def _write_whole_file(file: DriveFile, data: memoryview) -> None:
     for offset in range(0, file.size_bytes, _PIECE_BYTES):
         file.write(data, offset)
     file.flush()
 
 
-def _read(file: DriveFile, into: memoryview) -> None:
+def _read_whole_file(file: DriveFile, into: memoryview) -> None:
     for offset in range(0, file.size_bytes, _PIECE_BYTES):
         file.read(into, offset)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.calibration.collectives import seconds_of, silence
+from fullshard.calibration.collectives import measure_call_seconds, remove_collectives
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
-from fullshard.sharding.mesh import Ranks
+from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.calibration import MeasuredStep
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -71,7 +71,7 @@ _LONGER_ON_GPUS = 8
 _LEAST_SECONDS = 1.0  # per sample
 
 
-def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
+def measure_sample_steps(ranks: RankInfo, *, seconds: float) -> tuple[MeasuredStep, ...]:
     """Returns the median seconds of a few steps of each sample, measured in about `seconds`. Collective.
 
     There are two rounds, so that a temporary slowdown of the machine affects only part of each sample. If
@@ -80,11 +80,11 @@ def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))
     chosen = [at * len(_SAMPLES) // count for at in range(count)]
-    plans = [_plan(kind, at, world_size=ranks.world_size) for at in chosen]
+    plans = [_build_sample_plan(kind, at, world_size=ranks.world_size) for at in chosen]
     taken: list[list[float]] = [[] for _ in plans]
     for _ in range(2 if count == len(_SAMPLES) else 1):
         for plan, times in zip(plans, taken, strict=True):
-            times += _timed(plan, ranks, seconds=seconds / (2 * len(plans)))
+            times += _time_steps_of_plan(plan, ranks, seconds=seconds / (2 * len(plans)))
             gc.collect()
             if kind == "cuda":
                 torch.cuda.empty_cache()
@@ -94,7 +94,7 @@ def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
     )
 
 
-def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
+def _build_sample_plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
     size, tokens, microbatch, accumulation, more = _SAMPLES[at]
     overrides = [
         *(f"model.{one}" for one in _SIZES[kind][size].split()),
@@ -108,14 +108,14 @@ def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
     return Plan.from_run(Run.load(overrides=overrides), world_size=world_size, device=kind)
 
 
-def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
+def _time_steps_of_plan(plan: Plan, ranks: RankInfo, *, seconds: float) -> Sequence[float]:
     """Returns the seconds of each of 2 to 12 steps, as many as fit in `seconds`, as the mean over ranks."""
-    state = _new_state(plan)
+    state = _build_train_state(plan)
     shape = (plan.microbatch, plan.run.data.sequence_length)
-    tokens = torch.randint(0, plan.run.decoder.vocabulary, shape, device=ranks.device)
+    tokens = torch.randint(0, plan.run.decoder_config.vocabulary, shape, device=ranks.device)
     batch = {"tokens": tokens, "labels": tokens}
 
-    def step() -> float:
+    def run_timed_step() -> float:
         started = time.perf_counter()
         batches = [batch] * plan.accumulation
         run_step(state, plan, microbatches=batches, loss=next_token_loss, learning_rate=1e-4)
@@ -124,17 +124,20 @@ def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
         return time.perf_counter() - started
 
     begun = time.perf_counter()
-    first, second = step(), step()  # later steps reuse the memory that the first allocates
+    first, second = (
+        run_timed_step(),
+        run_timed_step(),
+    )  # later steps reuse the memory that the first allocates
     del first
     left = torch.tensor([seconds - (time.perf_counter() - begun), second], dtype=torch.float64)
     dist.all_reduce(left)
     count = max(2, min(12, int(left[0] / left[1])))
-    times = torch.tensor([step() for _ in range(count)], dtype=torch.float64)
+    times = torch.tensor([run_timed_step() for _ in range(count)], dtype=torch.float64)
     dist.all_reduce(times)
     return (times / ranks.world_size).tolist()
 
 
-def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
+def measure_step_overhead(mesh: DeviceMesh, *, seconds: float) -> float:
     """Returns the seconds of a step of `train` besides forward and backward, on a tiny model. Collective.
 
     They include the collectives of the norm and of the loss, and the update of a few parameters.
@@ -145,23 +148,23 @@ def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
         name: torch.zeros(1, run.data.sequence_length, dtype=torch.long, device=mesh.device_type)
         for name in ("tokens", "labels")
     }
-    # A source of microbatches (`data.Batches`) without any cost.
-    state = _new_state(plan, data=SimpleNamespace(microbatches=lambda step, rank, plan: iter([here])))
+    # A source of microbatches (`data.MicrobatchSource`) without any cost.
+    state = _build_train_state(plan, data=SimpleNamespace(microbatches=lambda step, rank, plan: iter([here])))
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
-            silence(module)
+            remove_collectives(module)
     steps = train(state, plan)
-    whole = seconds_of(lambda: next(steps), mesh=mesh, seconds=seconds / 2)
+    whole = measure_call_seconds(lambda: next(steps), mesh=mesh, seconds=seconds / 2)
 
-    def inner() -> None:
+    def run_forward_and_backward() -> None:
         total, _ = next_token_loss(state.model, here)
         total.backward()
 
-    bare = seconds_of(inner, mesh=mesh, seconds=seconds / 2)
+    bare = measure_call_seconds(run_forward_and_backward, mesh=mesh, seconds=seconds / 2)
     return max(whole - bare, 0.0)
 
 
-def _new_state(plan: Plan, *, data: object = None) -> TrainState:
+def _build_train_state(plan: Plan, *, data: object = None) -> TrainState:
     with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder)
+        model = DecoderModel(plan.run.decoder_config)
     return TrainState(shard(model, plan), build_optimizer(model, plan), data=data)

@@ -5,7 +5,7 @@ from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
-from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
+from fullshard.checkpoint.manifest import Manifest, SavedTensor, check_same_tensors, read_manifest
 from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
 
@@ -16,7 +16,7 @@ __all__ = [
     "Manifest",
     "NodeLocalDirectory",
     "SavedTensor",
-    "compare_names",
+    "check_same_tensors",
     "load",
     "latest_checkpoint",
     "location_of",

@@ -38,25 +38,25 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.location import CheckpointLocation, location_of
-from fullshard.checkpoint.save import Layout, Saver, Snapshot, take_snapshot
-from fullshard.checkpoint.snapshot_reader import FrozenShards, LiveShards
-from fullshard.distributed.agreement import Group, agreed, distributed
-from fullshard.distributed.tensors import local_shard, shard_like
+from fullshard.checkpoint.save import CheckpointSaver, Layout, Snapshot, take_snapshot
+from fullshard.checkpoint.snapshot_reader import LiveShardReader, UnchangingShardReader
+from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
+from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
-from fullshard.system.direct_io import LARGE_BYTES, aligned_memory
+from fullshard.system.direct_io import LARGE_BYTES, allocate_aligned_memory
 
-_NICENESS = 10  # of the writing thread; see `_step_back`
+_NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
 _MARGIN = 1.25  # a save is expected to end first if the last update came this many times later than its save
 
 logger = logging.getLogger("fullshard")
 
 
 @runtime_checkable
-class Updated(Protocol):
+class UpdateNotifier(Protocol):
     """A state, such as `TrainState`, that calls hooks before it changes."""
 
-    def before_update(self, act: Callable[[], None]) -> None:
+    def register_before_update(self, act: Callable[[], None]) -> None:
         """Registers `act`, to be called once, before the next update of parameters or optimizer state."""
 
 
@@ -102,14 +102,14 @@ class BackgroundSaver:
         read_back: bool = False,
     ) -> None:
         place = location_of(directory)
-        self._saving = Saver(
+        self._saving = CheckpointSaver(
             place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
         )
-        self._group = cast(Group, dist.new_group(backend="gloo") if distributed() else None)
+        self._group = cast(Group, dist.new_group(backend="gloo") if is_distributed() else None)
         self._staging = _StagingBuffers()
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
-        self._pace = _SaveTiming()
+        self._pace = _SaveAndUpdateTimer()
         self._outcomes: list[SaveResult] = []
 
     def __enter__(self) -> Self:
@@ -123,44 +123,46 @@ class BackgroundSaver:
     @property
     def staged_bytes(self) -> int:
         """Host memory of this rank's copies of shards, in bytes."""
-        return self._staging.bytes
+        return self._staging.total_bytes
 
     @property
-    def done(self) -> bool:
+    def is_idle(self) -> bool:
         """True if no save is running on this rank; other ranks may still be saving."""
         return self._running is None or self._running.done()
 
     def save(self, state: Checkpointable) -> None:
         """Waits for a save that is still running, then starts to save `state`.
 
-        Also waits for the copy, unless `state` is `Updated`. See [Note: staged before the update]. Raises
-        CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
+        Also waits for the copy, unless `state` is `UpdateNotifier`. See [Note: staged before the update].
+        Raises CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
-        with agreed("taking the state to save"):
+        with raise_on_all_ranks("taking the state to save"):
             mine = take_snapshot(state)
-        self._pace.begin()
-        live = isinstance(state, Updated) and self._saving.place.is_local and self._pace.is_ahead
-        staged = self._staging.begin(mine, live=live)
+        self._pace.start_save()
+        live = isinstance(state, UpdateNotifier) and self._saving.place.is_local and self._pace.is_ahead
+        staged = self._staging.prepare_snapshot(mine, live=live)
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running = thread.submit(self._run, staged, settled, started=started)
+        self._running = thread.submit(self._run_save, staged, settled, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
-        if isinstance(state, Updated):
-            state.before_update(self._pace.update_came)
-            state.before_update(lambda: self._settle(settled))
+        if isinstance(state, UpdateNotifier):
+            state.register_before_update(self._pace.record_update)
+            state.register_before_update(lambda: self._wait_for_copies(settled))
             if self._staging.leaves_some:
                 running = self._running
-                state.before_update(lambda: state.before_update(lambda: self._await(running)))
+                state.register_before_update(
+                    lambda: state.register_before_update(lambda: self._wait_for_save(running))
+                )
         else:
-            self._settle(settled)
+            self._wait_for_copies(settled)
 
     def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
-        if self.done:
+        if self.is_idle:
             self.wait()
         ended, self._outcomes = self._outcomes, []
         return ended
@@ -171,31 +173,31 @@ class BackgroundSaver:
             self._outcomes.append(replace(self._running.result(), stalled_seconds=self._stalled))
             self._running = None
 
-    def _await(self, running: "Future[SaveResult]") -> None:
+    def _wait_for_save(self, running: "Future[SaveResult]") -> None:
         started = time.perf_counter()
         futures.wait([running])
         self._stalled += time.perf_counter() - started
 
-    def _settle(self, settled: threading.Event) -> None:
+    def _wait_for_copies(self, settled: threading.Event) -> None:
         started = time.perf_counter()
         settled.wait()
-        self._staging.settle()
+        self._staging.copy_before_update()
         self._stalled += time.perf_counter() - started
 
-    def _run(self, mine: Snapshot, settled: threading.Event, *, started: float) -> SaveResult:
+    def _run_save(self, mine: Snapshot, settled: threading.Event, *, started: float) -> SaveResult:
         path: Path | str | None = None
         error: CheckpointError | None = None
 
         try:
-            with agreed(f"copying step {mine.step} aside", group=self._group):
+            with raise_on_all_ranks(f"copying step {mine.step} aside", group=self._group):
                 try:
-                    self._staging.fill(mine)
+                    self._staging.copy_shards(mine)
                 finally:
                     settled.set()
-            _step_back()
-            self._staging.arrived()
-            path = self._saving.run(mine, group=self._group)
-            self._pace.written()
+            _lower_thread_priority()
+            self._staging.wait_for_copies()
+            path = self._saving.save_snapshot(mine, group=self._group)
+            self._pace.record_save_end()
         except CheckpointError as failed:
             error = failed
         except (OSError, RuntimeError) as failed:  # another rank has gone
@@ -203,11 +205,11 @@ class BackgroundSaver:
                 f"saving step {mine.step} in the background failed.", got=f"{type(failed).__name__}: {failed}"
             )
         finally:
-            mine.held.finish()
+            mine.held.release_shards()
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
-class _SaveTiming:
+class _SaveAndUpdateTimer:
     """Times of the running save, and of the update after it; predicts which of the two comes first.
 
     is_ahead: whether the save is expected to end before the next update
@@ -219,17 +221,17 @@ class _SaveTiming:
         self._update: float | None = None
         self._end: float | None = None
 
-    def begin(self) -> None:
+    def start_save(self) -> None:
         """Starts timing a save, and sets `is_ahead` by the last save, if both of its times are known."""
         if self._update is not None and self._end is not None:
             self.is_ahead = self._update > _MARGIN * self._end
         self._began, self._update, self._end = time.perf_counter(), None, None
 
-    def update_came(self) -> None:
+    def record_update(self) -> None:
         if self._update is None:
             self._update = time.perf_counter() - self._began
 
-    def written(self) -> None:
+    def record_save_end(self) -> None:
         self._end = time.perf_counter() - self._began
 
 
@@ -239,22 +241,22 @@ class _StagingBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Tensor] = {}
-        self._live: LiveShards | None = None
+        self._live: LiveShardReader | None = None
         self._stream: torch.cuda.Stream | None = None
         self.leaves_some = False  # of a snapshot: see [Note: not copied at all]
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def begin(self, mine: Snapshot, *, live: bool) -> Snapshot:
+    def prepare_snapshot(self, mine: Snapshot, *, live: bool) -> Snapshot:
         """Returns the snapshot to save, whose shards are not copied yet.
 
         Plain tensors (buffers, random states), which forward changes, are copied now. If `live`, and all
-        shards are in host memory, `settle` copies the shards that are not written by then; else `fill` copies
-        all shards.
+        shards are in host memory, `copy_before_update` copies the shards that are not written by then; else
+        `copy_shards` copies all shards.
         """
-        shards = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
+        shards = {n: detached_local_tensor(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
         self.leaves_some = len(self._sources) < len(shards)
         self._live = None
@@ -262,42 +264,42 @@ class _StagingBuffers:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
         elif live:
-            self._live = LiveShards(self._sources, copied=self._copied)
+            self._live = LiveShardReader(self._sources, copied=self._copy_to_buffer)
             self._sources = {}
         tensors = {
             name: tensor if name in shards else tensor.detach().to("cpu", copy=True)
             for name, tensor in mine.tensors.items()
         }
-        return replace(mine, tensors=tensors, held=self._live or FrozenShards())
+        return replace(mine, tensors=tensors, held=self._live or UnchangingShardReader())
 
-    def fill(self, mine: Snapshot) -> None:
+    def copy_shards(self, mine: Snapshot) -> None:
         """Copies the shards into buffers, and puts the copies into the snapshot `mine`."""
         with torch.cuda.stream(self._stream):  # for None it does nothing
             for name, source in self._sources.items():
                 whole = cast(DTensor, mine.tensors[name])
-                mine.tensors[name] = shard_like(whole, self._copied(name, source))
+                mine.tensors[name] = dtensor_from_local_part(whole, self._copy_to_buffer(name, source))
         self._sources = {}
 
-    def _copied(self, name: str, source: Tensor) -> Tensor:
+    def _copy_to_buffer(self, name: str, source: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-            buffer = self._buffers[name] = _buffer_for(source)
+            buffer = self._buffers[name] = _allocate_host_buffer(source)
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
-    def settle(self) -> None:
+    def copy_before_update(self) -> None:
         """Copies live shards that are not written yet; makes later work on the GPU wait for the copies."""
         if self._live is not None:
-            self._live.copy_unwritten()
+            self._live.copy_unwritten_shards()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def arrived(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until the copies from the GPU are in host memory."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
-def _buffer_for(source: Tensor) -> Tensor:
+def _allocate_host_buffer(source: Tensor) -> Tensor:
     """Returns a host tensor for a copy of `source`: pinned for a GPU, else page-aligned if it is large.
 
     `malloc` would keep large memory for the thread that allocated it: after a few saves, gigabytes that no
@@ -305,10 +307,10 @@ def _buffer_for(source: Tensor) -> Tensor:
     """
     if source.is_cuda or source.nbytes < LARGE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-    return torch.frombuffer(aligned_memory(source.nbytes), dtype=source.dtype).view(source.shape)
+    return torch.frombuffer(allocate_aligned_memory(source.nbytes), dtype=source.dtype).view(source.shape)
 
 
-def _step_back() -> None:
+def _lower_thread_priority() -> None:
     """Lowers the priority of this thread below that of threads that compute (Linux only)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

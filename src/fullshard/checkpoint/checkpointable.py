@@ -35,7 +35,7 @@ class Checkpointable(Protocol):
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Returns the tensors to fill from a checkpoint of the tensors `saved`, with their shapes and dtypes.
 
-        Raises CheckpointError that names the differences (see `compare_names`).
+        Raises CheckpointError that names the differences (see `check_same_tensors`).
         """
         ...
 
@@ -44,10 +44,10 @@ class Checkpointable(Protocol):
 
 
 @runtime_checkable
-class PartitionedState(Protocol):
+class StateLoadedInPortions(Protocol):
     """A state with tensors too large for memory, which are loaded in portions after the load targets."""
 
-    def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+    def iterate_load_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """Yields portions of further tensors to fill, the same portions on all ranks.
 
         The caller fills a portion before it takes the next one.

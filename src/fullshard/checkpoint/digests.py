@@ -38,12 +38,12 @@ def new_hash(*, strong: bool = False) -> Hash:
     return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
 
 
-def is_strong(digest: str) -> bool:
+def is_blake2b_digest(digest: str) -> bool:
     """Returns whether the length of `digest` is that of BLAKE2b, not of XXH3."""
     return len(digest) != _XXH3_DIGITS
 
 
-def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
+def compute_digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
     """Returns the digest of `data` as 32 hexadecimal digits, or 64 if `strong`."""
     found = new_hash(strong=strong)
     found.update(data)
@@ -60,33 +60,33 @@ class KeyFile:
 
     path: Path
 
-    def signature(self, data: bytes) -> str:
+    def sign(self, data: bytes) -> str:
         """Returns the HMAC-SHA256 of `data` as 64 hexadecimal digits. Raises as `require` does."""
-        return hmac.new(self._key(), data, "sha256").hexdigest()
+        return hmac.new(self._read_key(), data, "sha256").hexdigest()
 
-    def require(self) -> None:
+    def check_usable(self) -> None:
         """Raises CheckpointError if the file is unreadable, too short or long, or writable by every user."""
-        self._key()
+        self._read_key()
 
-    def warn_of_readers(self) -> None:
+    def warn_if_others_can_read(self) -> None:
         """Logs a warning if other users may read the key; on rank 0 only, and once per process."""
-        if os.environ.get("RANK", "0") == "0" and (mode := _mode(self.path)) & _BY_OTHERS:
+        if os.environ.get("RANK", "0") == "0" and (mode := _file_permissions(self.path)) & _BY_OTHERS:
             _warn_once(f"{self.path}: other users may read the key (mode {mode:04o}); chmod 600 {self.path}")
 
-    def _key(self) -> bytes:
+    def _read_key(self) -> bytes:
         try:
             is_pipe = stat.S_ISFIFO(self.path.stat().st_mode)
-            key = (_read_once if is_pipe else _read_again)(self.path)
+            key = (_read_key_bytes_once if is_pipe else _read_key_bytes)(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"the key file {self.path} cannot be read.",
                 got=error.strerror,
                 fix="a key file that is there on every machine of the run",
             ) from error
-        if _mode(self.path) & stat.S_IWOTH:
+        if _file_permissions(self.path) & stat.S_IWOTH:
             raise CheckpointError(
                 f"{self.path} cannot serve as a key.",
-                got=f"mode {_mode(self.path):04o}",
+                got=f"mode {_file_permissions(self.path):04o}",
                 why="every user may write it, and so replace the key by another",
                 fix=f"a new key: {_MAKE_KEY}",
             )
@@ -101,7 +101,7 @@ class KeyFile:
         return key
 
 
-def _read_again(path: Path) -> bytes:
+def _read_key_bytes(path: Path) -> bytes:
     """Returns the bytes of a key file or pipe. Waits for a pipe's writer; without a writer, it is empty."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         mode = os.fstat(file.fileno()).st_mode
@@ -111,10 +111,10 @@ def _read_again(path: Path) -> bytes:
         return file.read(_MOST_KEY_BYTES + 1).rstrip()
 
 
-_read_once = cache(_read_again)
+_read_key_bytes_once = cache(_read_key_bytes)
 
 
-def _mode(path: Path) -> int:
+def _file_permissions(path: Path) -> int:
     """Returns the permissions of a regular file, or 0 for a pipe."""
     mode = path.stat().st_mode
     return stat.S_IMODE(mode) if stat.S_ISREG(mode) else 0

@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, Self, TypeVar, cast
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank
+from fullshard.distributed.agreement import (
+    Group,
+    all_gather_object,
+    raise_on_all_ranks,
+    rank,
+    run_on_rank_zero,
+)
 from fullshard.quantities import format_bytes
 from fullshard.spec.value import FrozenModel
-from fullshard.system.direct_io import StreamedFile
-from fullshard.system.files import flush, open_regular
-from fullshard.system.process import boot_id, is_running, pid_namespace
+from fullshard.system.direct_io import DirectFileWriter
+from fullshard.system.files import fsync_path, open_regular_file
+from fullshard.system.process import boot_id, is_process_running, pid_namespace
 
 T = TypeVar("T")
 
@@ -29,7 +35,7 @@ SMALL_BYTES = 1 << 30
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
-class Files(Protocol):
+class CheckpointFiles(Protocol):
     """Files of one checkpoint, complete or being written. Every method may raise OSError.
 
     The value is pickled and sent to other ranks. `str()` gives a path or URL that users can pass back.
@@ -45,24 +51,24 @@ class Files(Protocol):
         """Key that signs a saved manifest and must have signed a loaded one, or None for no signatures."""
         ...
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes_bytes(self) -> dict[str, int]:
         """Returns the size in bytes of each regular file by name."""
         ...
 
-    def read(self, name: str) -> bytes:
+    def read_file(self, name: str) -> bytes:
         """Returns all bytes of a small file."""
         ...
 
-    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+    def open_file(self, name: str) -> AbstractContextManager[BinaryIO]:
         """Opens a file for reading, with `seek` and `readinto`."""
         ...
 
-    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
+    def create_file(self, name: str) -> AbstractContextManager[BinaryIO]:
         """Opens a new file for writing. It is on the disk once the context ends without error."""
         ...
 
 
-class _ReadAhead(FileIO):
+class _ReadAheadFile(FileIO):
     """A file read sequentially and unbuffered, in large parts, while the disk fetches the following ones."""
 
     def readinto(self, buffer: memoryview) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -84,17 +90,17 @@ class WriterProcess(FrozenModel):
     pid: int
 
     @classmethod
-    def this(cls) -> Self:
+    def current(cls) -> Self:
         return cls(host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid())
 
-    def is_dead(self) -> bool:
+    def is_certainly_dead(self) -> bool:
         """Returns True if the process is certainly dead; False if it runs, or if this machine cannot know."""
-        here = self == WriterProcess.this().model_copy(update={"pid": self.pid})
-        return here and not is_running(self.pid)
+        here = self == WriterProcess.current().model_copy(update={"pid": self.pid})
+        return here and not is_process_running(self.pid)
 
 
 @dataclass(frozen=True)
-class DiskGroup:
+class RanksSharingDisk:
     """The ranks that save to the same disk or store as this rank; by default all ranks.
 
     leader: rank that does what is done once per disk
@@ -114,16 +120,16 @@ class DiskGroup:
     def is_leader(self) -> bool:
         return self.leader == rank()
 
-    def on_leader(self, act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+    def run_on_leader(self, act: Callable[[], T], *, doing: str, group: Group = None) -> T:
         """Runs `act()` on the leader of every disk, and returns the leader's result on each rank of the disk.
 
         Collective. The result is pickled. Raises CheckpointError on all ranks if a leader failed.
         """
         if self.nodes == 1:
-            return on_rank_zero(act, doing=doing, group=group)
-        with agreed(doing, group=group):
+            return run_on_rank_zero(act, doing=doing, group=group)
+        with raise_on_all_ranks(doing, group=group):
             results = [act()] if self.is_leader else []
-        return gathered(results, group=group)[self.leader][0]
+        return all_gather_object(results, group=group)[self.leader][0]
 
 
 @dataclass(frozen=True)
@@ -140,14 +146,14 @@ class LocalFiles:
     def __str__(self) -> str:
         return str(self.path)
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes_bytes(self) -> dict[str, int]:
         if not self.path.is_dir():
             return {}
         found = {path.name: path.lstat() for path in sorted(self.path.iterdir())}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
-    def read(self, name: str) -> bytes:
-        with self.open(name) as file:
+    def read_file(self, name: str) -> bytes:
+        with self.open_file(name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > SMALL_BYTES:
                 what = f"it has {format_bytes(size)}, more than {format_bytes(SMALL_BYTES)}"
@@ -155,29 +161,29 @@ class LocalFiles:
             return file.read(size)
 
     @contextmanager
-    def open(self, name: str) -> Generator[BinaryIO]:
-        with _ReadAhead(self.path / name, opener=open_regular) as file:
+    def open_file(self, name: str) -> Generator[BinaryIO]:
+        with _ReadAheadFile(self.path / name, opener=open_regular_file) as file:
             yield cast(BinaryIO, file)
 
     @contextmanager
-    def create(self, name: str) -> Generator[BinaryIO]:
-        with StreamedFile(self.path / name) as file:
+    def create_file(self, name: str) -> Generator[BinaryIO]:
+        with DirectFileWriter(self.path / name) as file:
             yield cast(BinaryIO, file)
-        flush(self.path)
+        fsync_path(self.path)
 
 
-def write_file(files: Files, name: str, *, data: bytes) -> None:
+def write_file(files: CheckpointFiles, name: str, *, data: bytes) -> None:
     """Writes a new file, and flushes it to the disk."""
-    with files.create(name) as file:
+    with files.create_file(name) as file:
         file.write(data)
 
 
-def is_remote(directory: str) -> bool:
+def is_remote_url(directory: str) -> bool:
     """Returns whether `directory` is a URL, except a `file://` URL."""
     return "://" in directory and not directory.startswith("file://")
 
 
-def is_lost(error: OSError) -> bool:
+def is_data_loss_error(error: OSError) -> bool:
     """Returns whether an error shows that a file's bytes are lost, or that it is a link, directory or device.
 
     A missing file does not count: other ranks may find it.

@@ -12,20 +12,30 @@ from pathlib import Path
 from typing import TypeVar
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.checkpointable import Checkpointable, PartitionedState
-from fullshard.checkpoint.files import DiskGroup, Files
-from fullshard.checkpoint.location import CheckpointLocation, is_listed, location_of, valid_checkpoints
+from fullshard.checkpoint.checkpointable import Checkpointable, StateLoadedInPortions
+from fullshard.checkpoint.files import CheckpointFiles, RanksSharingDisk
+from fullshard.checkpoint.location import (
+    CheckpointLocation,
+    is_checkpoint_listed,
+    iterate_complete_checkpoints,
+    location_of,
+)
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
     Manifest,
-    compare_names,
+    check_file_sizes,
+    check_same_tensors,
     read_manifest,
-    require_files,
     step_name,
 )
 from fullshard.checkpoint.storage import GATHER
-from fullshard.distributed.agreement import agreed, on_all_ranks, on_rank_zero, rank
+from fullshard.distributed.agreement import (
+    raise_on_all_ranks,
+    rank,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -55,33 +65,37 @@ def load(
     place = location_of(directory)
     refused: dict[str, str] = {}
     for attempt in itertools.count(1):
-        disk = place.join()
+        disk = place.recover_and_group_ranks()
         missing = missing_ok and attempt == 1
         # With a disk per node, every rank finds its own disk's manifest.
-        run = on_rank_zero if disk.nodes == 1 else on_all_ranks
+        run = run_on_rank_zero if disk.nodes == 1 else run_on_all_ranks
         found = run(
-            lambda disk=disk, missing=missing: _find(place, disk, missing_ok=missing, refused=refused),
+            lambda disk=disk, missing=missing: _find_newest_checkpoint(
+                place, disk, missing_ok=missing, refused=refused
+            ),
             doing=f"looking for a checkpoint in {directory}",
         )
         if found is None:
             return False
         files, manifest = found
         try:
-            _load(state, files, manifest=manifest)
+            _load_checkpoint(state, files, manifest=manifest)
         except CheckpointError as error:
-            gone = on_rank_zero(
-                lambda files=files, manifest=manifest: _is_gone(place, files, manifest=manifest),
+            gone = run_on_rank_zero(
+                lambda files=files, manifest=manifest: _is_removed_or_replaced(
+                    place, files, manifest=manifest
+                ),
                 doing=f"looking for {files} again",
             )
             if gone:
-                _require_tries_left(attempt, place)
+                _check_attempts_left(attempt, place)
                 continue  # see [Note: a reader beside a writer]
             if not isinstance(error, DamagedCheckpointError) or files.name == place.as_checkpoint().name:
                 raise  # no other checkpoint helps, or this one was requested by name
             refused[files.name] = f"{files.name}: {error.got or error.what}"
-            with agreed(f"setting {files} aside"):
+            with raise_on_all_ranks(f"setting {files} aside"):
                 if disk.is_leader:
-                    aside = _set_aside(place, files)
+                    aside = _quarantine_if_possible(place, files)
                     logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
             logger.info("loaded step %d from %s", manifest.step, files)
@@ -91,7 +105,7 @@ def load(
     raise AssertionError("the loop ends by itself")
 
 
-def _require_tries_left(attempt: int, place: CheckpointLocation) -> None:
+def _check_attempts_left(attempt: int, place: CheckpointLocation) -> None:
     if attempt == _TRIES:
         raise CheckpointError(
             f"{place} changes faster than it can be read.",
@@ -100,7 +114,7 @@ def _require_tries_left(attempt: int, place: CheckpointLocation) -> None:
         )
 
 
-def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> bool:
+def _is_removed_or_replaced(place: CheckpointLocation, files: CheckpointFiles, *, manifest: Manifest) -> bool:
     """Returns whether a checkpoint that was found in `place` was removed or replaced since.
 
     A checkpoint that is `place` itself never counts as removed.
@@ -108,83 +122,88 @@ def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> 
     if files.name == place.as_checkpoint().name:
         return False
     try:
-        return not is_listed(place, files) or read_manifest(files) != manifest
+        return not is_checkpoint_listed(place, files) or read_manifest(files) != manifest
     except CheckpointError:
-        return not is_listed(place, files)
+        return not is_checkpoint_listed(place, files)
 
 
-def find(directory: str | Path | CheckpointLocation) -> tuple[Files, Manifest]:
+def resolve_checkpoint(directory: str | Path | CheckpointLocation) -> tuple[CheckpointFiles, Manifest]:
     """Returns the checkpoint `directory`, or the newest complete one in it, or raises CheckpointError."""
-    found = _find(location_of(directory), DiskGroup(), missing_ok=False, refused={})
+    found = _find_newest_checkpoint(location_of(directory), RanksSharingDisk(), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
 
-def with_newest(directory: str | Path | CheckpointLocation, act: Callable[[Files, Manifest], T]) -> T:
-    """Returns `act(files, manifest)` of the checkpoint that `find` returns.
+def call_with_newest_checkpoint(
+    directory: str | Path | CheckpointLocation, act: Callable[[CheckpointFiles, Manifest], T]
+) -> T:
+    """Returns `act(files, manifest)` of the checkpoint that `resolve_checkpoint` returns.
 
     Repeats this if the checkpoint is removed meanwhile. See [Note: a reader beside a writer].
     """
     place = location_of(directory)
     for attempt in itertools.count(1):
-        files, manifest = find(place)
+        files, manifest = resolve_checkpoint(place)
         try:
             return act(files, manifest)
         except CheckpointError:
-            if not _is_gone(place, files, manifest=manifest):
+            if not _is_removed_or_replaced(place, files, manifest=manifest):
                 raise
-            _require_tries_left(attempt, place)
+            _check_attempts_left(attempt, place)
     raise AssertionError("the loop ends by itself")
 
 
-def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
+def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
-    with agreed(doing):
+    with raise_on_all_ranks(doing):
         if manifest.layout == "ranks":
-            storage.require_same_ranks(files, manifest)
+            storage.check_rank_count(files, manifest)
         receivers = state.load_targets(manifest.tensors)
         # DCP would silently fill tensors of another dtype.
-        compare_names(
+        check_same_tensors(
             receivers, {name: manifest.tensors[name] for name in receivers if name in manifest.tensors}
         )
-    with agreed(doing):
-        reader = storage.opened(files, manifest)
-    read = storage.read_own if manifest.layout == "ranks" else storage.read
-    with agreed(doing):
+    with raise_on_all_ranks(doing):
+        reader = storage.build_reader(files, manifest)
+    read = storage.read_rank_file if manifest.layout == "ranks" else storage.read_with_dcp
+    with raise_on_all_ranks(doing):
         read(receivers, reader)
-    if isinstance(state, PartitionedState):
-        portions = state.partitions(manifest.tensors)
-        while (portion := on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
-            with agreed(doing):
+    if isinstance(state, StateLoadedInPortions):
+        portions = state.iterate_load_targets(manifest.tensors)
+        while (portion := run_on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
+            with raise_on_all_ranks(doing):
                 read(portion, reader)
-    with agreed(doing):
+    with raise_on_all_ranks(doing):
         state.load_values(manifest.values, receivers)
 
 
-def _set_aside(place: CheckpointLocation, files: Files) -> str:
+def _quarantine_if_possible(place: CheckpointLocation, files: CheckpointFiles) -> str:
     try:
-        return f"renamed to {place.set_aside(files)}"
+        return f"renamed to {place.quarantine(files)}"
     except OSError as error:  # a read-only location
         return f"it could not be renamed ({error.strerror})"
 
 
-def _find(
-    place: CheckpointLocation, disk: DiskGroup, *, missing_ok: bool, refused: Mapping[str, str]
-) -> tuple[Files, Manifest] | None:
+def _find_newest_checkpoint(
+    place: CheckpointLocation, disk: RanksSharingDisk, *, missing_ok: bool, refused: Mapping[str, str]
+) -> tuple[CheckpointFiles, Manifest] | None:
     complete, newest = disk.complete_steps, None
     # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
-    if complete is None and place.exists() and not place.steps():
+    if complete is None and place.exists() and not place.list_checkpoints():
         files = place.as_checkpoint()
-        manifest = _lone_manifest(files, strays_ok=missing_ok)
+        manifest = _read_manifest_if_checkpoint(files, strays_ok=missing_ok)
         if manifest is not None:
             return files, manifest
     if complete is not None:  # all disks load the same step
         newest = max((step for step in complete if step_name(step) not in refused), default=-1)
-    for files, manifest in valid_checkpoints(place):
+    for files, manifest in iterate_complete_checkpoints(place):
         if files.name not in refused and newest in (None, manifest.step):
             return files, manifest
-    broken = [*refused.values(), *(files.name for _, files in place.steps() if files.name not in refused)]
-    broken = broken or place.quarantined()
+    broken = [
+        *refused.values(),
+        *(files.name for _, files in place.list_checkpoints() if files.name not in refused),
+    ]
+    broken = broken or place.list_quarantined()
     if broken:
         raise CheckpointError(
             f"none of the checkpoints in {place} is whole{'' if complete is None else ' on all of them'}.",
@@ -203,13 +222,13 @@ def _find(
     )
 
 
-def _lone_manifest(files: Files, *, strays_ok: bool) -> Manifest | None:
+def _read_manifest_if_checkpoint(files: CheckpointFiles, *, strays_ok: bool) -> Manifest | None:
     """Returns the manifest if `files` are those of one checkpoint, else None.
 
     Raises CheckpointError if the checkpoint is damaged. If `strays_ok`, and there are no shards, a damaged
     manifest counts as an unrelated file of the same name.
     """
-    names = files.sizes()
+    names = files.file_sizes_bytes()
     if MANIFEST not in names and METADATA not in names:
         return None
     try:
@@ -218,5 +237,5 @@ def _lone_manifest(files: Files, *, strays_ok: bool) -> Manifest | None:
         if strays_ok and not any(name.endswith(".distcp") for name in names):
             return None
         raise
-    require_files(files, manifest)
+    check_file_sizes(files, manifest)
     return manifest

@@ -16,19 +16,25 @@ from pydantic import ValidationError
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import (
     WRITER,
-    DiskGroup,
-    Files,
+    CheckpointFiles,
     LocalFiles,
+    RanksSharingDisk,
     WriterProcess,
-    is_remote,
+    is_remote_url,
     write_file,
 )
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of, verify
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    parse_step_name,
+    read_manifest_and_check_sizes,
+    step_name,
+)
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
-from fullshard.system.files import flush, make_directory
-from fullshard.system.lock import exclusive_lock
+from fullshard.system.files import fsync_path, make_durable_directory
+from fullshard.system.lock import hold_exclusive_file_lock
 
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
 _LOCK = ".lock"
@@ -39,7 +45,8 @@ logger = logging.getLogger("fullshard")
 class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError.
 
-    Every rank calls `join`; only the leader of a DiskGroup calls other methods that change something.
+    Every rank calls `recover_and_group_ranks`; only the leader of a DiskGroup calls other methods that change
+    something.
 
     is_local: whether a save is as fast as a disk, so that an update may wait for it
     """
@@ -53,7 +60,7 @@ class CheckpointLocation(Protocol):
 
     def __str__(self) -> str: ...
 
-    def join(self, *, group: Group = None) -> DiskGroup:
+    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
         """Completes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
         ...
 
@@ -61,45 +68,45 @@ class CheckpointLocation(Protocol):
         """Returns whether the directory exists."""
         ...
 
-    def as_checkpoint(self) -> Files:
+    def as_checkpoint(self) -> CheckpointFiles:
         """Returns the location itself as the files of one checkpoint."""
         ...
 
-    def steps(self) -> list[tuple[int, Files]]:
+    def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         """Returns (step, files) of every entry named like a checkpoint, highest step first."""
         ...
 
-    def unfinished(self) -> list[str]:
+    def list_drafts(self) -> list[str]:
         """Returns the names of the drafts of saves that were interrupted or are still running."""
         ...
 
-    def quarantined(self) -> list[str]:
-        """Returns the names of the damaged checkpoints that `set_aside` renamed."""
+    def list_quarantined(self) -> list[str]:
+        """Returns the names of the damaged checkpoints that `quarantine` renamed."""
         ...
 
-    def writing(self) -> AbstractContextManager[None]:
+    def lock_for_writing(self) -> AbstractContextManager[None]:
         """Locks the location against other writers. Raises CheckpointError if another process writes."""
         ...
 
-    def begin(self, step: int, *, needed_bytes: int) -> Files:
+    def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         """Creates a draft for the files of a step. Raises CheckpointError if `needed_bytes` are not free."""
         ...
 
-    def prepare(self, draft: Files, manifest: Manifest) -> None:
+    def prepare_commit(self, draft: CheckpointFiles, manifest: Manifest) -> None:
         """Writes the manifest into a draft. Does nothing if writing the manifest is the commit."""
 
-    def commit(self, draft: Files, manifest: Manifest) -> Files:
+    def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         """Makes a prepared draft the checkpoint of its step, and returns the checkpoint's files."""
         ...
 
-    def discard(self, draft: Files) -> None:
-        """Removes a draft that `begin` created, as far as possible."""
+    def discard_draft(self, draft: CheckpointFiles) -> None:
+        """Removes a draft that `create_draft` created, as far as possible."""
 
-    def set_aside(self, checkpoint: Files) -> str:
+    def quarantine(self, checkpoint: CheckpointFiles) -> str:
         """Renames a damaged checkpoint, which is then neither loaded nor removed. Returns the new name."""
         ...
 
-    def remove(self, checkpoint: Files) -> None:
+    def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
         """Removes a checkpoint. If the removal is interrupted, the rest does not look like a checkpoint."""
 
 
@@ -110,45 +117,45 @@ class LocalLocation:
     is_local: ClassVar[bool] = True
 
     path: Path
-    free_bytes: Callable[[Path], int] = disk.free_bytes
+    free_bytes: Callable[[Path], int] = disk.free_disk_bytes
     key: KeyFile | None = None
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def join(self, *, group: Group = None) -> DiskGroup:
-        return DiskGroup()
+    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
+        return RanksSharingDisk()
 
     def exists(self) -> bool:
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is no directory of checkpoints.", got="a file")
         return self.path.is_dir()
 
-    def as_checkpoint(self) -> Files:
+    def as_checkpoint(self) -> CheckpointFiles:
         return LocalFiles(self.path, self.key)
 
-    def steps(self) -> list[tuple[int, Files]]:
+    def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         if not self.path.is_dir():
             return []
         # Saves create directories only: a file or a link with the name of a step is not fullshard's.
         own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
-        paths = {step_of(path.name): path for path in own}
+        paths = {parse_step_name(path.name): path for path in own}
         steps = sorted((step for step in paths if step is not None), reverse=True)
         return [(step, LocalFiles(paths[step], self.key)) for step in steps]
 
-    def unfinished(self) -> list[str]:
-        return [str(path) for path in directories(self.path, ".tmp-*")]
+    def list_drafts(self) -> list[str]:
+        return [str(path) for path in list_directories(self.path, ".tmp-*")]
 
-    def quarantined(self) -> list[str]:
+    def list_quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
 
     @contextmanager
-    def writing(self) -> Generator[None]:
-        make_directory(self.path)
-        with exclusive_lock(self.path / _LOCK, held_error=self._held_error):
+    def lock_for_writing(self) -> Generator[None]:
+        make_durable_directory(self.path)
+        with hold_exclusive_file_lock(self.path / _LOCK, held_error=self._lock_held_error):
             yield
 
-    def _held_error(self, holder: str) -> CheckpointError:
+    def _lock_held_error(self, holder: str) -> CheckpointError:
         return CheckpointError(
             f"another process is saving to {self.path}.",
             got=f"{holder} ({self.path / _LOCK})",
@@ -156,45 +163,45 @@ class LocalLocation:
             fix="a directory a run",
         )
 
-    def begin(self, step: int, *, needed_bytes: int) -> Files:
+    def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         target = self.path / step_name(step)
         if os.path.lexists(target):
             logger.warning(
-                "%s is not a checkpoint; renamed to %s", target, self.set_aside(LocalFiles(target))
+                "%s is not a checkpoint; renamed to %s", target, self.quarantine(LocalFiles(target))
             )
-        _collect_leftovers(self.path)
-        disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
+        _remove_leftovers(self.path)
+        disk.check_disk_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
         draft.path.mkdir()
         try:
-            writer = WriterProcess.this().model_dump_json().encode()
+            writer = WriterProcess.current().model_dump_json().encode()
             write_file(draft, WRITER, data=writer)
         except OSError:
             _remove_directory(draft.path)
             raise
         return draft
 
-    def prepare(self, draft: Files, manifest: Manifest) -> None:
-        write_file(draft, MANIFEST, data=manifest.encoded(self.key))
+    def prepare_commit(self, draft: CheckpointFiles, manifest: Manifest) -> None:
+        write_file(draft, MANIFEST, data=manifest.encode_and_sign(self.key))
 
-    def commit(self, draft: Files, manifest: Manifest) -> Files:
+    def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         target = LocalFiles(self.path / step_name(manifest.step), self.key)
-        _path(draft).rename(target.path)
-        flush(self.path)
+        _local_path(draft).rename(target.path)
+        fsync_path(self.path)
         return target
 
-    def discard(self, draft: Files) -> None:
-        _remove_directory(_path(draft))
+    def discard_draft(self, draft: CheckpointFiles) -> None:
+        _remove_directory(_local_path(draft))
 
-    def set_aside(self, checkpoint: Files) -> str:
-        path = _path(checkpoint)
+    def quarantine(self, checkpoint: CheckpointFiles) -> str:
+        path = _local_path(checkpoint)
         return str(path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")))
 
-    def remove(self, checkpoint: Files) -> None:
-        path = _path(checkpoint)
+    def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
+        path = _local_path(checkpoint)
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
-        flush(self.path)
+        fsync_path(self.path)
         _remove_directory(condemned)
 
 
@@ -210,8 +217,8 @@ def location_of(
     """
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
-        key.require()
-        key.warn_of_readers()
+        key.check_usable()
+        key.warn_if_others_can_read()
     if not isinstance(directory, str | Path):
         if key != directory.key and key is not None:
             raise CheckpointError(f"{directory} has a key of its own.", got=f"{key.path} besides")
@@ -222,16 +229,16 @@ def location_of(
             got=f"one slash behind {cut[1]}:",
             fix=f"{cut[1]}://{cut[2]}, as text: pathlib.Path takes one of the slashes",
         )
-    if isinstance(directory, str) and is_remote(directory):
-        from fullshard.checkpoint.object_store import Store
+    if isinstance(directory, str) and is_remote_url(directory):
+        from fullshard.checkpoint.object_store import ObjectStore
         from fullshard.checkpoint.objects import ObjectLocation
 
-        Store(directory).require()
+        ObjectStore(directory).check_usable()
         return ObjectLocation(directory.rstrip("/"), key=key)
     return LocalLocation(Path(str(directory).removeprefix("file://")), key=key)
 
 
-def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manifest]]:
+def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
     """Yields files and manifest of each complete checkpoint (judged by file sizes), highest step first.
 
     Skips damaged checkpoints and interrupted saves, with a warning. Raises CheckpointError for a checkpoint
@@ -239,17 +246,17 @@ def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manife
     """
     if not place.exists():
         return
-    for name in place.unfinished():
+    for name in place.list_drafts():
         logger.warning("passing over %s: a save that was not finished", name)
     seen: set[str] = set()
     # List again each time: a run that saves there may have removed one checkpoint and added another.
-    while unseen := [files for _, files in place.steps() if files.name not in seen]:
+    while unseen := [files for _, files in place.list_checkpoints() if files.name not in seen]:
         files = unseen[0]
         seen.add(files.name)
         try:
-            manifest = verify(files)
+            manifest = read_manifest_and_check_sizes(files)
         except CheckpointError as error:
-            if not is_listed(place, files):
+            if not is_checkpoint_listed(place, files):
                 continue  # removed since it was listed
             if not isinstance(error, DamagedCheckpointError):
                 raise
@@ -258,27 +265,29 @@ def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manife
             yield files, manifest
 
 
-def is_listed(place: CheckpointLocation, files: Files) -> bool:
+def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> bool:
     """Returns whether the checkpoint `files` is still in `place`."""
-    return any(one.name == files.name for _, one in place.steps())
+    return any(one.name == files.name for _, one in place.list_checkpoints())
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
     """Returns the path or URL of the complete checkpoint of the highest step, or None."""
-    return next((location(files) for files, _ in valid_checkpoints(location_of(directory))), None)
+    return next(
+        (path_or_url(files) for files, _ in iterate_complete_checkpoints(location_of(directory))), None
+    )
 
 
-def newest_step(directory: str | Path | CheckpointLocation) -> int | None:
+def newest_complete_step(directory: str | Path | CheckpointLocation) -> int | None:
     """Returns the step of the checkpoint that `latest_checkpoint` finds, or None."""
-    return next((manifest.step for _, manifest in valid_checkpoints(location_of(directory))), None)
+    return next((manifest.step for _, manifest in iterate_complete_checkpoints(location_of(directory))), None)
 
 
-def location(files: Files) -> Path | str:
+def path_or_url(files: CheckpointFiles) -> Path | str:
     """Returns the path of a checkpoint on a file system, or the URL of another."""
     return files.path if isinstance(files, LocalFiles) else str(files)
 
 
-def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
+def remove_old_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
     """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
     keep: number of checkpoints to keep; 0 keeps all
@@ -289,23 +298,23 @@ def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -
     if not keep:
         return
     try:
-        older = [(number, files) for number, files in place.steps() if number < step]
-        for number, files in [one for one in older if _is_whole(one[1])][keep - 1 :]:
+        older = [(number, files) for number, files in place.list_checkpoints() if number < step]
+        for number, files in [one for one in older if _is_complete(one[1])][keep - 1 :]:
             if not (keep_every and number % keep_every == 0):
-                place.remove(files)
+                place.remove_checkpoint(files)
     except OSError as error:
         logger.warning("old checkpoints in %s could not be removed: %s", place, error)
 
 
-def _is_whole(files: Files) -> bool:
+def _is_complete(files: CheckpointFiles) -> bool:
     try:
-        verify(files)
+        read_manifest_and_check_sizes(files)
     except CheckpointError:
         return False
     return True
 
 
-def _path(files: Files) -> Path:
+def _local_path(files: CheckpointFiles) -> Path:
     assert isinstance(files, LocalFiles), f"{files} lies elsewhere"
     return files.path
 
@@ -317,20 +326,20 @@ def _remove_directory(path: Path) -> None:
         logger.warning("%s could not be removed", path)
 
 
-def _collect_leftovers(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Removes what interrupted removals left (`.del-`), and drafts whose process is dead (`.tmp-`).
 
     Keeps a draft whose process may still run, with a warning. The location must be locked, so that a draft
     without any shard cannot belong to a running save.
     """
-    for path in directories(directory, ".del-*"):
+    for path in list_directories(directory, ".del-*"):
         _remove_directory(path)
-    for path in directories(directory, ".tmp-*"):
+    for path in list_directories(directory, ".tmp-*"):
         try:
-            writer = WriterProcess.model_validate_json(LocalFiles(path).read(WRITER))
+            writer = WriterProcess.model_validate_json(LocalFiles(path).read_file(WRITER))
         except (OSError, ValidationError):
             writer = None
-        if writer is not None and writer.is_dead():
+        if writer is not None and writer.is_certainly_dead():
             logger.info("removing %s: its process %d is dead", path, writer.pid)
             _remove_directory(path)
         elif writer is None and {one.name for one in path.iterdir()} <= {WRITER}:
@@ -342,6 +351,6 @@ def _collect_leftovers(directory: Path) -> None:
             logger.warning("leaving %s alone: %s may still be writing it", path, who)
 
 
-def directories(directory: Path, pattern: str) -> list[Path]:
+def list_directories(directory: Path, pattern: str) -> list[Path]:
     """Returns the subdirectories whose name matches `pattern`, except links, which are not fullshard's."""
     return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]

@@ -22,8 +22,15 @@ import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
-from fullshard.checkpoint.digests import KeyFile, digest, is_strong
-from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote, write_file
+from fullshard.checkpoint.digests import KeyFile, compute_digest, is_blake2b_digest
+from fullshard.checkpoint.files import (
+    MANIFEST,
+    CheckpointFiles,
+    LocalFiles,
+    is_data_loss_error,
+    is_remote_url,
+    write_file,
+)
 from fullshard.checkpoint.shard_file import SUFFIX
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.spec.plan import Plan
@@ -54,7 +61,7 @@ class SavedTensor(FrozenModel):
     dtype: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Self:
+    def from_tensor(cls, tensor: Tensor) -> Self:
         return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     @property
@@ -127,7 +134,7 @@ class Manifest(FrozenModel):
     digest: str = _NO_DIGEST
 
     @model_validator(mode="after")
-    def _names_files_of_its_nodes(self) -> Self:
+    def _check_files_and_nodes(self) -> Self:
         if MANIFEST in self.files:
             raise ValueError(f"the manifest names {MANIFEST}, which is itself")
         if max((file.node or 0 for file in self.files.values()), default=0) >= self.nodes:
@@ -140,14 +147,14 @@ class Manifest(FrozenModel):
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
     @property
-    def own_files(self) -> dict[str, SavedFile]:
+    def files_on_this_disk(self) -> dict[str, SavedFile]:
         """Files on the same disk as this manifest: all files, unless nodes have disks of their own."""
         return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
 
     @property
     def data_files(self) -> list[str]:
         """Names of the data files on the same disk as this manifest; each has a table of pieces."""
-        return [name for name in self.all_data_files if name in self.own_files]
+        return [name for name in self.all_data_files if name in self.files_on_this_disk]
 
     @property
     def all_data_files(self) -> list[str]:
@@ -155,11 +162,11 @@ class Manifest(FrozenModel):
         return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
     @property
-    def size_bytes(self) -> int:
+    def checkpoint_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files.values())
 
     @property
-    def run(self) -> Run | None:
+    def run_settings(self) -> Run | None:
         """Settings of the run that saved the checkpoint, or None. Raises CheckpointError if unreadable."""
         if self.plan is None:
             return None
@@ -172,24 +179,25 @@ class Manifest(FrozenModel):
                 fix="the fullshard that wrote it; --format safetensors does without",
             ) from error
 
-    def encoded(self, key: KeyFile | None = None) -> bytes:
+    def encode_and_sign(self, key: KeyFile | None = None) -> bytes:
         """Returns the bytes of `manifest.json`, with their own digest and, given a `key`, its signature."""
         unsigned = {"digest": _NO_DIGEST, "signature": None if key is None else _NO_SIGNATURE}
         text = self.model_copy(update=unsigned).model_dump_json(indent=1).encode() + b"\n"
         if key is not None:
-            text = _exchanged(text, before=_NO_SIGNATURE, after=key.signature(text))
-        return _exchanged(text, before=_NO_DIGEST, after=digest(text))
+            text = _replace_last_json_string(text, before=_NO_SIGNATURE, after=key.sign(text))
+        return _replace_last_json_string(text, before=_NO_DIGEST, after=compute_digest(text))
 
 
-def read_manifest(checkpoint: Files | str | Path) -> Manifest:
-    """Returns the manifest of a checkpoint, after checking its digest; `verify` also checks the files.
+def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
+    """Returns the manifest of a checkpoint, after checking its digest.
 
     Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than that in the
-    directory's name. Raises CheckpointError if it has another format, or lacks the signature by `Files.key`.
+    directory's name. Raises CheckpointError if it has another format, or lacks the signature by
+    `CheckpointFiles.key`.
     """
-    files = files_of(checkpoint)
+    files = checkpoint_files_at(checkpoint)
     try:
-        text = files.read(MANIFEST)
+        text = files.read_file(MANIFEST)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(
             f"{files} is no whole checkpoint.",
@@ -197,11 +205,11 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
             why="the manifest is written last, so without it a save was broken off",
         ) from error
     except OSError as error:
-        raise lost_or_denied(error, f"{files} cannot be read.", name=MANIFEST) from error
+        raise read_failure_error(error, f"{files} cannot be read.", name=MANIFEST) from error
     where = f"{files}/{MANIFEST}"
-    data = _undamaged_json(text, where)
+    data = _parse_manifest_json(text, where)
     if files.key is not None:
-        _require_signature(text, data, key=files.key, where=where)
+        _check_signature(text, data, key=files.key, where=where)
     if data.get("format") != FORMAT:
         raise CheckpointError(
             f"{where} cannot be read by this fullshard.",
@@ -222,26 +230,28 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
     return manifest
 
 
-def verify(checkpoint: Files | str | Path) -> Manifest:
+def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     """Returns the manifest of a checkpoint, after checking that all its files exist with the right size.
 
-    Reads only the manifest. Raises as `read_manifest` and `require_files` do.
+    Reads only the manifest. Raises as `read_manifest` and `check_file_sizes` do.
     """
-    files = files_of(checkpoint)
+    files = checkpoint_files_at(checkpoint)
     manifest = read_manifest(files)
-    require_files(files, manifest)
+    check_file_sizes(files, manifest)
     return manifest
 
 
-def require_files(files: Files, manifest: Manifest) -> None:
+def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
     """Raises DamagedCheckpointError unless every file of `manifest` on this disk exists with its size."""
     try:
-        sizes = files.sizes()
+        sizes = files.file_sizes_bytes()
     except OSError as error:
-        raise lost_or_denied(error, f"{files} cannot be read.", name="its files") from error
-    for name, file in manifest.own_files.items():
+        raise read_failure_error(error, f"{files} cannot be read.", name="its files") from error
+    for name, file in manifest.files_on_this_disk.items():
         if name not in sizes:
-            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: {why_unlisted(files, name)}")
+            raise DamagedCheckpointError(
+                f"{files} is not whole.", got=f"{name}: {missing_file_reason(files, name)}"
+            )
         if sizes[name] != file.size_bytes:
             raise DamagedCheckpointError(
                 f"{files} is not whole.",
@@ -249,10 +259,10 @@ def require_files(files: Files, manifest: Manifest) -> None:
             )
 
 
-def why_unlisted(files: Files, name: str) -> str:
+def missing_file_reason(files: CheckpointFiles, name: str) -> str:
     """Returns the reason why `name` is not a regular file of a checkpoint: missing, a link, a directory."""
     try:
-        with files.open(name):
+        with files.open_file(name):
             return "no such file"
     except FileNotFoundError:
         return "no such file"
@@ -260,40 +270,40 @@ def why_unlisted(files: Files, name: str) -> str:
         return str(error.strerror or error)
 
 
-def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
+def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str) -> bytes:
     """Returns the bytes of a small file. Raises DamagedCheckpointError if they differ from its digest."""
     try:
-        data = files.read(name)
+        data = files.read_file(name)
     except OSError as error:
-        raise lost_or_denied(error, f"{files} is not whole.", name=name) from error
+        raise read_failure_error(error, f"{files} is not whole.", name=name) from error
     saved = manifest.files[name].digest if name in manifest.files else None
-    if saved is None or digest(data, strong=is_strong(saved)) != saved:
+    if saved is None or compute_digest(data, strong=is_blake2b_digest(saved)) != saved:
         raise DamagedCheckpointError(
             f"{files}/{name} holds other bytes than were saved.", got="its digest is another"
         )
     return data
 
 
-def write_small(draft: Files, name: str, *, data: bytes) -> SavedFile:
+def write_small_file(draft: CheckpointFiles, name: str, *, data: bytes) -> SavedFile:
     """Writes a small file, and returns its entry for the manifest."""
     write_file(draft, name, data=data)
-    return describe_small(draft, data)
+    return small_file_entry(draft, data)
 
 
-def describe_small(draft: Files, data: bytes) -> SavedFile:
+def small_file_entry(draft: CheckpointFiles, data: bytes) -> SavedFile:
     """Returns the manifest's entry (size and digest) for a small file of `draft` with the content `data`."""
-    return SavedFile(size_bytes=len(data), digest=digest(data, strong=draft.key is not None))
+    return SavedFile(size_bytes=len(data), digest=compute_digest(data, strong=draft.key is not None))
 
 
-def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
+def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointError:
     """Returns a DamagedCheckpointError if the bytes of `name` are lost, else a CheckpointError."""
-    kind = DamagedCheckpointError if is_lost(error) else CheckpointError
+    kind = DamagedCheckpointError if is_data_loss_error(error) else CheckpointError
     return kind(what, got=f"{name}: {error.strerror or error}")
 
 
-def files_of(checkpoint: Files | str | Path) -> Files:
-    """Returns the files of the checkpoint at a path or URL; returns `Files` unchanged."""
-    if isinstance(checkpoint, str) and is_remote(checkpoint):
+def checkpoint_files_at(checkpoint: CheckpointFiles | str | Path) -> CheckpointFiles:
+    """Returns the files of the checkpoint at a path or URL; returns `CheckpointFiles` unchanged."""
+    if isinstance(checkpoint, str) and is_remote_url(checkpoint):
         from fullshard.checkpoint.object_files import ObjectFiles
 
         return ObjectFiles(checkpoint.rstrip("/"))
@@ -307,13 +317,13 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step_name(name: str) -> int | None:
     """Returns the step in a checkpoint's name, such as 300 for `step-00000300`; None for any other name."""
     digits = name.removeprefix("step-")
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
 
-def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
+def _parse_manifest_json(text: bytes, where: str) -> dict[str, Any]:
     """Returns the JSON object in the bytes of a manifest, after checking its digest. Errors name `where`."""
     try:
         data: Any = parse_json(text)
@@ -323,20 +333,23 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
     stated = str(cast(dict[str, Any], data).get("digest"))
     has_digest = data.get("format") != 1
-    if has_digest and digest(_exchanged(text, before=stated, after=_NO_DIGEST)) != stated:
+    if (
+        has_digest
+        and compute_digest(_replace_last_json_string(text, before=stated, after=_NO_DIGEST)) != stated
+    ):
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
     return cast(dict[str, Any], data)
 
 
-def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
+def _check_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
     """Raises CheckpointError if the manifest is not signed with `key`.
 
     A DamagedCheckpointError would be wrong: `load` would then use an older checkpoint without asking.
     """
     stated = str(data.get("signature"))
-    unsigned = _exchanged(text, before=str(data.get("digest")), after=_NO_DIGEST)
-    unsigned = _exchanged(unsigned, before=stated, after=_NO_SIGNATURE)
-    if not hmac.compare_digest(key.signature(unsigned), stated):
+    unsigned = _replace_last_json_string(text, before=str(data.get("digest")), after=_NO_DIGEST)
+    unsigned = _replace_last_json_string(unsigned, before=stated, after=_NO_SIGNATURE)
+    if not hmac.compare_digest(key.sign(unsigned), stated):
         raise CheckpointError(
             f"{where} is not signed with the key of {key.path}.",
             got="no signature"
@@ -347,24 +360,26 @@ def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, wh
         )
 
 
-def _exchanged(text: bytes, *, before: str, after: str) -> bytes:
+def _replace_last_json_string(text: bytes, *, before: str, after: str) -> bytes:
     """Returns `text` with the last JSON string `before` in it replaced by `after`."""
     head, found, tail = text.rpartition(f'"{before}"'.encode())
     return head + f'"{after}"'.encode() + tail if found else text
 
 
-def compare_names(expected: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:
+def check_same_tensors(expected: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:
     """Raises CheckpointError unless `saved` has exactly the names, shapes and dtypes of `expected`."""
-    wanted = {name: SavedTensor.of(tensor) for name, tensor in expected.items()}
+    wanted = {name: SavedTensor.from_tensor(tensor) for name, tensor in expected.items()}
     missing = [name for name in wanted if name not in saved]
     unexpected = [name for name in saved if name not in wanted]
     other = [name for name, tensor in wanted.items() if name in saved and saved[name] != tensor]
     if not (missing or unexpected or other):
         return
     found = [
-        _some("not in the checkpoint: ", missing),
-        _some("only in the checkpoint: ", unexpected),
-        _some("", [f"{name} is {saved[name]} there and {wanted[name]} here" for name in other]),
+        _abbreviated_list_text("not in the checkpoint: ", missing),
+        _abbreviated_list_text("only in the checkpoint: ", unexpected),
+        _abbreviated_list_text(
+            "", [f"{name} is {saved[name]} there and {wanted[name]} here" for name in other]
+        ),
     ]
     raise CheckpointError(
         "the checkpoint is of another model or optimizer: "
@@ -376,6 +391,6 @@ def compare_names(expected: Mapping[str, Tensor], saved: Mapping[str, SavedTenso
     )
 
 
-def _some(label: str, items: Sequence[str]) -> str:
+def _abbreviated_list_text(label: str, items: Sequence[str]) -> str:
     more = f" and {len(items) - _NAMES_SHOWN} more" if len(items) > _NAMES_SHOWN else ""
     return f"{label}{', '.join(items[:_NAMES_SHOWN])}{more}" if items else ""

@@ -30,10 +30,10 @@ from fullshard.checkpoint.files import MANIFEST
 from fullshard.checkpoint.object_store import (
     ANSWER_SECONDS,
     TRIES,
-    AlteredError,
-    RangeReader,
-    Store,
-    asking,
+    AlteredBytesError,
+    ObjectRangeReader,
+    ObjectStore,
+    backend_errors_as_os_errors,
 )
 from fullshard.spec.small_files import parse_json
 
@@ -51,8 +51,8 @@ class ObjectFiles:
     url: prefix of the step
     attempt: id of the attempt; None for the committed checkpoint
     part_bytes: bytes sent per request; one part is in memory while a file is written
-    answer_seconds: see `Store`
-    key: see `Files`
+    answer_seconds: see `ObjectStore`
+    key: see `CheckpointFiles`
     """
 
     url: str
@@ -68,41 +68,44 @@ class ObjectFiles:
     def __str__(self) -> str:
         return self.url if self.attempt is None else f"{self.url}/{self.attempt}"
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes_bytes(self) -> dict[str, int]:
         if self.attempt is not None:
-            return self.store.listing(self._prefix).sizes
-        own = self.store.listing(self.url).sizes
-        if MANIFEST not in own or self._prefix == self.url:
+            return self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes
+        own = self.store.list_prefix(self.url).object_sizes_bytes
+        if MANIFEST not in own or self._attempt_prefix_url == self.url:
             return own
-        return {**self.store.listing(self._prefix).sizes, MANIFEST: own[MANIFEST]}
+        return {
+            **self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes,
+            MANIFEST: own[MANIFEST],
+        }
 
-    def read(self, name: str) -> bytes:
-        return self.store.get(self._at(name))
+    def read_file(self, name: str) -> bytes:
+        return self.store.read_object(self._file_url(name))
 
     @contextmanager
-    def open(self, name: str) -> Generator[BinaryIO]:
-        yield cast(BinaryIO, RangeReader(self.store, self._at(name)))
+    def open_file(self, name: str) -> Generator[BinaryIO]:
+        yield cast(BinaryIO, ObjectRangeReader(self.store, self._file_url(name)))
 
-    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        return upload(self.store, self._at(name), part_bytes=self.part_bytes)
+    def create_file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        return open_upload(self.store, self._file_url(name), part_bytes=self.part_bytes)
 
     @property
-    def store(self) -> Store:
-        return Store(self.url, self.answer_seconds)
+    def store(self) -> ObjectStore:
+        return ObjectStore(self.url, self.answer_seconds)
 
-    def _at(self, name: str) -> str:
+    def _file_url(self, name: str) -> str:
         committed = name == MANIFEST and self.attempt is None
-        return f"{self.url if committed else self._prefix}/{name}"
+        return f"{self.url if committed else self._attempt_prefix_url}/{name}"
 
     @cached_property
-    def _prefix(self) -> str:
+    def _attempt_prefix_url(self) -> str:
         """URL of the prefix of the attempt's files: `url` itself if they were copied from a file system."""
-        attempt = self.attempt or attempt_of(self.read(MANIFEST))
-        below = self.attempt is not None or attempt in self.store.listing(self.url).prefixes
+        attempt = self.attempt or parse_manifest_attempt(self.read_file(MANIFEST))
+        below = self.attempt is not None or attempt in self.store.list_prefix(self.url).prefixes
         return f"{self.url}/{attempt}" if below else self.url
 
 
-def attempt_of(manifest: bytes) -> str | None:
+def parse_manifest_attempt(manifest: bytes) -> str | None:
     """Returns the attempt id in the bytes of a manifest, or None if the files are beside the manifest.
 
     Returns "unknown", which is not the id of any attempt, for a damaged manifest.
@@ -116,27 +119,27 @@ def attempt_of(manifest: bytes) -> str | None:
 
 
 @contextmanager
-def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
+def open_upload(store: ObjectStore, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
     """Opens an object for writing. The object exists only after the context ends without error.
 
     Keeps one part in memory. The last part is sent when the context ends, which can therefore raise OSError.
     """
-    sending = (_ToS3 if store.is_s3 else _ToAny)(store, url, part_bytes=part_bytes)
+    sending = (_S3Upload if store.is_s3 else _FsspecUpload)(store, url, part_bytes=part_bytes)
     ended = False
     try:
         yield cast(BinaryIO, sending)
-        sending.finish()
+        sending.complete_upload()
         ended = True
     finally:
         if not ended:
             with suppress(OSError):  # the earlier error is the one to show
-                sending.give_up()
+                sending.abort_upload()
 
 
-class _ToS3:
+class _S3Upload:
     """Uploads an object with S3's own requests: one request if it is smaller than a part, else in parts."""
 
-    def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
+    def __init__(self, store: ObjectStore, url: str, *, part_bytes: int) -> None:
         self._store, self._url, self._part_bytes = store, url, part_bytes
         self._bucket, self._key = store.bucket_and_key(url)
         self._held = io.BytesIO()  # a file object, because aiohttp warns about large bytes objects
@@ -154,50 +157,50 @@ class _ToS3:
                 self._send_part()
         return count
 
-    def finish(self) -> None:
+    def complete_upload(self) -> None:
         if self._id is None:
-            self._send("put_object", {})
+            self._send_until_confirmed("put_object", {})
         else:
             if self._held.tell():
                 self._send_part()
             # It may take S3 minutes to make one object of many parts.
             whole = {"UploadId": self._id, "MultipartUpload": {"Parts": self._parts}}
-            self._ask("complete_multipart_upload", whole, moved_bytes=len(self._parts) << 20)
+            self._call_s3("complete_multipart_upload", whole, moved_bytes=len(self._parts) << 20)
             self._id = None
         if not self._is_confirmed:
-            _warn_of_no_report(self._store.bucket)
-            _require_same(self._store, self._url, parts=self._digests)
+            _warn_no_checksum_reported(self._store.bucket_url)
+            _check_stored_bytes(self._store, self._url, parts=self._digests)
 
-    def give_up(self) -> None:
+    def abort_upload(self) -> None:
         # Skipped if the store has just timed out: it would time out again. A later save drops the parts.
         if self._id is not None and self._is_answered:
-            self._ask("abort_multipart_upload", {"UploadId": self._id})
+            self._call_s3("abort_multipart_upload", {"UploadId": self._id})
 
     def _send_part(self) -> None:
         if self._id is None:
-            self._id = str(self._ask("create_multipart_upload", {})["UploadId"])
+            self._id = str(self._call_s3("create_multipart_upload", {})["UploadId"])
         number = len(self._parts) + 1
-        answer = self._send("upload_part", {"UploadId": self._id, "PartNumber": number})
+        answer = self._send_until_confirmed("upload_part", {"UploadId": self._id, "PartNumber": number})
         known = {name: one for name, one in answer.items() if name == "ETag" or name.startswith("Checksum")}
         known.pop("ChecksumType", None)
         self._parts.append({"PartNumber": number, **known})
 
-    def _send(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _send_until_confirmed(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Sends the bytes in memory, up to TRIES times, until S3 confirms them. Returns S3's last answer."""
         body, self._held = self._held, io.BytesIO()
         data = body.getbuffer()
         answer: Mapping[str, Any] | None = None
-        refused: AlteredError | None = None
+        refused: AlteredBytesError | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="md5") as thread:
             digested = thread.submit(lambda: hashlib.md5(data, usedforsecurity=False).hexdigest())
             for _ in range(TRIES):
                 body.seek(0)
                 try:
-                    answer = self._ask(request, {**options, "Body": body}, moved_bytes=data.nbytes)
-                except AlteredError as error:
+                    answer = self._call_s3(request, {**options, "Body": body}, moved_bytes=data.nbytes)
+                except AlteredBytesError as error:
                     refused = error
                     continue
-                if not self._is_confirmed or _is_received(answer, data, md5=digested.result()):
+                if not self._is_confirmed or _is_receipt_proven(answer, data, md5=digested.result()):
                     break
             else:
                 self._is_confirmed = False
@@ -207,49 +210,53 @@ class _ToS3:
             raise refused
         return answer
 
-    def _ask(self, request: str, options: Mapping[str, Any], *, moved_bytes: int = 0) -> Mapping[str, Any]:
+    def _call_s3(
+        self, request: str, options: Mapping[str, Any], *, moved_bytes: int = 0
+    ) -> Mapping[str, Any]:
         whole = {"Bucket": self._bucket, "Key": self._key, **options}
         try:
-            return self._store.ask(self._url, "call_s3", request, options=whole, moved_bytes=moved_bytes)
+            return self._store.call_backend(
+                self._url, "call_s3", request, options=whole, moved_bytes=moved_bytes
+            )
         except OSError as error:
             self._is_answered = error.errno != errno.ETIMEDOUT
             raise
 
 
-class _ToAny:
+class _FsspecUpload:
     """Uploads an object to a store other than S3, by writing a file object of fsspec."""
 
-    def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
+    def __init__(self, store: ObjectStore, url: str, *, part_bytes: int) -> None:
         self._store, self._url = store, url
-        self._file = store.opened(url, part_bytes=part_bytes)
+        self._file = store.open_for_writing(url, part_bytes=part_bytes)
         self._size_bytes = 0
         self._digest = hashlib.md5(usedforsecurity=False)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         part = memoryview(data).cast("B")
         self._digest.update(part)
-        with asking(self._url):
+        with backend_errors_as_os_errors(self._url):
             self._file.write(part)
         self._size_bytes += part.nbytes
         return part.nbytes
 
-    def finish(self) -> None:
-        with asking(self._url):
+    def complete_upload(self) -> None:
+        with backend_errors_as_os_errors(self._url):
             self._file.close()
         md5 = self._digest.hexdigest()
-        if md5 not in self._store.md5s(self._url):
-            _warn_of_no_report(self._store.bucket)
-            _require_same(self._store, self._url, parts=[(self._size_bytes, md5)])
+        if md5 not in self._store.reported_md5s(self._url):
+            _warn_no_checksum_reported(self._store.bucket_url)
+            _check_stored_bytes(self._store, self._url, parts=[(self._size_bytes, md5)])
 
-    def give_up(self) -> None:
+    def abort_upload(self) -> None:
         """Discards the file object; else fsspec would finish the upload when the file object is deleted."""
-        with suppress(OSError), asking(self._url):
+        with suppress(OSError), backend_errors_as_os_errors(self._url):
             self._file.discard()
         if hasattr(self._file, "blocksize"):  # fsspec's own file, which sends nothing once closed
             self._file.closed = True
 
 
-def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
+def _is_receipt_proven(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
     """Returns whether S3's answer proves that it received `data`. See [Note: confirmed, or read back].
 
     md5: MD5 of `data` in hexadecimal digits
@@ -261,20 +268,20 @@ def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bo
     return with_keys and answer.get("ChecksumCRC32") == crc32
 
 
-def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
+def _check_stored_bytes(store: ObjectStore, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
     """Reads an object back. Raises AlteredError if a part differs from its (size in bytes, MD5)."""
     begin = 0
     for size_bytes, md5 in parts:
         end, found = begin + size_bytes, hashlib.md5(usedforsecurity=False)
         for at in range(begin, end, _READ_BYTES):
-            found.update(store.get(url, begin=at, end=min(at + _READ_BYTES, end)))
+            found.update(store.read_object(url, begin=at, end=min(at + _READ_BYTES, end)))
         if found.hexdigest() != md5:
-            raise AlteredError(f"bytes {begin} to {end} are others than were sent", place=url)
+            raise AlteredBytesError(f"bytes {begin} to {end} are others than were sent", place=url)
         begin = end
 
 
 @functools.cache
-def _warn_of_no_report(bucket: str) -> None:
+def _warn_no_checksum_reported(bucket: str) -> None:
     """Logs a warning, once per bucket, that the store reports no checksum and objects are read back."""
     logger.warning(
         "%s reports no checksum that can be compared with what was sent: each object is read back", bucket

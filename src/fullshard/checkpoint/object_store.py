@@ -49,7 +49,7 @@ _ALTERED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismat
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
-class AlteredError(ExplainedError):
+class AlteredBytesError(ExplainedError):
     """Raised if the store received or stored other bytes than those that were sent."""
 
     def __init__(self, said: str, *, place: str) -> None:
@@ -63,7 +63,7 @@ class AlteredError(ExplainedError):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredObjectInfo:
     """An object in a listing: its size, and the time of its last change by the store's clock, if reported."""
 
     size_bytes: int
@@ -71,19 +71,19 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Listing:
+class PrefixListing:
     """Content directly below a prefix: objects by name, and the names of further prefixes."""
 
-    objects: Mapping[str, Stored]
+    objects: Mapping[str, StoredObjectInfo]
     prefixes: tuple[str, ...]
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def object_sizes_bytes(self) -> dict[str, int]:
         return {name: one.size_bytes for name, one in self.objects.items()}
 
 
 @dataclass(frozen=True)
-class Store:
+class ObjectStore:
     """Requests to one object store. Every method may raise OSError.
 
     url: a prefix in the bucket
@@ -93,75 +93,85 @@ class Store:
     url: str
     answer_seconds: float = ANSWER_SECONDS
 
-    def require(self) -> None:
+    def check_usable(self) -> None:
         """Raises MissingExtraError if the store's package is missing, CheckpointError for an unusable URL."""
         protocol, _, rest = self.url.partition("://")
         if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
             raise CheckpointError(f"{self.url} names no bucket.", fix=f"{protocol}://bucket/run")
-        assert self._system is not None, "fsspec gives a file system, or raises"
+        assert self._file_system is not None, "fsspec gives a file system, or raises"
 
-    def listing(self, url: str) -> Listing:
+    def list_prefix(self, url: str) -> PrefixListing:
         """Returns the current listing of a prefix, without a cache. A missing prefix has an empty listing."""
-        path = self._path(url)
+        path = self._fsspec_path(url)
         try:
-            entries = self.ask(url, "ls", path, options={"detail": True, "refresh": True})
+            entries = self.call_backend(url, "ls", path, options={"detail": True, "refresh": True})
         except FileNotFoundError:
-            return Listing({}, ())
+            return PrefixListing({}, ())
         below = {
             str(entry["name"]).strip("/").removeprefix(f"{path.strip('/')}/"): entry
             for entry in entries
             if str(entry["name"]).strip("/").startswith(f"{path.strip('/')}/")
         }
-        objects = {name: _stored(one) for name, one in sorted(below.items()) if one["type"] == "file"}
-        return Listing(objects, tuple(name for name in sorted(below) if name not in objects))
+        objects = {
+            name: _parse_object_info(one) for name, one in sorted(below.items()) if one["type"] == "file"
+        }
+        return PrefixListing(objects, tuple(name for name in sorted(below) if name not in objects))
 
-    def get(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
+    def read_object(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
         """Returns the bytes of an object, or those from `begin` to `end`."""
         moved_bytes = (end or 0) - (begin or 0)
         options = {"start": begin, "end": end}
-        return self.ask(url, "cat_file", self._path(url), options=options, moved_bytes=moved_bytes)
+        return self.call_backend(
+            url, "cat_file", self._fsspec_path(url), options=options, moved_bytes=moved_bytes
+        )
 
-    def size_bytes(self, url: str) -> int:
-        return int(self.ask(url, "info", self._path(url), options={"refresh": True})["size"])
+    def object_size_bytes(self, url: str) -> int:
+        return int(self.call_backend(url, "info", self._fsspec_path(url), options={"refresh": True})["size"])
 
-    def put_new(self, url: str, *, data: bytes) -> None:
+    def put_new_object(self, url: str, *, data: bytes) -> None:
         """Creates a small object in one request, then reads it back.
 
         Raises FileExistsError if the object exists (fsspec checks this beforehand for a store without
         if-none-match). Raises AlteredError, and leaves the object, if it differs from `data`.
         """
         options = {"mode": "create"}
-        self.ask(url, "pipe_file", self._path(url), data, options=options, moved_bytes=len(data))
-        if self.get(url) != data:
-            raise AlteredError("it is other than was sent", place=url)
+        self.call_backend(
+            url, "pipe_file", self._fsspec_path(url), data, options=options, moved_bytes=len(data)
+        )
+        if self.read_object(url) != data:
+            raise AlteredBytesError("it is other than was sent", place=url)
 
-    def opened(self, url: str, *, part_bytes: int) -> Any:
+    def open_for_writing(self, url: str, *, part_bytes: int) -> Any:
         """Returns fsspec's file object for writing an object. The caller closes or discards it."""
-        with asking(url):
-            return self._system.open(self._path(url), "wb", block_size=part_bytes)
+        with backend_errors_as_os_errors(url):
+            return self._file_system.open(self._fsspec_path(url), "wb", block_size=part_bytes)
 
-    def md5s(self, url: str) -> set[str]:
+    def reported_md5s(self, url: str) -> set[str]:
         """Returns the digests that a store other than S3 reports; one may be the object's MD5, in hex."""
-        entry: Mapping[str, Any] = self.ask(url, "info", self._path(url), options={"refresh": True})
+        entry: Mapping[str, Any] = self.call_backend(
+            url, "info", self._fsspec_path(url), options={"refresh": True}
+        )
         reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
         with suppress(ValueError):  # no base64
             reported.add(base64.b64decode(str(entry.get("md5Hash", ""))).hex())
         return reported
 
-    def remove(self, urls: Sequence[str]) -> None:
+    def remove_objects(self, urls: Sequence[str]) -> None:
         if urls:
-            self.ask(self.url, "rm", [self._path(url) for url in urls])
+            self.call_backend(self.url, "rm", [self._fsspec_path(url) for url in urls])
 
-    def abort_uploads(self, url: str) -> None:
+    def abort_interrupted_uploads(self, url: str) -> None:
         """Removes interrupted uploads below `url`, whose invisible parts S3 keeps and charges for."""
         if not self.is_s3:
             return
         bucket, prefix = self.bucket_and_key(url)
         options = {"Bucket": bucket, "Prefix": f"{prefix}/"}
-        for one in self.ask(url, "call_s3", "list_multipart_uploads", options=options).get("Uploads", []):
-            self.ask(url, "abort_mpu", bucket, one["Key"], one["UploadId"])
+        for one in self.call_backend(url, "call_s3", "list_multipart_uploads", options=options).get(
+            "Uploads", []
+        ):
+            self.call_backend(url, "abort_mpu", bucket, one["Key"], one["UploadId"])
 
-    def ask(
+    def call_backend(
         self,
         url: str,
         act: str,
@@ -174,48 +184,48 @@ class Store:
         url: object that errors name
         moved_bytes: bytes that the request sends or receives, for which the deadline is later
         """
-        system, asyn = self._system, importlib.import_module("fsspec.asyn")
+        system, asyn = self._file_system, importlib.import_module("fsspec.asyn")
         seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
-        with asking(url):
+        with backend_errors_as_os_errors(url):
             if not system.async_impl:
                 return getattr(system, act)(*arguments, **(options or {}))
             asked = functools.partial(getattr(system, f"_{act}"), *arguments, **(options or {}))
             try:
                 return asyn.sync(system.loop, asked, timeout=seconds)
             except asyn.FSTimeoutError as error:
-                raise _silence(f"no answer within {format_seconds(seconds)}", url) from error
+                raise _no_answer_error(f"no answer within {format_seconds(seconds)}", url) from error
 
     @property
-    def bucket(self) -> str:
+    def bucket_url(self) -> str:
         """URL of the bucket."""
         protocol, _, rest = self.url.partition("://")
         return f"{protocol}://{rest.partition('/')[0]}"
 
     @property
     def is_s3(self) -> bool:
-        return hasattr(self._system, "call_s3")
+        return hasattr(self._file_system, "call_s3")
 
     def bucket_and_key(self, url: str) -> tuple[str, str]:
         """Returns the bucket and the key of the object `url` on S3."""
-        bucket, key, _ = self._system.split_path(self._path(url))
+        bucket, key, _ = self._file_system.split_path(self._fsspec_path(url))
         return bucket, key
 
     @property
-    def _system(self) -> Any:
-        return _system(self.bucket, os.getpid())
+    def _file_system(self) -> Any:
+        return _shared_file_system(self.bucket_url, os.getpid())
 
-    def _path(self, url: str) -> str:
-        return str(self._system._strip_protocol(url))
+    def _fsspec_path(self, url: str) -> str:
+        return str(self._file_system._strip_protocol(url))
 
 
-class RangeReader:
+class ObjectRangeReader:
     """A file object for reading an object by ranges. A small read also fetches the following bytes."""
 
     _AHEAD_BYTES = 1 << 20
 
-    def __init__(self, store: Store, url: str) -> None:
+    def __init__(self, store: ObjectStore, url: str) -> None:
         self.name = url
-        self._store, self._size = store, store.size_bytes(url)
+        self._store, self._size = store, store.object_size_bytes(url)
         self._position, self._begin, self._held = 0, 0, memoryview(b"")
 
     def seek(self, position: int) -> int:
@@ -231,7 +241,7 @@ class RangeReader:
         at = self._position - self._begin
         if wanted and not 0 <= at < self._held.nbytes:
             end = min(self._size, self._position + max(wanted, self._AHEAD_BYTES))
-            self._held = memoryview(self._store.get(self.name, begin=self._position, end=end))
+            self._held = memoryview(self._store.read_object(self.name, begin=self._position, end=end))
             self._begin, at = self._position, 0
         part = self._held[at : at + wanted]
         target[: part.nbytes] = part
@@ -240,7 +250,7 @@ class RangeReader:
 
 
 @functools.lru_cache(maxsize=8)
-def _system(url: str, process: int) -> Any:  # fsspec has no types
+def _shared_file_system(url: str, process: int) -> Any:  # fsspec has no types
     """Returns fsspec's file system for a bucket.
 
     All threads of a process share it (fsspec would create one per thread); a forked process gets its own.
@@ -265,22 +275,22 @@ def _system(url: str, process: int) -> Any:  # fsspec has no types
 
 
 @contextmanager
-def asking(url: str) -> Generator[None]:
+def backend_errors_as_os_errors(url: str) -> Generator[None]:
     """Converts exceptions of the backend to OSErrors that name the problem and the object `url`."""
     try:
         yield
     except ExplainedError:
         raise
-    except (OSError, *_foreign()) as error:
+    except (OSError, *_loaded_backend_exceptions()) as error:
         raise _as_os_error(error, url) from error
 
 
-def _foreign() -> list[type[Exception]]:
+def _loaded_backend_exceptions() -> list[type[Exception]]:
     return [getattr(sys.modules[module], name) for module, name in _FOREIGN if module in sys.modules]
 
 
 def _as_os_error(error: BaseException, url: str) -> OSError:
-    code, said = _code(error), _said(error)
+    code, said = _s3_error_code(error), _first_error_line(error)
     kinds = {kind.__name__ for kind in type(error).__mro__}
     reported: OSError
     if code == "NoSuchBucket":
@@ -300,15 +310,15 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
         reported = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
     elif code in _ALTERED:
-        reported = AlteredError(f"{code}: {said}", place=url)
+        reported = AlteredBytesError(f"{code}: {said}", place=url)
     elif kinds & _UNREACHED:
-        reported = _silence(said, url)
+        reported = _no_answer_error(said, url)
     else:  # not EIO, which would say that the bytes are gone
         reported = ExplainedError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
     return reported
 
 
-def _silence(said: str, url: str) -> ExplainedError:
+def _no_answer_error(said: str, url: str) -> ExplainedError:
     return ExplainedError(
         errno.ETIMEDOUT,
         said,
@@ -319,7 +329,7 @@ def _silence(said: str, url: str) -> ExplainedError:
     )
 
 
-def _code(error: BaseException | None) -> str | None:
+def _s3_error_code(error: BaseException | None) -> str | None:
     """Returns S3's code of an error, such as `NoSuchBucket`, or None."""
     while error is not None:
         response = getattr(error, "response", None)
@@ -329,11 +339,13 @@ def _code(error: BaseException | None) -> str | None:
     return None
 
 
-def _said(error: BaseException) -> str:
+def _first_error_line(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error)
     return str(text).strip().partition("\n")[0] or type(error).__name__
 
 
-def _stored(entry: Mapping[str, Any]) -> Stored:
+def _parse_object_info(entry: Mapping[str, Any]) -> StoredObjectInfo:
     times = (entry.get(key) for key in _CHANGED_AT)
-    return Stored(int(entry["size"]), next((time for time in times if isinstance(time, datetime)), None))
+    return StoredObjectInfo(
+        int(entry["size"]), next((time for time in times if isinstance(time, datetime)), None)
+    )

@@ -22,10 +22,24 @@ from typing import ClassVar
 from pydantic import ValidationError
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import MANIFEST, WRITER, DiskGroup, Files, WriterProcess, write_file
-from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name, step_of
-from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
-from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
+from fullshard.checkpoint.files import (
+    MANIFEST,
+    WRITER,
+    CheckpointFiles,
+    RanksSharingDisk,
+    WriterProcess,
+    write_file,
+)
+from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
+from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, parse_manifest_attempt
+from fullshard.checkpoint.object_store import (
+    ANSWER_SECONDS,
+    TRIES,
+    AlteredBytesError,
+    ObjectStore,
+    PrefixListing,
+    StoredObjectInfo,
+)
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
@@ -43,7 +57,7 @@ class ObjectLocation:
 
     url: prefix of the steps
     part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
-    answer_seconds: see `Store`
+    answer_seconds: see `ObjectStore`
     key: key that signs the checkpoints
     """
 
@@ -57,40 +71,44 @@ class ObjectLocation:
     def __str__(self) -> str:
         return self.url
 
-    def join(self, *, group: Group = None) -> DiskGroup:
-        return DiskGroup()
+    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
+        return RanksSharingDisk()
 
     def exists(self) -> bool:
-        found = self.as_checkpoint().store.listing(self.url)
+        found = self.as_checkpoint().store.list_prefix(self.url)
         return bool(found.objects or found.prefixes)
 
     def as_checkpoint(self) -> ObjectFiles:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
-    def steps(self) -> list[tuple[int, Files]]:
+    def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         """Returns (step, files) of every step that has a manifest, which uncommitted attempts do not have."""
-        found = _listings(self.as_checkpoint().store)
-        return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
+        found = _list_step_prefixes(self.as_checkpoint().store)
+        return [(step, self._step_files(step)) for step, below in found.items() if MANIFEST in below.objects]
 
-    def unfinished(self) -> list[str]:
-        return [str(draft) for draft in _uncommitted(self.as_checkpoint().store)]
+    def list_drafts(self) -> list[str]:
+        return [str(draft) for draft in _list_uncommitted_attempts(self.as_checkpoint().store)]
 
-    def quarantined(self) -> list[str]:
-        found = _listings(self.as_checkpoint().store)
-        return [f"{step_name(step)}/{name}" for step, below in found.items() for name in _rejects(below)]
+    def list_quarantined(self) -> list[str]:
+        found = _list_step_prefixes(self.as_checkpoint().store)
+        return [
+            f"{step_name(step)}/{name}"
+            for step, below in found.items()
+            for name in _quarantined_manifest_names(below)
+        ]
 
     @contextmanager
-    def writing(self) -> Generator[None]:
+    def lock_for_writing(self) -> Generator[None]:
         """Does nothing: other writers are not refused. See [Note: one put commits]."""
         yield
 
-    def begin(self, step: int, *, needed_bytes: int) -> Files:
-        draft = self._at(step, attempt=secrets.token_hex(8))
-        writer = WriterProcess.this().model_dump_json().encode()
+    def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
+        draft = self._step_files(step, attempt=secrets.token_hex(8))
+        writer = WriterProcess.current().model_dump_json().encode()
         store = self.as_checkpoint().store
         write_file(draft, WRITER, data=writer)
         try:
-            store.put_new(f"{draft}/{WRITER}", data=writer)
+            store.put_new_object(f"{draft}/{WRITER}", data=writer)
         except FileExistsError:
             pass  # the expected answer
         else:
@@ -99,94 +117,101 @@ class ObjectLocation:
                 "same time, one may replace the other's checkpoint",
                 self,
             )
-        _collect_leftovers(store, own=draft)
+        _remove_abandoned_attempts(store, own=draft)
         return draft
 
-    def prepare(self, draft: Files, manifest: Manifest) -> None:
+    def prepare_commit(self, draft: CheckpointFiles, manifest: Manifest) -> None:
         """Does nothing: putting the manifest is the commit."""
 
-    def commit(self, draft: Files, manifest: Manifest) -> Files:
+    def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         """Puts the manifest. Raises CheckpointError if a file is missing or another job saved the step."""
-        draft = _own(draft)
-        _require_stored(draft, manifest)
-        signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
+        draft = _as_object_files(draft)
+        _check_files_stored(draft, manifest)
+        signed = manifest.model_copy(update={"attempt": draft.attempt}).encode_and_sign(draft.key)
         _put_manifest(draft, data=signed)
-        return self._at(manifest.step)
+        return self._step_files(manifest.step)
 
-    def discard(self, draft: Files) -> None:
+    def discard_draft(self, draft: CheckpointFiles) -> None:
         """Removes a draft, unless its manifest exists: its put succeeded, and only the answer was lost."""
-        draft = _own(draft)
+        draft = _as_object_files(draft)
         try:
-            if _committed(draft) != draft.attempt:
+            if _committed_attempt(draft) != draft.attempt:
                 _remove_attempt(draft)
         except OSError as error:
             logger.warning("%s could not be removed: %s", draft, error)
 
-    def set_aside(self, checkpoint: Files) -> str:
+    def quarantine(self, checkpoint: CheckpointFiles) -> str:
         """Renames only the manifest, and returns its new URL; the files stay in place."""
-        store, url = self.as_checkpoint().store, _own(checkpoint).url
-        text = store.get(f"{url}/{MANIFEST}")
-        aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
+        store, url = self.as_checkpoint().store, _as_object_files(checkpoint).url
+        text = store.read_object(f"{url}/{MANIFEST}")
+        aside = f"{url}/{_REJECT}{parse_manifest_attempt(text)}-{secrets.token_hex(4)}.json"
         with suppress(FileExistsError):
-            store.put_new(aside, data=text)
-        store.remove([f"{url}/{MANIFEST}"])
+            store.put_new_object(aside, data=text)
+        store.remove_objects([f"{url}/{MANIFEST}"])
         return aside
 
-    def remove(self, checkpoint: Files) -> None:
+    def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
         """Removes the manifest first, so that an interrupted removal leaves only an uncommitted attempt."""
-        files = _own(checkpoint)
+        files = _as_object_files(checkpoint)
         store, url = self.as_checkpoint().store, files.url
-        attempt, below = _committed(files), store.listing(url)
-        store.remove([f"{url}/{MANIFEST}"])
+        attempt, below = _committed_attempt(files), store.list_prefix(url)
+        store.remove_objects([f"{url}/{MANIFEST}"])
         if attempt in below.prefixes:
             _remove_attempt(replace(files, attempt=attempt))
         else:  # copied from a file system
-            store.remove([f"{url}/{name}" for name in set(below.objects) - {MANIFEST, *_rejects(below)}])
+            store.remove_objects(
+                [
+                    f"{url}/{name}"
+                    for name in set(below.objects) - {MANIFEST, *_quarantined_manifest_names(below)}
+                ]
+            )
 
-    def _at(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
+    def _step_files(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
         url = f"{self.url}/{step_name(step)}"
         return ObjectFiles(url, attempt, self.part_bytes, self.answer_seconds, self.key)
 
 
-def _own(files: Files) -> ObjectFiles:
+def _as_object_files(files: CheckpointFiles) -> ObjectFiles:
     assert isinstance(files, ObjectFiles), f"{files} lies elsewhere"
     return files
 
 
-def _listings(store: Store) -> dict[int, Listing]:
+def _list_step_prefixes(store: ObjectStore) -> dict[int, PrefixListing]:
     """Returns the listing of every step's prefix by step, highest step first."""
-    steps = [step for name in store.listing(store.url).prefixes if (step := step_of(name)) is not None]
-    return {step: store.listing(f"{store.url}/{step_name(step)}") for step in sorted(steps, reverse=True)}
+    steps = [
+        step for name in store.list_prefix(store.url).prefixes if (step := parse_step_name(name)) is not None
+    ]
+    return {step: store.list_prefix(f"{store.url}/{step_name(step)}") for step in sorted(steps, reverse=True)}
 
 
-def _rejects(below: Listing) -> list[str]:
+def _quarantined_manifest_names(below: PrefixListing) -> list[str]:
     return [name for name in below.objects if name.startswith(_REJECT)]
 
 
-def _uncommitted(store: Store) -> list[ObjectFiles]:
+def _list_uncommitted_attempts(store: ObjectStore) -> list[ObjectFiles]:
     """Returns the attempts that no manifest names, neither a current one nor a damaged one."""
     found: list[ObjectFiles] = []
-    for step, below in _listings(store).items():
+    for step, below in _list_step_prefixes(store).items():
         at = ObjectFiles(f"{store.url}/{step_name(step)}", answer_seconds=store.answer_seconds)
-        named: set[str | None] = {name.split("-")[1] for name in _rejects(below)}
+        named: set[str | None] = {name.split("-")[1] for name in _quarantined_manifest_names(below)}
         if below.prefixes and MANIFEST in below.objects:
-            named.add(_committed(at))
+            named.add(_committed_attempt(at))
         # If a manifest names an unknown attempt, it may be damaged, and any of the attempts may be its files.
         if named <= set(below.prefixes):
             found += [replace(at, attempt=attempt) for attempt in below.prefixes if attempt not in named]
     return found
 
 
-def _committed(files: ObjectFiles) -> str | None:
+def _committed_attempt(files: ObjectFiles) -> str | None:
     """Returns the attempt in the manifest of a step, or None if there is no manifest or no attempt in it."""
     try:
-        return attempt_of(files.store.get(f"{files.url}/{MANIFEST}"))
+        return parse_manifest_attempt(files.store.read_object(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:
         return None
 
 
-def _require_stored(draft: ObjectFiles, manifest: Manifest) -> None:
-    sizes = draft.sizes()
+def _check_files_stored(draft: ObjectFiles, manifest: Manifest) -> None:
+    sizes = draft.file_sizes_bytes()
     for name, file in manifest.files.items():
         if sizes.get(name) != file.size_bytes:
             raise CheckpointError(
@@ -202,17 +227,17 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
     failed: OSError | None = None
     for _ in range(TRIES):
         try:
-            return store.put_new(target, data=data)
+            return store.put_new_object(target, data=data)
         except OSError as error:
             failed = error
         try:
-            there = store.get(target)
+            there = store.read_object(target)
         except FileNotFoundError:
             continue  # it collided with another put, which also failed
         if there == data:
             return None  # it was stored, and the answer was lost
-        if isinstance(failed, AlteredError) and _is_damaged(draft):
-            store.remove([target])  # ours, because nothing was there before
+        if isinstance(failed, AlteredBytesError) and _is_manifest_damaged(draft):
+            store.remove_objects([target])  # ours, because nothing was there before
             continue
         raise CheckpointError(
             f"another job has saved {draft.url} meanwhile.",
@@ -224,7 +249,7 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
     raise failed
 
 
-def _is_damaged(draft: ObjectFiles) -> bool:
+def _is_manifest_damaged(draft: ObjectFiles) -> bool:
     try:
         read_manifest(replace(draft, attempt=None))
     except DamagedCheckpointError:
@@ -235,21 +260,21 @@ def _is_damaged(draft: ObjectFiles) -> bool:
 def _remove_attempt(draft: ObjectFiles) -> None:
     """Removes the files of an attempt, last of all the file that identifies its writer."""
     store = draft.store
-    store.abort_uploads(str(draft))
-    names = set(store.listing(str(draft)).objects)
-    store.remove([f"{draft}/{name}" for name in sorted(names - {WRITER})])
-    store.remove([f"{draft}/{name}" for name in names & {WRITER}])
+    store.abort_interrupted_uploads(str(draft))
+    names = set(store.list_prefix(str(draft)).objects)
+    store.remove_objects([f"{draft}/{name}" for name in sorted(names - {WRITER})])
+    store.remove_objects([f"{draft}/{name}" for name in names & {WRITER}])
 
 
-def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
+def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
     """Removes uncommitted attempts that no process writes any more, except `own`. Only logs a failure."""
     try:
-        now = store.listing(str(own)).objects[WRITER]
-        for draft in _uncommitted(store):
+        now = store.list_prefix(str(own)).objects[WRITER]
+        for draft in _list_uncommitted_attempts(store):
             if str(draft) == str(own):
                 continue
             # Looked up again: it may have committed, and ended, since the first listing.
-            if is_abandoned(draft, now) and str(draft) in map(str, _uncommitted(store)):
+            if is_attempt_abandoned(draft, now) and str(draft) in map(str, _list_uncommitted_attempts(store)):
                 logger.info("removing %s: nobody writes it any more", draft)
                 _remove_attempt(draft)
             else:
@@ -258,16 +283,16 @@ def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
         logger.warning("what broken-off saves left in %s could not be removed: %s", store.url, error)
 
 
-def is_abandoned(draft: ObjectFiles, now: Stored) -> bool:
+def is_attempt_abandoned(draft: ObjectFiles, now: StoredObjectInfo) -> bool:
     """Returns whether no process writes an attempt: its process is dead, or it got no object for a day.
 
     now: an object that was just put, which has the current time by the store's clock
     """
-    times = [one.changed for one in draft.store.listing(str(draft)).objects.values()]
+    times = [one.changed for one in draft.store.list_prefix(str(draft)).objects.values()]
     known = [time for time in times if time is not None]
     if now.changed and known and len(known) == len(times) and now.changed - max(known) > _DEAD_AFTER:
         return True
     try:
-        return WriterProcess.model_validate(parse_json(draft.read(WRITER))).is_dead()
+        return WriterProcess.model_validate(parse_json(draft.read_file(WRITER))).is_certainly_dead()
     except (FileNotFoundError, ValueError, ValidationError):
         return False

@@ -7,7 +7,8 @@ was never acknowledged.
 
 [Note: every copy] DCP writes a replicated shard only once. With a disk per node, a rank could then not read
 its own state back. So here each rank writes all of its shards, and prefers its own copies when it reads. The
-same nodes load a step in place, each rank from its own disk. For other nodes, `gather` copies it to one disk.
+same nodes load a step in place, each rank from its own disk. For other nodes, `gather_node_checkpoints`
+copies it to one disk.
 """
 
 import logging
@@ -18,19 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import WRITER, DiskGroup, LocalFiles
-from fullshard.checkpoint.location import LocalLocation, directories
+from fullshard.checkpoint.files import WRITER, LocalFiles, RanksSharingDisk
+from fullshard.checkpoint.location import LocalLocation, list_directories
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SavedFile,
-    describe_small,
+    read_manifest_and_check_sizes,
+    small_file_entry,
     step_name,
-    verify,
 )
 from fullshard.checkpoint.verify import find_damage
-from fullshard.distributed.agreement import Group, agreed, gathered, locally, on_rank_zero, rank
+from fullshard.distributed.agreement import (
+    Group,
+    all_gather_object,
+    raise_on_all_ranks,
+    rank,
+    run_on_rank_zero,
+    run_on_this_rank,
+)
 from fullshard.errors import CheckpointError
-from fullshard.system.files import flush, make_directory
+from fullshard.system.files import fsync_path, make_durable_directory
 
 logger = logging.getLogger("fullshard")
 
@@ -42,33 +50,35 @@ class NodeLocalDirectory(LocalLocation):
     def __str__(self) -> str:
         return f"{self.path} of each node"
 
-    def join(self, *, group: Group = None) -> DiskGroup:
+    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
         """Finds the ranks that share a disk: each writes a file, and sees those of ranks on the same disk.
 
         The lowest rank of a disk leads. Then commits, on every disk, the drafts of steps that all nodes
         prepared. See [Note: prepared, then committed].
         """
-        token = on_rank_zero(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
+        token = run_on_rank_zero(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
         doing, sign = f"looking who shares {self.path}", self.path / f".seat-{token}-{rank()}"
-        with agreed(doing, group=group):
-            make_directory(self.path)
+        with raise_on_all_ranks(doing, group=group):
+            make_durable_directory(self.path)
             sign.touch()
-        with agreed(doing, group=group):
+        with raise_on_all_ranks(doing, group=group):
             leader = min(int(one.name.rpartition("-")[2]) for one in self.path.glob(f".seat-{token}-*"))
-        leaders = sorted(set(gathered(leader, group=group)))
+        leaders = sorted(set(all_gather_object(leader, group=group)))
         sign.unlink()
-        with agreed(f"looking for checkpoints in {self.path}", group=group):
-            mine = held_steps(self) if leader == rank() else []
-        known = complete([one for many in gathered(mine, group=group) for one in many])
-        with agreed(f"committing what was prepared in {self.path}", group=group):
+        with raise_on_all_ranks(f"looking for checkpoints in {self.path}", group=group):
+            mine = list_node_checkpoints(self) if leader == rank() else []
+        known = steps_on_all_disks([one for many in all_gather_object(mine, group=group) for one in many])
+        with raise_on_all_ranks(f"committing what was prepared in {self.path}", group=group):
             for one in mine:
                 target = self.path / step_name(one.step)
                 if (one.step, one.attempt) in known and one.name != target.name:
                     (self.path / one.name).rename(target)
-                    flush(self.path)
+                    fsync_path(self.path)
                     logger.warning("%s was prepared on every node, and is committed now", target)
         steps = frozenset(step for step, _ in known)
-        return DiskGroup(leader, leaders.index(leader), len(leaders), attempt=token, complete_steps=steps)
+        return RanksSharingDisk(
+            leader, leaders.index(leader), len(leaders), attempt=token, complete_steps=steps
+        )
 
 
 @dataclass(frozen=True)
@@ -85,15 +95,15 @@ class NodeCheckpoint:
     name: str
 
 
-def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
+def list_node_checkpoints(own: LocalLocation) -> list[NodeCheckpoint]:
     """Returns the checkpoints and prepared drafts on this disk that have a manifest and complete files."""
     found: list[NodeCheckpoint] = []
     path = own.path
-    for directory in directories(path, "step-*") + directories(path, ".tmp-*"):
+    for directory in list_directories(path, "step-*") + list_directories(path, ".tmp-*"):
         if not (directory / MANIFEST).exists():
             continue
         try:
-            manifest = verify(LocalFiles(directory, own.key))
+            manifest = read_manifest_and_check_sizes(LocalFiles(directory, own.key))
         except CheckpointError as error:
             logger.warning("passing over %s: %s", directory, error.got or error.what)
             continue
@@ -104,7 +114,7 @@ def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
     return found
 
 
-def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
+def steps_on_all_disks(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
     """Returns (step, attempt) of each step that is in `held` for every one of its disks, highest first."""
     where: dict[tuple[int, str, int], set[int]] = {}
     for one in held:
@@ -112,7 +122,7 @@ def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
     return sorted(((s, a) for (s, a, nodes), on in where.items() if on == set(range(nodes))), reverse=True)
 
 
-def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
+def gather_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
     """Copies the newest step that all its nodes have into `target`, as one complete checkpoint.
 
     sources: directory of checkpoints of each node, in any order
@@ -122,12 +132,14 @@ def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = Non
     """
     key = None if key_file is None else KeyFile(key_file)
     disks = [LocalLocation(source, key=key) for source in sources]
-    return locally(lambda: _gather(disks, LocalLocation(target, key=key)), doing=f"gathering into {target}")
+    return run_on_this_rank(
+        lambda: _gather_newest_step(disks, LocalLocation(target, key=key)), doing=f"gathering into {target}"
+    )
 
 
-def _gather(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
-    held = [(one, step) for one in disks for step in held_steps(one)]
-    known = complete([step for _, step in held])
+def _gather_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
+    held = [(one, step) for one in disks for step in list_node_checkpoints(one)]
+    known = steps_on_all_disks([step for _, step in held])
     if not known:
         found = ", ".join(f"step {step.step} of node {step.node} in {one}" for one, step in held)
         raise CheckpointError(
@@ -138,20 +150,20 @@ def _gather(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
         for one, step in held
         if (step.step, step.attempt) == known[0]
     }
-    manifests = {node: verify(files) for node, files in parts.items()}
+    manifests = {node: read_manifest_and_check_sizes(files) for node, files in parts.items()}
     for files in parts.values():
         for damage in find_damage(files):
             raise CheckpointError(f"{files} is damaged.", got=f"{damage.file}: {damage.what}")
     manifest = manifests[0]
-    with target.writing():
-        draft = target.begin(manifest.step, needed_bytes=manifest.size_bytes)
+    with target.lock_for_writing():
+        draft = target.create_draft(manifest.step, needed_bytes=manifest.checkpoint_bytes)
         copied: dict[str, SavedFile] = {}
         for name, file in manifest.files.items():
             if name != WRITER:
-                with parts[file.node or 0].open(name) as source, draft.create(name) as copy:
+                with parts[file.node or 0].open_file(name) as source, draft.create_file(name) as copy:
                     shutil.copyfileobj(source, copy, length=16 << 20)
                 copied[name] = file.model_copy(update={"node": None})
-        copied[WRITER] = describe_small(draft, draft.read(WRITER))
+        copied[WRITER] = small_file_entry(draft, draft.read_file(WRITER))
         whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
-        target.prepare(draft, whole)
+        target.prepare_commit(draft, whole)
         return Path(str(target.commit(draft, whole)))

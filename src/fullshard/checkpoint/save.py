@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.files import WRITER, DiskGroup, Files, write_file
-from fullshard.checkpoint.location import CheckpointLocation, location, location_of, prune
+from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
+from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url, remove_old_checkpoints
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     MODEL_PREFIX,
@@ -28,13 +28,20 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     SavedFile,
     SavedTensor,
-    describe_small,
-    verify,
+    read_manifest_and_check_sizes,
+    small_file_entry,
 )
-from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
-from fullshard.checkpoint.verify import require_manifest, require_written
-from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank, world_size
-from fullshard.distributed.tensors import local_shard
+from fullshard.checkpoint.snapshot_reader import ShardReader, UnchangingShardReader
+from fullshard.checkpoint.verify import check_written_files, check_written_manifest
+from fullshard.distributed.agreement import (
+    Group,
+    all_gather_object,
+    raise_on_all_ranks,
+    rank,
+    run_on_rank_zero,
+    world_size,
+)
+from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
@@ -81,10 +88,12 @@ def save(
     read_back: each rank reads its files again before the commit; raises CheckpointError if bytes differ
     """
     place = location_of(directory)
-    saving = Saver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
-    with agreed("taking the state to save"):
+    saving = CheckpointSaver(
+        place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
+    )
+    with raise_on_all_ranks("taking the state to save"):
         snapshot = take_snapshot(state)
-    return saving.run(snapshot)
+    return saving.save_snapshot(snapshot)
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,11 @@ class Snapshot:
     step: int
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
-    held: ShardReader = field(default_factory=FrozenShards)
+    held: ShardReader = field(default_factory=UnchangingShardReader)
 
 
 @dataclass(frozen=True)
-class Saver:
+class CheckpointSaver:
     """Location and settings of saves. See `save` for the fields."""
 
     place: CheckpointLocation
@@ -115,133 +124,148 @@ class Saver:
                     "a number of checkpoints to keep cannot be negative.", got=f"{name} = {value}"
                 )
 
-    def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
+    def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
-        doing = self._doing(mine)
-        with agreed(doing, group=group):
-            _require_numbers(mine)
-        disk = self.place.join(group=group)
-        needed_bytes = _agreed_bytes(mine, disk, group=group)
+        doing = self._action_text(mine)
+        with raise_on_all_ranks(doing, group=group):
+            _check_no_nan(mine)
+        disk = self.place.recover_and_group_ranks(group=group)
+        needed_bytes = _disk_bytes_if_ranks_agree(mine, disk, group=group)
         with ExitStack() as held:
-            draft = disk.on_leader(
-                lambda: self._begin(held, mine, disk=disk, needed_bytes=needed_bytes),
+            draft = disk.run_on_leader(
+                lambda: self._create_draft_unless_saved(held, mine, disk=disk, needed_bytes=needed_bytes),
                 doing=doing,
                 group=group,
             )
             if isinstance(draft, Path | str):
                 return draft
             try:
-                files, tensors = self._write(mine, draft, disk=disk, group=group)
-                target = self._commit(mine, draft, disk=disk, files=files, tensors=tensors, group=group)
+                files, tensors = self._write_shards(mine, draft, disk=disk, group=group)
+                target = self._commit_on_all_disks(
+                    mine, draft, disk=disk, files=files, tensors=tensors, group=group
+                )
             except CheckpointError:
                 if disk.is_leader:
-                    self.place.discard(draft)
+                    self.place.discard_draft(draft)
                 raise
-            with agreed("removing old checkpoints", group=group):
+            with raise_on_all_ranks("removing old checkpoints", group=group):
                 if disk.is_leader:
-                    prune(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
+                    remove_old_checkpoints(
+                        self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step
+                    )
         return target
 
-    def _doing(self, mine: Snapshot) -> str:
+    def _action_text(self, mine: Snapshot) -> str:
         return f"saving step {mine.step} to {self.place}"
 
-    def _begin(
-        self, held: ExitStack, mine: Snapshot, *, disk: DiskGroup, needed_bytes: int
-    ) -> Files | Path | str:
+    def _create_draft_unless_saved(
+        self, held: ExitStack, mine: Snapshot, *, disk: RanksSharingDisk, needed_bytes: int
+    ) -> CheckpointFiles | Path | str:
         """Returns a new draft, or the path of the step if it is already saved. Called on leaders.
 
-        The lock of `place.writing()` is held until `held` closes.
+        The lock of `place.lock_for_writing()` is held until `held` closes.
         """
-        held.enter_context(self.place.writing())
-        there = next((files for step, files in self.place.steps() if step == mine.step), None)
+        held.enter_context(self.place.lock_for_writing())
+        there = next((files for step, files in self.place.list_checkpoints() if step == mine.step), None)
         # A step that is not on all disks was never acknowledged, and `begin` renames it.
         is_acknowledged = disk.complete_steps is None or mine.step in disk.complete_steps
-        if there is not None and is_acknowledged and self._is_whole(there, mine, disk=disk):
-            return location(there)
-        return self.place.begin(mine.step, needed_bytes=needed_bytes)
+        if there is not None and is_acknowledged and self._accept_or_quarantine(there, mine, disk=disk):
+            return path_or_url(there)
+        return self.place.create_draft(mine.step, needed_bytes=needed_bytes)
 
-    def _is_whole(self, there: Files, mine: Snapshot, *, disk: DiskGroup) -> bool:
+    def _accept_or_quarantine(
+        self, there: CheckpointFiles, mine: Snapshot, *, disk: RanksSharingDisk
+    ) -> bool:
         """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model."""
         try:
-            manifest = verify(there)
+            manifest = read_manifest_and_check_sizes(there)
         except DamagedCheckpointError as error:
             if disk.node is not None:
                 raise  # it was complete when `place.join` looked, and the other disks have the step
-            aside = self.place.set_aside(there)
+            aside = self.place.quarantine(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
-        _require_same_model(there, manifest, mine=mine)
+        _check_same_model(there, manifest, mine=mine)
         return True
 
-    def _write(
-        self, mine: Snapshot, draft: Files, *, disk: DiskGroup, group: Group
+    def _write_shards(
+        self, mine: Snapshot, draft: CheckpointFiles, *, disk: RanksSharingDisk, group: Group
     ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
         """Writes the shards of every rank; returns the files and tensors of all ranks. Collective."""
-        doing = self._doing(mine)
-        with agreed(doing, group=group):
+        doing = self._action_text(mine)
+        with raise_on_all_ranks(doing, group=group):
             _check_shared_directory(draft)
         metadata: Metadata | None = None
-        with agreed(doing, group=group):
+        with raise_on_all_ranks(doing, group=group):
             if self.layout == "ranks":
-                own = storage.write_own(mine.tensors, draft, held=mine.held)
+                own = storage.write_rank_file(mine.tensors, draft, held=mine.held)
             else:
                 every_copy = disk.node is not None
-                own, metadata = storage.write(
+                own, metadata = storage.write_with_dcp(
                     mine.tensors, draft, held=mine.held, every_copy=every_copy, group=group
                 )
-        mine.held.finish()
+        mine.held.release_shards()
         if self.read_back:
-            with agreed(f"reading back step {mine.step}", group=group):
-                require_written(draft, self._manifest(mine, disk, files=own, tensors={}))
+            with raise_on_all_ranks(f"reading back step {mine.step}", group=group):
+                check_written_files(draft, self._build_manifest(mine, disk, files=own, tensors={}))
         own = {
             n: one if n == SHARDS else one.model_copy(update={"node": disk.node}) for n, one in own.items()
         }
-        files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
+        files = {name: file for part in all_gather_object(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
-            return files, _all_names(mine, group)
-        return files, on_rank_zero(lambda: _written_tensors(metadata, files), doing=doing, group=group)
+            return files, _gather_saved_tensors(mine, group)
+        return files, run_on_rank_zero(
+            lambda: _check_and_list_written_tensors(metadata, files), doing=doing, group=group
+        )
 
-    def _commit(
+    def _commit_on_all_disks(
         self,
         mine: Snapshot,
-        draft: Files,
+        draft: CheckpointFiles,
         *,
-        disk: DiskGroup,
+        disk: RanksSharingDisk,
         files: dict[str, SavedFile],
         tensors: dict[str, SavedTensor],
         group: Group,
     ) -> Path | str:
         """Prepares the checkpoint on every disk, then commits it. See [Note: prepared, then committed]."""
-        doing, index = self._doing(mine), None
+        doing, index = self._action_text(mine), None
         manifests: list[Manifest] = []  # a leader's: too large to be sent to all ranks
         if disk.nodes > 1 and SHARDS in files:
-            index = on_rank_zero(lambda: draft.read(SHARDS), doing=doing, group=group)
+            index = run_on_rank_zero(lambda: draft.read_file(SHARDS), doing=doing, group=group)
 
-        def prepare() -> None:
+        def prepare_on_disk() -> None:
             # Disks of nodes have different writers, so their manifest names none.
-            writer = {WRITER: describe_small(draft, draft.read(WRITER))} if disk.node is None else {}
-            manifest = self._manifest(mine, disk, files=files | writer, tensors=tensors)
-            if index is not None and SHARDS not in draft.sizes():
+            writer = {WRITER: small_file_entry(draft, draft.read_file(WRITER))} if disk.node is None else {}
+            manifest = self._build_manifest(mine, disk, files=files | writer, tensors=tensors)
+            if index is not None and SHARDS not in draft.file_sizes_bytes():
                 write_file(draft, SHARDS, data=index)
                 if self.read_back:
                     only_index = {"files": {SHARDS: manifest.files[SHARDS]}}
-                    require_written(draft, manifest.model_copy(update=only_index))
-            self.place.prepare(draft, manifest)
-            if self.read_back and MANIFEST in draft.sizes():
-                require_manifest(draft)
+                    check_written_files(draft, manifest.model_copy(update=only_index))
+            self.place.prepare_commit(draft, manifest)
+            if self.read_back and MANIFEST in draft.file_sizes_bytes():
+                check_written_manifest(draft)
             manifests.append(manifest)
 
-        def commit() -> Path | str:
+        def commit_on_disk() -> Path | str:
             target = self.place.commit(draft, manifests[0])
-            verify(target)  # a save is not acknowledged unless the next load would find it
-            logger.info("saved %s (%s)", target, format_bytes(manifests[0].size_bytes))
-            return location(target)
+            read_manifest_and_check_sizes(
+                target
+            )  # a save is not acknowledged unless the next load would find it
+            logger.info("saved %s (%s)", target, format_bytes(manifests[0].checkpoint_bytes))
+            return path_or_url(target)
 
-        disk.on_leader(prepare, doing=doing, group=group)
-        return disk.on_leader(commit, doing=doing, group=group)
+        disk.run_on_leader(prepare_on_disk, doing=doing, group=group)
+        return disk.run_on_leader(commit_on_disk, doing=doing, group=group)
 
-    def _manifest(
-        self, mine: Snapshot, disk: DiskGroup, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
+    def _build_manifest(
+        self,
+        mine: Snapshot,
+        disk: RanksSharingDisk,
+        *,
+        files: dict[str, SavedFile],
+        tensors: dict[str, SavedTensor],
     ) -> Manifest:
         return Manifest(
             step=mine.step,
@@ -251,7 +275,7 @@ class Saver:
             files=dict(sorted(files.items())),
             world_size=world_size(),
             torch_version=torch.__version__,
-            fullshard_version=_own_version(),
+            fullshard_version=_fullshard_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
             nodes=disk.nodes,
             node=disk.node or 0,
@@ -263,7 +287,7 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
     """Returns the state's step, values and tensors, not copied. Raises CheckpointError for unsavable ones."""
     tensors = state.tensors()
     for name, tensor in tensors.items():
-        problem = _unsavable(tensor)
+        problem = _unsavable_reason(tensor)
         if problem:
             raise CheckpointError(f"the tensor {name!r} cannot be saved.", got=problem)
     try:
@@ -279,20 +303,20 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
     return Snapshot(state.step, values, tensors)
 
 
-def _require_numbers(mine: Snapshot) -> None:
+def _check_no_nan(mine: Snapshot) -> None:
     """Raises CheckpointError if the model contains NaN: saving it would displace the last useful checkpoint.
 
     Infinities are accepted, since masks consist of them.
     """
-    shards = {n: local_shard(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
+    shards = {n: detached_local_tensor(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     shards = {n: t for n, t in shards.items() if t.dtype in _SUMMED and t.numel()}
     sums: dict[str, Tensor] = {}
     for name, shard in shards.items():
         # A sum is the quickest check of all elements: it is NaN if one is, or if infinities cancel out.
-        with mine.held.read(name, shard, last=False) as numbers:
+        with mine.held.read_shard(name, shard, last=False) as numbers:
             sums[name] = numbers.sum()
     for name in [name for name, total in sums.items() if math.isnan(total.item())]:
-        with mine.held.read(name, shards[name], last=False) as numbers:
+        with mine.held.read_shard(name, shards[name], last=False) as numbers:
             has_nan = bool(numbers.isnan().any())
         if has_nan:
             raise CheckpointError(
@@ -303,11 +327,11 @@ def _require_numbers(mine: Snapshot) -> None:
             )
 
 
-def _unsavable(tensor: object) -> str | None:
+def _unsavable_reason(tensor: object) -> str | None:
     if not isinstance(tensor, Tensor):
         return f"{type(tensor).__name__}, not a tensor"
     # A subclass may read its numbers only when it is copied to the CPU.
-    if tensor.is_meta and type(local_shard(tensor)) in (Tensor, nn.Parameter):
+    if tensor.is_meta and type(detached_local_tensor(tensor)) in (Tensor, nn.Parameter):
         return "a tensor on the meta device, which holds no numbers"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
@@ -316,13 +340,13 @@ def _unsavable(tensor: object) -> str | None:
     return None
 
 
-def _agreed_bytes(mine: Snapshot, disk: DiskGroup, *, group: Group) -> int:
+def _disk_bytes_if_ranks_agree(mine: Snapshot, disk: RanksSharingDisk, *, group: Group) -> int:
     """Returns the most bytes that go to this rank's disk. Raises CheckpointError if ranks' values differ."""
     text = json.dumps(mine.values, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     # Disks of nodes get every copy of a shard: [Note: every copy].
-    share = sum(_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
-    facts = gathered((mine.step, digest, share, disk.node), group=group)
+    share = sum(_rank_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
+    facts = all_gather_object((mine.step, digest, share, disk.node), group=group)
     for other, (step, values, *_) in enumerate(facts):
         if step != facts[0][0]:
             raise CheckpointError(
@@ -337,25 +361,27 @@ def _agreed_bytes(mine: Snapshot, disk: DiskGroup, *, group: Group) -> int:
     return math.ceil(sum(share for _, _, share, node in facts if node == disk.node))
 
 
-def _share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
+def _rank_share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
     """Returns this rank's share of the bytes to write: 1/n of a shard on n ranks, or all if `every_copy`."""
     if every_copy:
-        return _written_bytes(local_shard(tensor))
+        return _max_written_bytes(detached_local_tensor(tensor))
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
-        return _written_bytes(local_shard(tensor)) / copies
-    return _written_bytes(tensor) / world_size()
+        return _max_written_bytes(detached_local_tensor(tensor)) / copies
+    return _max_written_bytes(tensor) / world_size()
 
 
-def _written_bytes(shard: Tensor) -> int:
+def _max_written_bytes(shard: Tensor) -> int:
     """Returns an upper bound of the bytes of a shard in a data file and its table."""
     padding = ALIGNMENT if shard.nbytes >= LARGE_BYTES else 0
     return shard.nbytes + _ENVELOPE_BYTES + padding
 
 
-def _require_same_model(there: Files, manifest: Manifest, *, mine: Snapshot) -> None:
-    model = {n: SavedTensor.of(tensor) for n, tensor in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
+def _check_same_model(there: CheckpointFiles, manifest: Manifest, *, mine: Snapshot) -> None:
+    model = {
+        n: SavedTensor.from_tensor(tensor) for n, tensor in mine.tensors.items() if n.startswith(MODEL_PREFIX)
+    }
     if model != manifest.model_tensors:
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}
         raise CheckpointError(
@@ -371,8 +397,8 @@ def _require_same_model(there: Files, manifest: Manifest, *, mine: Snapshot) -> 
         logger.info("%s exists already", there)
 
 
-def _check_shared_directory(draft: Files) -> None:
-    if WRITER not in draft.sizes():
+def _check_shared_directory(draft: CheckpointFiles) -> None:
+    if WRITER not in draft.file_sizes_bytes():
         raise CheckpointError(
             "the directory of checkpoints is not the same on all ranks.",
             got=f"no {draft} there, which rank 0 has just made",
@@ -380,14 +406,18 @@ def _check_shared_directory(draft: Files) -> None:
         )
 
 
-def _all_names(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
+def _gather_saved_tensors(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
     """Returns the tensors of all ranks by name. Ranks send only names that rank 0 lacks. Collective."""
-    common = on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group)
-    own = {n: SavedTensor.of(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)}
-    return {name: one for part in gathered(own, group=group) for name, one in sorted(part.items())}
+    common = run_on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group)
+    own = {
+        n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)
+    }
+    return {name: one for part in all_gather_object(own, group=group) for name, one in sorted(part.items())}
 
 
-def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) -> dict[str, SavedTensor]:
+def _check_and_list_written_tensors(
+    metadata: Metadata | None, files: Mapping[str, SavedFile]
+) -> dict[str, SavedTensor]:
     """Returns the tensors in DCP's metadata. Raises CheckpointError if `files` lack a part of a tensor."""
     assert metadata is not None, "rank 0 has it"
     sizes = {name: file.size_bytes for name, file in files.items()}
@@ -409,7 +439,7 @@ def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) 
     return tensors
 
 
-def _own_version() -> str:
+def _fullshard_version() -> str:
     try:
         return version("fullshard")
     except PackageNotFoundError:

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fullshard.checkpoint.digests import is_strong, new_hash
+from fullshard.checkpoint.digests import is_blake2b_digest, new_hash
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
-from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
 
 M = TypeVar("M", bound=FrozenModel)
 
@@ -33,7 +33,7 @@ BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
 
 
-def shard_begin(tensor: Tensor) -> tuple[int, ...]:
+def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
     """Returns the position of the first element of this rank's shard in the whole tensor, per dim."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
@@ -41,7 +41,7 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def decode_json(kind: type[M], data: bytes, *, source: str) -> M:
+def parse_checkpoint_json(kind: type[M], data: bytes, *, source: str) -> M:
     """Parses JSON as a model of `kind`. Raises DamagedCheckpointError, which names `source`, on failure."""
     try:
         return kind.model_validate_json(data)
@@ -79,10 +79,10 @@ class ShardFileTable(FrozenModel):
     pieces: tuple[ShardRecord, ...]
 
     @model_validator(mode="after")
-    def _pieces_hold_their_elements(self) -> Self:
+    def _check_piece_positions(self) -> Self:
         end = 0
         for piece in self.pieces:
-            elements = math.prod(piece.shape) * _itemsize(piece.dtype)
+            elements = math.prod(piece.shape) * _dtype_item_bytes(piece.dtype)
             if piece.offset < end or piece.data_offset + elements > piece.length:
                 raise ValueError(f"the piece of {piece.name} is not where it can be")
             if len(piece.index) not in (0, len(piece.shape)):  # the layout `ranks` records none
@@ -91,11 +91,11 @@ class ShardFileTable(FrozenModel):
         return self
 
     @property
-    def size_bytes(self) -> int:
+    def data_file_bytes(self) -> int:
         return self.pieces[-1].offset + self.pieces[-1].length if self.pieces else 0
 
 
-def _itemsize(dtype: str) -> int:
+def _dtype_item_bytes(dtype: str) -> int:
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
         raise ValueError(f"the installed torch has no dtype {dtype!r}")
@@ -114,7 +114,7 @@ class ShardFileWriter:
         self._file, self._in_step, self._strong = file, in_step, strong
         self._position = self._start = self._data_offset = 0
         self._pieces: list[ShardRecord] = []
-        self._blocks = _Blocks(strong=strong)
+        self._blocks = _BlockDigester(strong=strong)
         self._elements: tuple[int, int] = (0, 0)  # address and bytes of the tensor being written
         self._around = bytearray()  # bytes that torch.save puts before or after them
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
@@ -125,13 +125,13 @@ class ShardFileWriter:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
-    def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> ShardRecord:
+    def write_tensor(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> ShardRecord:
         """Writes a CPU shard, whose position in its tensor is `index`, as `torch.save` does."""
-        tensor = _own_storage(tensor)
-        self._start, self._data_offset, self._blocks = self._position, 0, _Blocks(strong=self._strong)
+        tensor = _without_unused_storage(tensor)
+        self._start, self._data_offset, self._blocks = self._position, 0, _BlockDigester(strong=self._strong)
         self._elements = (tensor.data_ptr(), tensor.nbytes)
         torch.save(tensor, cast(BinaryIO, self))
-        self._put_around()
+        self._write_torch_save_overhead()
         assert self._data_offset or not tensor.nbytes, "torch.save writes a tensor's elements in one call"
         piece = ShardRecord(
             name=name,
@@ -141,7 +141,7 @@ class ShardFileWriter:
             offset=self._start,
             length=self._position - self._start,
             data_offset=self._data_offset,
-            digests=self._blocks.finish(),
+            digests=self._blocks.finish_digests(),
         )
         self._pieces.append(piece)
         return piece
@@ -149,34 +149,34 @@ class ShardFileWriter:
     def write(self, data: memoryview) -> int:
         """Takes bytes from `torch.save`, which passes a tensor's elements in one call, without a copy."""
         where, length = self._elements
-        if data.nbytes == length > 0 and address(data) == where:
+        if data.nbytes == length > 0 and memory_address(data) == where:
             self._data_offset = len(self._around)
             if data.nbytes >= LARGE_BYTES:
-                self._pad(where if self._in_step else 0)
-            self._put_around()
-            self._put(data.cast("B"))
+                self._pad_to_page_offset(where if self._in_step else 0)
+            self._write_torch_save_overhead()
+            self._write_and_digest(data.cast("B"))
         else:
             self._around += data
         return data.nbytes
 
-    def _pad(self, where: int) -> None:
+    def _pad_to_page_offset(self, where: int) -> None:
         """Writes zeros, so that the elements get the same offset within a page as the address `where`."""
         padding = (where - self._position - self._data_offset) % ALIGNMENT
         self._file.write(bytes(padding))
         self._position += padding
         self._start = self._position
 
-    def _put_around(self) -> None:
-        self._put(memoryview(self._around))
+    def _write_torch_save_overhead(self) -> None:
+        self._write_and_digest(memoryview(self._around))
         self._around = bytearray()
 
-    def _put(self, data: memoryview) -> None:
+    def _write_and_digest(self, data: memoryview) -> None:
         parts = [data[begin : begin + BLOCK_BYTES] for begin in range(0, data.nbytes, BLOCK_BYTES)]
-        straight = data.nbytes >= LARGE_BYTES and (self._in_step or address(data) % ALIGNMENT == 0)
-        digested = self._thread.submit(self._blocks.add, data) if straight else None
+        straight = data.nbytes >= LARGE_BYTES and (self._in_step or memory_address(data) % ALIGNMENT == 0)
+        digested = self._thread.submit(self._blocks.update_digests, data) if straight else None
         for part in parts:
             if digested is None:  # it will be copied next, while it is still in the processor's cache
-                self._blocks.add(part)
+                self._blocks.update_digests(part)
             self._file.write(part)
         if digested is not None:
             digested.result()
@@ -190,7 +190,7 @@ class ShardFileWriter:
         return ShardFileTable(block_bytes=BLOCK_BYTES, pieces=tuple(self._pieces))
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
+def _without_unused_storage(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same elements whose storage has no others, if possible without a copy."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -200,7 +200,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-class _Blocks:
+class _BlockDigester:
     """Digests of a stream of bytes, one per BLOCK_BYTES."""
 
     def __init__(self, *, strong: bool) -> None:
@@ -209,21 +209,21 @@ class _Blocks:
         self._hash = new_hash(strong=strong)
         self._room = BLOCK_BYTES
 
-    def add(self, data: memoryview) -> None:
+    def update_digests(self, data: memoryview) -> None:
         while data.nbytes:
             part = data[: self._room]
             data = data[self._room :]
             self._hash.update(part)
             self._room -= part.nbytes
             if not self._room:
-                self._next()
+                self._finish_block()
 
-    def finish(self) -> tuple[str, ...]:
+    def finish_digests(self) -> tuple[str, ...]:
         if self._room < BLOCK_BYTES:
-            self._next()
+            self._finish_block()
         return tuple(self._digests)
 
-    def _next(self) -> None:
+    def _finish_block(self) -> None:
         self._digests.append(self._hash.hexdigest())
         self._hash = new_hash(strong=self._strong)
         self._room = BLOCK_BYTES
@@ -236,22 +236,24 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratc
     """
     file.seek(piece.offset)
     for number, begin in enumerate(range(0, piece.length, block_bytes)):
-        _read_block(file, piece, number=number, parts=[scratch[: min(block_bytes, piece.length - begin)]])
+        _read_verified_block(
+            file, piece, number=number, parts=[scratch[: min(block_bytes, piece.length - begin)]]
+        )
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
     """Raises DamagedCheckpointError unless the file's bytes from `begin` to `piece` are zeros."""
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
-    if _read_into(file, memoryview(padding)) < len(padding) or any(padding):
+    if _read_until_full(file, memoryview(padding)) < len(padding) or any(padding):
         raise DamagedCheckpointError(
-            f"{_name(file)} holds other bytes than were saved.",
+            f"{_file_name(file)} holds other bytes than were saved.",
             got=f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero",
             why="the disk, or something on the way to it, changed them",
         )
 
 
-def read_part(
+def read_verified_part(
     file: BinaryIO,
     piece: ShardRecord,
     *,
@@ -286,33 +288,35 @@ def read_part(
         low, high = number * block_bytes, min((number + 1) * block_bytes, piece.length)
         first, last = max(low, begin), min(high, stop)
         parts = [scratch[: first - low], data[first - begin : last - begin], scratch[: high - last]]
-        _read_block(file, piece, number=number, parts=parts)
+        _read_verified_block(file, piece, number=number, parts=parts)
     if not in_place:
         for dim in range(1, len(piece.shape)):
             elements = elements.narrow(dim, offsets[dim], target.shape[dim])
         target.copy_(elements)
 
 
-def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]) -> None:
+def _read_verified_block(
+    file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]
+) -> None:
     """Reads block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = new_hash(strong=is_strong(expected))
+    found = new_hash(strong=is_blake2b_digest(expected))
     for part in parts:
-        got = _read_into(file, part)
+        got = _read_until_full(file, part)
         if got < part.nbytes:
-            raise DamagedCheckpointError(f"{_name(file)} ends early.", got=f"its end in {piece.name}")
+            raise DamagedCheckpointError(f"{_file_name(file)} ends early.", got=f"its end in {piece.name}")
         found.update(part)
     if found.hexdigest() != expected:
         end = file.tell()
         begin = end - sum(part.nbytes for part in parts)
         raise DamagedCheckpointError(
-            f"{_name(file)} holds other bytes than were saved.",
+            f"{_file_name(file)} holds other bytes than were saved.",
             got=f"a part of {piece.name}, bytes {begin} to {end}, whose digest is another",
             why="the disk, or something on the way to it, changed them",
         )
 
 
-def _read_into(file: BinaryIO, target: memoryview) -> int:
+def _read_until_full(file: BinaryIO, target: memoryview) -> int:
     """Reads until `target` is full or the file ends. Returns the number of bytes read."""
     done = 0
     while done < target.nbytes:
@@ -323,5 +327,5 @@ def _read_into(file: BinaryIO, target: memoryview) -> int:
     return done
 
 
-def _name(file: BinaryIO) -> str:
+def _file_name(file: BinaryIO) -> str:
     return str(getattr(file, "name", "a file"))

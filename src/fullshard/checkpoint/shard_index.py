@@ -27,7 +27,7 @@ from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel
 
 
-class Shard(NamedTuple):
+class ShardPosition(NamedTuple):
     """Position of one shard of a tensor.
 
     file: index of its data file in `ShardIndex.files`
@@ -46,12 +46,12 @@ class ShardIndex(FrozenModel):
     """Names of the data files, and all shards of each tensor by its name. Lists a replicated shard once."""
 
     files: tuple[str, ...]
-    shards: dict[str, tuple[Shard, ...]]
+    shards: dict[str, tuple[ShardPosition, ...]]
 
     @classmethod
-    def of_metadata(cls, metadata: Metadata) -> Self:
+    def from_dcp_metadata(cls, metadata: Metadata) -> Self:
         """Builds the index of the shards that DCP's metadata lists as written."""
-        return cls._of(
+        return cls._from_places(
             [
                 (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
                 for name, tensor in metadata.state_dict_metadata.items()
@@ -62,27 +62,27 @@ class ShardIndex(FrozenModel):
         )
 
     @classmethod
-    def of_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
+    def from_shard_file_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
         """Builds the index of a checkpoint that has none, from the tables of its data files, by file name."""
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
-        return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
+        return cls._from_places([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
 
     @classmethod
-    def _of(cls, places: Sequence[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]]) -> Self:
+    def _from_places(cls, places: Sequence[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]]) -> Self:
         files = sorted({file for _, file, *_ in places})
         numbers = {file: number for number, file in enumerate(files)}
-        shards: defaultdict[str, list[Shard]] = defaultdict(list)
+        shards: defaultdict[str, list[ShardPosition]] = defaultdict(list)
         for name, file, offset, start, shape in places:
-            shards[name].append(Shard(numbers[file], offset, start, shape))
+            shards[name].append(ShardPosition(numbers[file], offset, start, shape))
         return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
 
-    def metadata(self, manifest: Manifest, *, source: str) -> Metadata:
+    def to_dcp_metadata(self, manifest: Manifest, *, source: str) -> Metadata:
         """Returns DCP's metadata of the same shards, with (file name, offset) of each in `storage_data`.
 
         Raises DamagedCheckpointError, which names `source`, unless the shards cover the manifest's tensors
         exactly, and are within its data files.
         """
-        problem = self._problem(manifest)
+        problem = self._find_inconsistency(manifest)
         if problem:
             raise DamagedCheckpointError(f"{source} is damaged.", got=problem)
         tensors = {
@@ -100,7 +100,7 @@ class ShardIndex(FrozenModel):
         }
         return Metadata(state_dict_metadata={**tensors}, storage_data=places)
 
-    def _problem(self, manifest: Manifest) -> str | None:
+    def _find_inconsistency(self, manifest: Manifest) -> str | None:
         if strange := set(self.files) - set(manifest.all_data_files):
             return f"{min(strange)} is not a data file of this checkpoint"
         if other := self.shards.keys() ^ manifest.tensors.keys():

@@ -1,8 +1,8 @@
 """Readers of a state's shards while it is saved.
 
 [Note: copied before they change] Shards in host memory are written without a copy: forward and backward do
-not change them. Before an update does, `copy_unwritten` waits for the shard that is being written, and copies
-the shards that are not written yet. So all written shards are of the same step.
+not change them. Before an update does, `copy_unwritten_shards` waits for the shard that is being written, and
+copies the shards that are not written yet. So all written shards are of the same step.
 """
 
 import threading
@@ -15,7 +15,7 @@ from torch import Tensor
 from fullshard.errors import CheckpointError
 
 
-class FrozenShards:
+class UnchangingShardReader:
     """Reader of shards that nothing changes while they are saved.
 
     Writes them through aligned buffers of large pages, which is faster than from malloc's small pages
@@ -24,18 +24,18 @@ class FrozenShards:
 
     in_step = False  # see `shard_file.ShardFileWriter`
 
-    def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+    def read_shard(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
         """Yields `shard` itself."""
         return nullcontext(shard)
 
-    def finish(self) -> None:
+    def release_shards(self) -> None:
         """Does nothing, since there are no copies to release."""
 
 
-class LiveShards:
+class LiveShardReader:
     """Reader of shards that training continues to use. See [Note: copied before they change].
 
-    One thread reads, and another calls `copy_unwritten`.
+    One thread reads, and another calls `copy_unwritten_shards`.
 
     shards: shards by the name of their tensor
     copied: function that returns a copy of a shard, given its name and the shard
@@ -52,7 +52,7 @@ class LiveShards:
         self._changed = threading.Condition()
 
     @contextmanager
-    def read(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
+    def read_shard(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
         """Yields the shard or its copy, unchanged while the context is open; releases it if `last`.
 
         Raises CheckpointError for a shard that could not be copied.
@@ -77,15 +77,15 @@ class LiveShards:
                 if last:
                     self._live.pop(name, None)
                     self._copies.pop(name, None)
-                self._release(name)
+                self._end_shard_access(name)
 
-    def finish(self) -> None:
+    def release_shards(self) -> None:
         """Releases all shards and copies."""
         with self._changed:
             self._live.clear()
             self._copies.clear()
 
-    def copy_unwritten(self) -> None:
+    def copy_unwritten_shards(self) -> None:
         """Copies the shards that are not written yet, last one first. After it returns, they may change."""
         for name in reversed(list(self._live)):
             with self._changed:
@@ -94,9 +94,9 @@ class LiveShards:
                 if source is None:
                     continue
                 self._held.add(name)
-            self._copy(name, source)
+            self._copy_shard(name, source)
 
-    def _copy(self, name: str, source: Tensor) -> None:
+    def _copy_shard(self, name: str, source: Tensor) -> None:
         copy: Tensor | None = None
         try:
             copy = self._copied(name, source)
@@ -106,11 +106,11 @@ class LiveShards:
             if copy is not None and name in self._live:
                 self._copies[name] = copy
             self._live.pop(name, None)
-            self._release(name)
+            self._end_shard_access(name)
 
-    def _release(self, name: str) -> None:
+    def _end_shard_access(self, name: str) -> None:
         self._held.discard(name)
         self._changed.notify_all()
 
 
-ShardReader: TypeAlias = FrozenShards | LiveShards
+ShardReader: TypeAlias = UnchangingShardReader | LiveShardReader

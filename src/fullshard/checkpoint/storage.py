@@ -24,29 +24,36 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.manifest import (
     METADATA,
     SHARDS,
     Manifest,
     SavedFile,
-    lost_or_denied,
-    read_verified,
-    write_small,
+    read_failure_error,
+    read_verified_file,
+    write_small_file,
 )
 from fullshard.checkpoint.shard_file import (
     SUFFIX,
     ShardFileTable,
     ShardFileWriter,
     ShardRecord,
-    decode_json,
-    read_part,
-    shard_begin,
+    parse_checkpoint_json,
+    read_verified_part,
+    shard_offsets,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
-from fullshard.distributed.agreement import ErrorCapture, Group, distributed, locally, rank, world_size
-from fullshard.distributed.tensors import local_shard
+from fullshard.checkpoint.snapshot_reader import ShardReader, UnchangingShardReader
+from fullshard.distributed.agreement import (
+    ErrorCapture,
+    Group,
+    is_distributed,
+    rank,
+    run_on_this_rank,
+    world_size,
+)
+from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -54,17 +61,17 @@ T = TypeVar("T")
 GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
 
 
-def own_file(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     """Returns the name of a rank's file in the layout `ranks`."""
     return f"rank-{rank}.shards"
 
 
-def data_file(rank: int) -> str:
+def dcp_data_file_name(rank: int) -> str:
     """Returns the name that DCP gives to a rank's first file."""
     return f"__{rank}_0.distcp"
 
 
-class Writer(StorageWriter):
+class DcpCheckpointWriter(StorageWriter):
     """DCP's writer of this rank's shards into one data file of a draft, with a table beside it.
 
     besides: tensors whose shards this rank also writes if DCP assigns them to another rank
@@ -73,7 +80,7 @@ class Writer(StorageWriter):
     metadata: DCP's metadata, on rank 0
     """
 
-    def __init__(self, draft: Files, *, held: ShardReader, besides: Mapping[str, Tensor]) -> None:
+    def __init__(self, draft: CheckpointFiles, *, held: ShardReader, besides: Mapping[str, Tensor]) -> None:
         self.draft, self.held, self.besides = draft, held, besides
         self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
@@ -92,21 +99,21 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         with self.attempt:
-            name = data_file(rank())
+            name = dcp_data_file_name(rank())
             # One at a time: a shard on a GPU is on the host only while it is written.
             planned = {(one.index.fqn, tuple(one.index.offset or ())): one for one in plan.items}
             shards = ((*place, cast(Tensor, planner.resolve_data(one))) for place, one in planned.items())
             copies = (
-                (tensor_name, shard_begin(tensor), local_shard(tensor))
+                (tensor_name, shard_offsets(tensor), detached_local_tensor(tensor))
                 for tensor_name, tensor in self.besides.items()
-                if (tensor_name, shard_begin(tensor)) not in planned
+                if (tensor_name, shard_offsets(tensor)) not in planned
             )
             every = itertools.chain(shards, copies)
             pieces, self.written = write_shards(self.draft, name, shards=every, held=self.held)
             for item, piece in zip(plan.items, pieces, strict=False):
                 info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
-        return _done(results)
+        return _completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes `.metadata`, as DCP's own storage does, and the index of the shards. Called on rank 0."""
@@ -116,9 +123,9 @@ class Writer(StorageWriter):
             if hasattr(metadata, "version"):
                 metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
             self.metadata = metadata
-            self.written[METADATA] = write_small(self.draft, METADATA, data=pickle.dumps(metadata))
-            index = ShardIndex.of_metadata(metadata).model_dump_json().encode()
-            self.written[SHARDS] = write_small(self.draft, SHARDS, data=index)
+            self.written[METADATA] = write_small_file(self.draft, METADATA, data=pickle.dumps(metadata))
+            index = ShardIndex.from_dcp_metadata(metadata).model_dump_json().encode()
+            self.written[SHARDS] = write_small_file(self.draft, SHARDS, data=index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
@@ -126,7 +133,7 @@ class Writer(StorageWriter):
 
 
 def write_shards(
-    draft: Files,
+    draft: CheckpointFiles,
     name: str,
     *,
     shards: Iterable[tuple[str, Sequence[int], Tensor]],
@@ -139,28 +146,28 @@ def write_shards(
 
     Returns the records, in the order of the shards, and the manifest's entries for both files.
     """
-    held = held or FrozenShards()
+    held = held or UnchangingShardReader()
     shards = iter(shards)
     some = next(shards, None)
     if some is None:
         return (), {}
     with (
-        draft.create(name) as file,
+        draft.create_file(name) as file,
         ShardFileWriter(file, in_step=held.in_step, strong=draft.key is not None) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            with held.read(tensor_name, shard, last=True) as numbers:
-                pieces.add(tensor_name, numbers.detach().cpu(), index=index)
+            with held.read_shard(tensor_name, shard, last=True) as numbers:
+                pieces.write_tensor(tensor_name, numbers.detach().cpu(), index=index)
     table = pieces.table
-    described = write_small(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
-    return table.pieces, {name: SavedFile(size_bytes=table.size_bytes), f"{name}{SUFFIX}": described}
+    described = write_small_file(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
+    return table.pieces, {name: SavedFile(size_bytes=table.data_file_bytes), f"{name}{SUFFIX}": described}
 
 
-class Reader(StorageReader):
+class DcpCheckpointReader(StorageReader):
     """DCP's reader of a checkpoint, which verifies all bytes that it reads."""
 
-    def __init__(self, files: Files, manifest: Manifest) -> None:
+    def __init__(self, files: CheckpointFiles, manifest: Manifest) -> None:
         self.files, self.manifest = files, manifest
         self.attempt = ErrorCapture()
         self._metadata: Metadata | None = None
@@ -174,13 +181,13 @@ class Reader(StorageReader):
         if self._metadata is None:
             source = f"{self.files}/{SHARDS}"
             if SHARDS in self.manifest.files:
-                data = read_verified(self.files, self.manifest, name=SHARDS)
-                index = decode_json(ShardIndex, data, source=source)
+                data = read_verified_file(self.files, self.manifest, name=SHARDS)
+                index = parse_checkpoint_json(ShardIndex, data, source=source)
             else:  # saved by a version without an index
-                index = ShardIndex.of_tables(
-                    {name: self.table(name) for name in self.manifest.all_data_files}
+                index = ShardIndex.from_shard_file_tables(
+                    {name: self.read_table(name) for name in self.manifest.all_data_files}
                 )
-            self._metadata = index.metadata(self.manifest, source=source)
+            self._metadata = index.to_dcp_metadata(self.manifest, source=source)
         return self._metadata
 
     def set_up_storage_reader(self, *args: object, **kwargs: object) -> None: ...  # signature: DCP's
@@ -194,36 +201,38 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with self.attempt:
             places = cast(dict[MetadataIndex, tuple[str, int]], self.read_metadata().storage_data)
-            own = self._own_copies()
+            own = self._shard_copies_on_this_disk()
 
-            def place(index: MetadataIndex) -> tuple[str, int]:
+            def file_and_offset(index: MetadataIndex) -> tuple[str, int]:
                 return own.get((index.fqn, tuple(index.offset or ())), places[index])
 
-            items = sorted(plan.items, key=lambda item: place(item.storage_index))  # in file order
-            for name, group in itertools.groupby(items, key=lambda item: place(item.storage_index)[0]):
-                pieces = {piece.offset: piece for piece in self.table(name).pieces}
-                with self.opened(name) as file:
+            items = sorted(plan.items, key=lambda item: file_and_offset(item.storage_index))  # in file order
+            for name, group in itertools.groupby(
+                items, key=lambda item: file_and_offset(item.storage_index)[0]
+            ):
+                pieces = {piece.offset: piece for piece in self.read_table(name).pieces}
+                with self.open_data_file(name) as file:
                     for item in group:
-                        piece = pieces.get(place(item.storage_index)[1])
+                        piece = pieces.get(file_and_offset(item.storage_index)[1])
                         target = planner.resolve_tensor(item).detach()
-                        self.read_part(file, piece, offsets=item.storage_offsets, target=target)
+                        self.read_piece_part(file, piece, offsets=item.storage_offsets, target=target)
                         planner.commit_tensor(item, target)
-        return _done(None)
+        return _completed_future(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
 
-    def _own_copies(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
+    def _shard_copies_on_this_disk(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
         """Returns {(tensor, position): (file, offset)} of shards on this node's disk: [Note: every copy]."""
         if self.manifest.nodes == 1:
             return {}
-        tables = {name: self.table(name) for name in self.manifest.data_files}
+        tables = {name: self.read_table(name) for name in self.manifest.data_files}
         return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
 
-    def table(self, name: str) -> ShardFileTable:
+    def read_table(self, name: str) -> ShardFileTable:
         """Returns the table of a data file. Raises CheckpointError for a file on another node's disk."""
-        if name in self.manifest.files and name not in self.manifest.own_files:
+        if name in self.manifest.files and name not in self.manifest.files_on_this_disk:
             raise CheckpointError(
                 f"{self.files} does not have all that this rank needs.",
                 got=f"{name} is on the disk of node {self.manifest.files[name].node}",
@@ -231,36 +240,40 @@ class Reader(StorageReader):
                 fix=GATHER,
             )
         if name not in self._tables:
-            data = read_verified(self.files, self.manifest, name=f"{name}{SUFFIX}")
-            self._tables[name] = decode_json(ShardFileTable, data, source=f"{self.files}/{name}{SUFFIX}")
+            data = read_verified_file(self.files, self.manifest, name=f"{name}{SUFFIX}")
+            self._tables[name] = parse_checkpoint_json(
+                ShardFileTable, data, source=f"{self.files}/{name}{SUFFIX}"
+            )
             if len(self._buffer) < self._tables[name].block_bytes:
                 self._buffer = memoryview(bytearray(self._tables[name].block_bytes))
         return self._tables[name]
 
     @contextmanager
-    def opened(self, name: str) -> Generator[BinaryIO]:
+    def open_data_file(self, name: str) -> Generator[BinaryIO]:
         """Opens a data file for reading. Raises CheckpointError instead of OSError while it is open."""
         try:
-            with self.files.open(name) as file:
+            with self.files.open_file(name) as file:
                 yield file
         except OSError as error:
-            raise lost_or_denied(error, f"{self.files} cannot be read.", name=name) from error
+            raise read_failure_error(error, f"{self.files} cannot be read.", name=name) from error
 
-    def read_part(
+    def read_piece_part(
         self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
-        """Fills `target` as `shard_file.read_part` does, after checking that `piece` exists in its dtype."""
+        """Fills `target` as `shard_file.read_piece_part` does. Checks the dtype of `piece`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
             raise DamagedCheckpointError(
                 f"{self.files} is damaged.", got=f"{SHARDS} and the tables of pieces differ"
             )
         block_bytes = len(self._buffer)
-        read_part(file, piece, offsets=offsets, target=target, block_bytes=block_bytes, scratch=self._buffer)
+        read_verified_part(
+            file, piece, offsets=offsets, target=target, block_bytes=block_bytes, scratch=self._buffer
+        )
 
 
-def write(
+def write_with_dcp(
     tensors: Mapping[str, Tensor],
-    draft: Files,
+    draft: CheckpointFiles,
     *,
     held: ShardReader,
     every_copy: bool,
@@ -272,37 +285,39 @@ def write(
 
     Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
-    writer = Writer(draft, held=held, besides=tensors if every_copy else {})
-    with _single_process_is_meant():
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not distributed())
-    writer.attempt.finish()
+    writer = DcpCheckpointWriter(draft, held=held, besides=tensors if every_copy else {})
+    with _suppress_single_process_warning():
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
+    writer.attempt.raise_captured()
     return writer.written, writer.metadata
 
 
-def opened(files: Files, manifest: Manifest) -> Reader:
+def build_reader(files: CheckpointFiles, manifest: Manifest) -> DcpCheckpointReader:
     """Returns a reader of a checkpoint, after reading its index. Raises CheckpointError."""
-    reader = Reader(files, manifest)
+    reader = DcpCheckpointReader(files, manifest)
     if manifest.layout == "sharded":
         reader.read_metadata()
     return reader
 
 
-def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) -> None:
+def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *, alone: bool = False) -> None:
     """Fills this rank's part of `tensors` with DCP. Collective, unless `alone`. May raise on one rank."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _single_process_is_meant():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not distributed())
-    reader.attempt.finish()
+    with _suppress_single_process_warning():
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not is_distributed())
+    reader.attempt.raise_captured()
 
 
-def write_own(tensors: Mapping[str, Tensor], draft: Files, *, held: ShardReader) -> dict[str, SavedFile]:
+def write_rank_file(
+    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, held: ShardReader
+) -> dict[str, SavedFile]:
     """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
-    shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
-    _, written = write_shards(draft, own_file(rank()), shards=shards, held=held)
+    shards = ((name, (), detached_local_tensor(tensor)) for name, tensor in tensors.items())
+    _, written = write_shards(draft, rank_file_name(rank()), shards=shards, held=held)
     return written
 
 
-def require_same_ranks(files: Files, manifest: Manifest) -> None:
+def check_rank_count(files: CheckpointFiles, manifest: Manifest) -> None:
     """Raises CheckpointError unless the number of ranks is the one that saved the checkpoint."""
     if manifest.world_size != world_size():
         raise CheckpointError(
@@ -313,14 +328,14 @@ def require_same_ranks(files: Files, manifest: Manifest) -> None:
         )
 
 
-def read_own(receivers: Mapping[str, Tensor], reader: Reader) -> None:
+def read_rank_file(receivers: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
     """Fills this rank's shards from its own file: the layout `ranks`. Raises CheckpointError."""
-    name = own_file(rank())
-    table = reader.table(name)
+    name = rank_file_name(rank())
+    table = reader.read_table(name)
     pieces = {piece.name: piece for piece in table.pieces}
-    with reader.opened(name) as file:
+    with reader.open_data_file(name) as file:
         for tensor_name, receiver in receivers.items():
-            shard, piece = local_shard(receiver), pieces.get(tensor_name)
+            shard, piece = detached_local_tensor(receiver), pieces.get(tensor_name)
             if piece is None:
                 raise DamagedCheckpointError(f"{reader.files} is damaged.", got=f"no {tensor_name} in {name}")
             if piece.shape != tuple(shard.shape):
@@ -330,20 +345,22 @@ def read_own(receivers: Mapping[str, Tensor], reader: Reader) -> None:
                     why='its layout is "ranks": a file for each rank\'s own shards',
                     fix="the strategy that it was saved with (its manifest holds the plan)",
                 )
-            reader.read_part(file, piece, offsets=(0,) * shard.ndim, target=shard)
+            reader.read_piece_part(file, piece, offsets=(0,) * shard.ndim, target=shard)
 
 
-def read_whole(name: str, reader: Reader) -> Tensor:
+def read_whole_tensor(name: str, reader: DcpCheckpointReader) -> Tensor:
     """Reads and returns one whole, unsharded tensor, in this process alone. Raises CheckpointError."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-    locally(lambda: read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
+    run_on_this_rank(
+        lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}"
+    )
     return tensor
 
 
 @contextmanager
-def _single_process_is_meant() -> Generator[None]:
-    if distributed():  # then DCP does not warn, and a filter would make other warnings repeat
+def _suppress_single_process_warning() -> Generator[None]:
+    if is_distributed():  # then DCP does not warn, and a filter would make other warnings repeat
         yield
         return
     with warnings.catch_warnings():
@@ -362,7 +379,7 @@ def _without_zip_checksums() -> Generator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _done(value: T) -> Future[T]:
+def _completed_future(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future

@@ -13,19 +13,19 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.files import WRITER, Files, LocalFiles
+from fullshard.checkpoint.files import WRITER, CheckpointFiles, LocalFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
     Manifest,
-    files_of,
-    lost_or_denied,
+    checkpoint_files_at,
+    missing_file_reason,
+    read_failure_error,
     read_manifest,
-    read_verified,
-    why_unlisted,
+    read_verified_file,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
-from fullshard.distributed.agreement import locally
+from fullshard.distributed.agreement import run_on_this_rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
 
@@ -44,69 +44,71 @@ class Damage:
     tensors: tuple[str, ...]
 
 
-def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
+def find_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
     """Reads every byte of a checkpoint, and yields each damage: altered, missing and additional files.
 
     Raises CheckpointError if the checkpoint cannot be read at all (permissions, another format).
     """
-    files = files_of(checkpoint)
+    files = checkpoint_files_at(checkpoint)
     try:
         manifest = read_manifest(files)
     except DamagedCheckpointError as error:
-        yield Damage(MANIFEST, _said(error, MANIFEST), ())
+        yield Damage(MANIFEST, _damage_text(error, MANIFEST), ())
         return
-    reader, sizes = storage.Reader(files, manifest), files.sizes()
+    reader, sizes = storage.DcpCheckpointReader(files, manifest), files.file_sizes_bytes()
     damaged = False
-    for name in manifest.own_files:
-        for damaged in _in_file(reader, name, sizes=sizes):
+    for name in manifest.files_on_this_disk:
+        for damaged in _find_file_damage(reader, name, sizes=sizes):
             yield damaged
     if not damaged:
-        yield from _in_index(reader)
+        yield from _find_index_damage(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
 
-def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
+def iterate_differences(
+    one: CheckpointFiles | str | Path, other: CheckpointFiles | str | Path
+) -> Iterator[str]:
     """Yields one line of text per value or tensor that differs between two checkpoints, or is only in one.
 
     Holds two tensors in memory at most. Raises CheckpointError if a checkpoint cannot be read or is damaged.
     """
-    readers = [_reader(files_of(files)) for files in (one, other)]
+    readers = [_open_reader_for_diff(checkpoint_files_at(files)) for files in (one, other)]
     left, right = (reader.manifest for reader in readers)
     for key in sorted(left.values.keys() | right.values.keys()):
         a, b = left.values.get(key), right.values.get(key)
         if a != b:
-            yield f"{key}: {_short(a)} | {_short(b)}"
+            yield f"{key}: {_shortened_text(a)} | {_shortened_text(b)}"
     for name in sorted(left.tensors.keys() | right.tensors.keys()):
         a, b = left.tensors.get(name), right.tensors.get(name)
         if a != b:
             yield f"{name}: {a or 'absent'} | {b or 'absent'}"
         elif a is not None:
-            line = _between(*(storage.read_whole(name, reader) for reader in readers))
+            line = _tensor_difference_text(*(storage.read_whole_tensor(name, reader) for reader in readers))
             if line:
                 yield f"{name}: {line}"
 
 
-def require_written(draft: Files, manifest: Manifest) -> None:
+def check_written_files(draft: CheckpointFiles, manifest: Manifest) -> None:
     """Reads the written files that `manifest` lists back. Raises CheckpointError if a byte was altered."""
-    reader, sizes = storage.Reader(draft, manifest), draft.sizes()
-    for name in manifest.own_files:
-        _forget(draft, name)
-    for name in manifest.own_files:
-        for damage in _in_file(reader, name, sizes=sizes):
-            raise _altered(draft, name, got=damage.what)
+    reader, sizes = storage.DcpCheckpointReader(draft, manifest), draft.file_sizes_bytes()
+    for name in manifest.files_on_this_disk:
+        _drop_from_page_cache(draft, name)
+    for name in manifest.files_on_this_disk:
+        for damage in _find_file_damage(reader, name, sizes=sizes):
+            raise _altered_file_error(draft, name, got=damage.what)
 
 
-def require_manifest(files: Files) -> None:
+def check_written_manifest(files: CheckpointFiles) -> None:
     """Reads the written manifest of a checkpoint back. Raises CheckpointError if it was altered."""
-    _forget(files, MANIFEST)
+    _drop_from_page_cache(files, MANIFEST)
     try:
         read_manifest(files)
     except DamagedCheckpointError as error:
-        raise _altered(files, MANIFEST, got=str(error.got)) from error
+        raise _altered_file_error(files, MANIFEST, got=str(error.got)) from error
 
 
-def _altered(files: Files, name: str, *, got: str) -> CheckpointError:
+def _altered_file_error(files: CheckpointFiles, name: str, *, got: str) -> CheckpointError:
     return CheckpointError(
         f"{files}/{name} was read back, and is other than was written.",
         got=got,
@@ -115,12 +117,12 @@ def _altered(files: Files, name: str, *, got: str) -> CheckpointError:
     )
 
 
-def _forget(files: Files, name: str) -> None:
+def _drop_from_page_cache(files: CheckpointFiles, name: str) -> None:
     if isinstance(files, LocalFiles):
-        disk.forget(files.path / name)
+        disk.drop_from_page_cache(files.path / name)
 
 
-def _reader(files: Files) -> storage.Reader:
+def _open_reader_for_diff(files: CheckpointFiles) -> storage.DcpCheckpointReader:
     manifest = read_manifest(files)
     if manifest.layout == "ranks":
         raise CheckpointError(
@@ -128,10 +130,10 @@ def _reader(files: Files) -> storage.Reader:
             got='layout = "ranks"',
             why="its tensors are in parts, each a rank's own",
         )
-    return locally(lambda: storage.opened(files, manifest), doing=f"reading {files}")
+    return run_on_this_rank(lambda: storage.build_reader(files, manifest), doing=f"reading {files}")
 
 
-def _between(a: Tensor, b: Tensor) -> str | None:
+def _tensor_difference_text(a: Tensor, b: Tensor) -> str | None:
     """Returns a text on how the bits of two tensors differ (-0.0 and 0.0 do), or None if they are equal."""
     if not a.numel():
         return None
@@ -145,27 +147,29 @@ def _between(a: Tensor, b: Tensor) -> str | None:
     return line
 
 
-def _short(value: JsonValue) -> str:
+def _shortened_text(value: JsonValue) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _in_file(reader: storage.Reader, name: str, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
+def _find_file_damage(
+    reader: storage.DcpCheckpointReader, name: str, *, sizes: Mapping[str, int]
+) -> Iterator[Damage]:
     saved = reader.manifest.files[name]
     if sizes.get(name) != saved.size_bytes:
-        found = f"{sizes[name]} bytes" if name in sizes else why_unlisted(reader.files, name)
-        yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
+        found = f"{sizes[name]} bytes" if name in sizes else missing_file_reason(reader.files, name)
+        yield Damage(name, f"{found}; {saved.size_bytes} were saved", _affected_tensors(reader, name))
         return
     if name in reader.manifest.data_files:
-        yield from _in_data_file(reader, name)
+        yield from _find_data_file_damage(reader, name)
         return
     try:
-        read_verified(reader.files, reader.manifest, name=name)
+        read_verified_file(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
-        yield Damage(name, _said(error, name), _touched(reader, name))
+        yield Damage(name, _damage_text(error, name), _affected_tensors(reader, name))
 
 
-def _in_index(reader: storage.Reader) -> Iterator[Damage]:
+def _find_index_damage(reader: storage.DcpCheckpointReader) -> Iterator[Damage]:
     """Yields damage for shards of the index that the tables of this disk's data files do not have."""
     manifest = reader.manifest
     if manifest.layout == "ranks":
@@ -173,10 +177,10 @@ def _in_index(reader: storage.Reader) -> Iterator[Damage]:
     try:
         places = reader.read_metadata().storage_data
     except CheckpointError as error:
-        yield Damage(SHARDS, _said(error, SHARDS), tuple(manifest.tensors))
+        yield Damage(SHARDS, _damage_text(error, SHARDS), tuple(manifest.tensors))
         return
     own = manifest.data_files
-    pieces = {(name, piece.offset): piece for name in own for piece in reader.table(name).pieces}
+    pieces = {(name, piece.offset): piece for name in own for piece in reader.read_table(name).pieces}
     for index, (name, offset) in places.items():
         piece, dtype = pieces.get((name, offset)), manifest.tensors[index.fqn].dtype
         wanted = (index.fqn, tuple(index.offset), dtype)
@@ -184,14 +188,14 @@ def _in_index(reader: storage.Reader) -> Iterator[Damage]:
             yield Damage(SHARDS, f"{index.fqn} is not where the index has it", (index.fqn,))
 
 
-def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
+def _find_data_file_damage(reader: storage.DcpCheckpointReader, name: str) -> Iterator[Damage]:
     try:
-        table = reader.table(name)
+        table = reader.read_table(name)
     except CheckpointError:
         return  # the damaged table is reported as a file of its own
     scratch = memoryview(bytearray(max(table.block_bytes, 1)))
     try:
-        with reader.files.open(name) as file:
+        with reader.files.open_file(name) as file:
             end = 0
             for piece in table.pieces:
                 try:
@@ -199,23 +203,23 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
                     verify_padding(file, piece, begin=begin)
                     verify_piece(file, piece, block_bytes=table.block_bytes, scratch=scratch)
                 except DamagedCheckpointError as error:
-                    yield Damage(name, _said(error, name), (piece.name,))
+                    yield Damage(name, _damage_text(error, name), (piece.name,))
     except OSError as error:
-        explained = lost_or_denied(error, f"{reader.files} cannot be read.", name=name)
-        yield Damage(name, _said(explained, name), _touched(reader, name))
+        explained = read_failure_error(error, f"{reader.files} cannot be read.", name=name)
+        yield Damage(name, _damage_text(explained, name), _affected_tensors(reader, name))
 
 
-def _said(error: CheckpointError, name: str) -> str:
+def _damage_text(error: CheckpointError, name: str) -> str:
     """Returns the description of the damage in an error, without the file name at its start."""
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
 
-def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
+def _affected_tensors(reader: storage.DcpCheckpointReader, name: str) -> tuple[str, ...]:
     """Returns the tensors in the data file `name`, or in that of the table `name`; all for the index."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()
     try:
-        return tuple(dict.fromkeys(piece.name for piece in reader.table(data_file).pieces))
+        return tuple(dict.fromkeys(piece.name for piece in reader.read_table(data_file).pieces))
     except CheckpointError:
         return tuple(reader.manifest.tensors)

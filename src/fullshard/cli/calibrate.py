@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fullshard.cli.options import AsJson, positive
+from fullshard.cli.options import AsJson, require_positive_number
 
 if TYPE_CHECKING:
-    from fullshard.launch.request import Request
+    from fullshard.launch.request import LaunchRequest
     from fullshard.spec.calibration import Calibration
 
 
@@ -24,7 +24,12 @@ def calibrate(
     ] = "auto",
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", min=0.1, callback=positive, help="Approximate duration; 36 by default."),
+        typer.Option(
+            "--seconds",
+            min=0.1,
+            callback=require_positive_number,
+            help="Approximate duration; 36 by default.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -43,43 +48,43 @@ def calibrate(
     It contains the rates that `fullshard plan` and `fullshard train` use, measured while all ranks work. The
     default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
-    from fullshard.launch.scratch import private_directory
-    from fullshard.launch.start import start
+    from fullshard.launch.scratch import temporary_private_directory
+    from fullshard.launch.start import perform_request
     from fullshard.profiler.detect import user_hardware_path
     from fullshard.report.calibration import calibration_rows
-    from fullshard.report.table import show_rows
+    from fullshard.report.table import show_labelled_lines
     from fullshard.spec.calibration import Calibration, CalibrationSettings
-    from fullshard.system.targets import require_file
+    from fullshard.system.targets import check_output_file
 
     path = out or user_hardware_path()
-    require_file(path, is_kind=_is_hardware, force=force)
-    _require_directory(path)
-    _require_drive(drive)
-    with private_directory() as directory:
+    check_output_file(path, is_kind=_is_hardware_file, force=force)
+    _check_output_is_writable(path)
+    _check_drive_directory(drive)
+    with temporary_private_directory() as directory:
         own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
         settings = CalibrationSettings.model_validate(own)
         settings.save(directory)
-        exit_code = start(_request(directory, ranks=ranks, device=device))
+        exit_code = perform_request(_build_calibration_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = _fitted(Calibration.load(directory))
+            found = _fit_hardware_to_steps(Calibration.load(directory))
             found.hardware.save(path)
             if as_json:
                 typer.echo(found.model_dump_json())
             else:
-                show_rows(calibration_rows(found))
+                show_labelled_lines(calibration_rows(found))
             typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
 
 
-def _is_hardware(path: Path) -> bool:
+def _is_hardware_file(path: Path) -> bool:
     """Returns True if the file is a hardware.toml, written by hand or measured."""
     from fullshard.spec.toml_file import read_toml
-    from fullshard.system.targets import read_by
+    from fullshard.system.targets import build_readability_predicate
 
-    return read_by(read_toml)(path) and "chip" in read_toml(path)
+    return build_readability_predicate(read_toml)(path) and "chip" in read_toml(path)
 
 
-def _require_directory(path: Path) -> None:
+def _check_output_is_writable(path: Path) -> None:
     """Raises SpecError if `path` could not be written. This is checked before measuring for minutes."""
     from fullshard.errors import SpecError
 
@@ -93,29 +98,29 @@ def _require_directory(path: Path) -> None:
         ) from error
 
 
-def _require_drive(directory: Path) -> None:
+def _check_drive_directory(directory: Path) -> None:
     from fullshard.errors import SpecError
 
     if not os.path.isdir(directory):
         raise SpecError(f"{directory} is not a directory.", got="--drive", fix="a directory on the drive")
 
 
-def _fitted(found: "Calibration") -> "Calibration":
+def _fit_hardware_to_steps(found: "Calibration") -> "Calibration":
     """Returns the calibration with the hardware that best predicts the measured whole steps."""
-    from fullshard.planner.calibration_fit import StepSample, fitted
+    from fullshard.planner.calibration_fit import StepSample, fit_rates
     from fullshard.planning.describe_run import describe_run
 
     seen = [
         StepSample(describe_run(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps
     ]
-    fit = fitted(found.hardware, seen)
+    fit = fit_rates(found.hardware, seen)
     return found.model_copy(update={"hardware": fit.hardware, "step_errors": fit.errors})
 
 
-def _request(directory: Path, *, ranks: int, device: str) -> "Request":
+def _build_calibration_request(directory: Path, *, ranks: int, device: str) -> "LaunchRequest":
     """Returns the job that measures on all ranks, as the request that `start` takes."""
-    from fullshard.launch.request import Request
+    from fullshard.launch.request import LaunchRequest
     from fullshard.spec.run import Run
 
     run = Run.load(overrides=[f"run.dir={directory}", f"run.device={device}", f"run.ranks={ranks}"])
-    return Request(run=run, job="fullshard.jobs.calibrate:run_calibration")
+    return LaunchRequest(run=run, job="fullshard.jobs.calibrate:run_calibration")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.options import AsJson, KeyFile
-from fullshard.system.terminal import printable_line
+from fullshard.system.terminal import escape_to_single_line
 
 if TYPE_CHECKING:
-    from fullshard.checkpoint.files import Files
+    from fullshard.checkpoint.files import CheckpointFiles
     from fullshard.checkpoint.location import CheckpointLocation
     from fullshard.checkpoint.verify import Damage
 
@@ -28,17 +28,17 @@ def list_checkpoints(
     """List the checkpoints of a run, and which are complete. Exits with 6 if --key-file does not fit all."""
     from fullshard.errors import CheckpointError
 
-    place = _place(directory, key_file)
-    rows = [_describe(files) for _, files in reversed(place.steps())]
-    rejected = place.quarantined()
+    place = _locate_checkpoints(directory, key_file)
+    rows = [_checkpoint_row(files) for _, files in reversed(place.list_checkpoints())]
+    rejected = place.list_quarantined()
     if rejected:
-        typer.echo(printable_line(f"set aside as damaged: {', '.join(rejected)}"), err=True)
+        typer.echo(escape_to_single_line(f"set aside as damaged: {', '.join(rejected)}"), err=True)
     if as_json:
         typer.echo(json.dumps(rows))
     elif rows:
-        typer.echo(_table(rows))
+        typer.echo(_format_checkpoint_table(rows))
     else:
-        typer.echo(printable_line(f"no checkpoint in {place}"), err=True)
+        typer.echo(escape_to_single_line(f"no checkpoint in {place}"), err=True)
     if key_file is not None and any(row["problem"] for row in rows):
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -56,26 +56,30 @@ def verify_checkpoints(
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
-    place = _place(directory, key_file)
+    place = _locate_checkpoints(directory, key_file)
     one = place.as_checkpoint()
-    checkpoints = [one] if MANIFEST in one.sizes() else [files for _, files in reversed(place.steps())]
+    checkpoints = (
+        [one]
+        if MANIFEST in one.file_sizes_bytes()
+        else [files for _, files in reversed(place.list_checkpoints())]
+    )
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
-    found = {str(files): _verified(files) for files in checkpoints}
+    found = {str(files): _verify_one_checkpoint(files) for files in checkpoints}
     if as_json:
         typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
     else:
         for name, (status, many) in found.items():
-            typer.echo(printable_line(f"{name}  {status}"))
+            typer.echo(escape_to_single_line(f"{name}  {status}"))
             for damage in many:
-                touched = _some(damage.tensors)
+                touched = _shortened_name_list(damage.tensors)
                 line = f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}"
-                typer.echo(printable_line(line))
+                typer.echo(escape_to_single_line(line))
     if any(many for _, many in found.values()):
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def _verified(files: "Files") -> "tuple[str, list[Damage]]":
+def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]]":
     """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.checkpoint.verify import Damage, find_damage
@@ -95,12 +99,15 @@ def diff_checkpoints(
     key_file: KeyFile = None,
 ) -> None:
     """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
-    from fullshard.checkpoint.load import find
-    from fullshard.checkpoint.verify import diff
+    from fullshard.checkpoint.load import resolve_checkpoint
+    from fullshard.checkpoint.verify import iterate_differences
 
     lines = 0
-    for line in diff(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
-        typer.echo(printable_line(line))
+    for line in iterate_differences(
+        resolve_checkpoint(_locate_checkpoints(one, key_file))[0],
+        resolve_checkpoint(_locate_checkpoints(other, key_file))[0],
+    ):
+        typer.echo(escape_to_single_line(line))
         lines += 1
     if lines:
         raise typer.Exit(1)
@@ -162,8 +169,8 @@ def export_checkpoint(
         raise SpecError(
             "--format peft takes neither --shard-size nor --dtype.", fix="--format hf, or neither"
         )
-    _require_target(target, form, sharded=shard_bytes is not None, force=force)
-    place = _place(source, key_file)
+    _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
+    place = _locate_checkpoints(source, key_file)
     if form is ExportFormat.HF:
         from fullshard.weights.export_hf import SHARD_BYTES, export_hf
 
@@ -184,19 +191,23 @@ def export_checkpoint(
     typer.echo(f"{target}")
 
 
-def _require_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
+def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
     """Raises SpecError if an export would overwrite anything other than an earlier export."""
-    from fullshard.system.targets import read_by, require_directory, require_file
-    from fullshard.weights.export import refuse_weights
+    from fullshard.system.targets import (
+        build_readability_predicate,
+        check_output_directory,
+        check_output_file,
+    )
+    from fullshard.weights.export import check_holds_no_weights
     from fullshard.weights.files import INDEX, read_header
 
-    is_weights = read_by(read_header, most_bytes=None)
+    is_weights = build_readability_predicate(read_header, most_bytes=None)
     if form is ExportFormat.HF:
-        refuse_weights(target)
+        check_holds_no_weights(target)
     if form is not ExportFormat.SAFETENSORS or sharded:
-        require_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
+        check_output_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
     else:
-        require_file(target, is_kind=is_weights, force=force)
+        check_output_file(target, is_kind=is_weights, force=force)
 
 
 def gather_checkpoint(
@@ -210,21 +221,21 @@ def gather_checkpoint(
     key_file: KeyFile = None,
 ) -> None:
     """Combine the parts that nodes saved on their own disks (checkpoint.storage = "per_node")."""
-    from fullshard.checkpoint.per_node import gather
-    from fullshard.system.targets import require_outside
+    from fullshard.checkpoint.per_node import gather_node_checkpoints
+    from fullshard.system.targets import check_not_checkpoint_or_run_record
 
-    require_outside(target)
+    check_not_checkpoint_or_run_record(target)
     nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]
-    typer.echo(f"{gather(nodes, target, key_file=key_file)}")
+    typer.echo(f"{gather_node_checkpoints(nodes, target, key_file=key_file)}")
 
 
-def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
+def _locate_checkpoints(directory: str, key_file: Path | None) -> "CheckpointLocation":
     """Returns the location `<directory>/checkpoints` if it exists, else `directory`.
 
     Raises CheckpointError if neither exists.
     """
     from fullshard.checkpoint.location import location_of
-    from fullshard.distributed.agreement import locally
+    from fullshard.distributed.agreement import run_on_this_rank
     from fullshard.errors import CheckpointError
 
     inner = location_of(
@@ -232,21 +243,21 @@ def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
     )
     place = (
         inner
-        if locally(inner.exists, doing=f"looking at {inner}")
+        if run_on_this_rank(inner.exists, doing=f"looking at {inner}")
         else location_of(directory, key_file=key_file)
     )
-    if not locally(place.exists, doing=f"looking at {place}"):
+    if not run_on_this_rank(place.exists, doing=f"looking at {place}"):
         raise CheckpointError(f"{place} is not a directory.", fix="the run's directory, such as runs/default")
     return place
 
 
-def _describe(files: "Files") -> dict[str, object]:
+def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
     """Returns a checkpoint's row; `problem` is None if its files are complete, judged by their sizes."""
-    from fullshard.checkpoint.manifest import verify
+    from fullshard.checkpoint.manifest import read_manifest_and_check_sizes
     from fullshard.errors import CheckpointError
 
     try:
-        manifest = verify(files)
+        manifest = read_manifest_and_check_sizes(files)
     except CheckpointError as error:
         return {"path": str(files), "problem": f"{error.got or error.what}"}
     plan: Any = manifest.plan or {}
@@ -258,16 +269,16 @@ def _describe(files: "Files") -> dict[str, object]:
         "ranks": manifest.world_size,
         "strategy": plan.get("strategy"),
         "layout": manifest.layout,
-        "bytes": manifest.size_bytes,
+        "bytes": manifest.checkpoint_bytes,
     }
 
 
-def _some(names: Sequence[str], *, shown: int = 3) -> str:
+def _shortened_name_list(names: Sequence[str], *, shown: int = 3) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return f"{', '.join(names[:shown])}{more}"
 
 
-def _table(rows: list[dict[str, object]]) -> str:
+def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
     from fullshard.quantities import format_bytes, format_count
 
     lines: list[str] = []
@@ -283,4 +294,4 @@ def _table(rows: list[dict[str, object]]) -> str:
         lines.append(
             f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}".rstrip()
         )
-    return "\n".join(map(printable_line, lines))
+    return "\n".join(map(escape_to_single_line, lines))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson
-from fullshard.system.terminal import printable
+from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.convert.conversion import Conversion
-    from fullshard.convert.reader import Format
+    from fullshard.convert.reader import ConfigFormat
 
 
 def convert(
@@ -39,25 +39,27 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Print another tool's config as a run.toml; report on standard error what became of each of its keys."""
-    from fullshard.convert.conversion import convert as converted
+    from fullshard.convert.conversion import convert_config as converted
 
     name = "standard input" if path == "-" else Path(path).name
-    conversion = converted(_text(path), name=name, format=_format(format_name), ranks=ranks)
+    conversion = converted(
+        _read_config_text(path), name=name, format=_parse_format_name(format_name), ranks=ranks
+    )
     if as_json:
         record: dict[str, object] = {
             "format": conversion.format,
-            "keys": [one.model_dump(mode="json") for one in conversion.said],
+            "keys": [one.model_dump(mode="json") for one in conversion.key_results],
             "notes": list(conversion.notes),
             "settings": conversion.settings,
-            "run_toml": conversion.run_toml(),
+            "run_toml": conversion.run_toml_text(),
         }
-        typer.echo(printable(json.dumps(record, ensure_ascii=False)))
+        typer.echo(escape_control_characters(json.dumps(record, ensure_ascii=False)))
         return
-    _show(conversion)
-    typer.echo(printable(conversion.run_toml()), nl=False)
+    _report_key_verdicts(conversion)
+    typer.echo(escape_control_characters(conversion.run_toml_text()), nl=False)
 
 
-def _text(path: str) -> str:
+def _read_config_text(path: str) -> str:
     from fullshard.errors import SpecError
     from fullshard.spec.small_files import SETTINGS_BYTES, read_text
 
@@ -75,24 +77,31 @@ def _text(path: str) -> str:
         raise SpecError(f"{path} cannot be read.", got=reason) from error
 
 
-def _format(name: str | None) -> "Format | None":
-    from fullshard.convert.reader import Format
+def _parse_format_name(name: str | None) -> "ConfigFormat | None":
+    from fullshard.convert.reader import ConfigFormat
     from fullshard.errors import SpecError
 
     if name is None:
         return None
-    if name.lower() not in set(Format):
-        raise SpecError("--from takes a format.", got=name, fix=", ".join(Format))
-    return Format(name.lower())
+    if name.lower() not in set(ConfigFormat):
+        raise SpecError("--from takes a format.", got=name, fix=", ".join(ConfigFormat))
+    return ConfigFormat(name.lower())
 
 
-def _show(conversion: "Conversion") -> None:
+def _report_key_verdicts(conversion: "Conversion") -> None:
     """Prints to standard error the verdict on each key, the notes, and the number of keys per verdict."""
     from fullshard.convert.reader import KeyVerdict
-    from fullshard.report.table import show_rows
+    from fullshard.report.table import show_labelled_lines
 
-    show_rows(((one.key, one.text) for one in conversion.said), file=sys.stderr)
+    show_labelled_lines(((one.key, one.verdict_text) for one in conversion.key_results), file=sys.stderr)
     for note in conversion.notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
-    counts = ", ".join(f"{conversion.count(one)} {one}" for one in KeyVerdict if conversion.count(one))
-    print(f"{conversion.name} ({conversion.format}): {len(conversion.said)} keys: {counts}", file=sys.stderr)
+        print(f"note: {escape_control_characters(note)}", file=sys.stderr)
+    counts = ", ".join(
+        f"{conversion.count_keys_with_verdict(one)} {one}"
+        for one in KeyVerdict
+        if conversion.count_keys_with_verdict(one)
+    )
+    print(
+        f"{conversion.name} ({conversion.format}): {len(conversion.key_results)} keys: {counts}",
+        file=sys.stderr,
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.system.terminal import printable_line
+from fullshard.system.terminal import escape_to_single_line
 
 
 def prepare_data(
@@ -17,7 +17,7 @@ def prepare_data(
     as_json: AsJson = False,
 ) -> None:
     """Tokenize the data of a run and pack it into sequences, before the run needs them; show a summary."""
-    from fullshard.data.build import build_packed_data, tokenizer_vocabulary
+    from fullshard.data.build import build_packed_data, tokenizer_vocabulary_size
     from fullshard.errors import SpecError
     from fullshard.models.checks import check_vocabulary
     from fullshard.spec.run import Run
@@ -29,21 +29,21 @@ def prepare_data(
             got=f'data.source = "python", data.factory = {run.data.factory!r}',
             why="a function of your own makes the batches when the run asks for them",
         )
-    check_vocabulary(run, tokens=tokenizer_vocabulary(run.data))
+    check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data))
     data = build_packed_data(run)
     check_vocabulary(run, tokens=data.vocabulary)
-    summary = data.summary()
+    summary = data.summary_figures()
     if as_json:
         typer.echo(json.dumps(summary))
         return
-    from fullshard.report.table import show_rows
+    from fullshard.report.table import show_labelled_lines
 
-    show_rows(_rows(summary))
+    show_labelled_lines(_summary_rows(summary))
     for skip_message in summary["skip_messages"]:  # type: ignore[union-attr]
-        typer.echo(printable_line(f"left out: {skip_message}"), err=True)
+        typer.echo(escape_to_single_line(f"left out: {skip_message}"), err=True)
 
 
-def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     part, left_out = "{:,} tokens, {:,} sequences of {:,}", summary["records left out"]
     rows = [
         ("source", summary["source"]),

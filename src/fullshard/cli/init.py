@@ -24,84 +24,90 @@ def init(
 ) -> None:
     """Write a run.toml with every key, its default and its allowed values."""
     from fullshard.errors import SpecError
-    from fullshard.system.targets import require_file
+    from fullshard.system.targets import check_output_file
 
-    require_file(path, is_kind=None, force=force, streams=True)
+    check_output_file(path, is_kind=None, force=force, streams=True)
     try:
-        path.write_text(run_toml(path.name))
+        path.write_text(default_run_toml_text(path.name))
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     typer.echo(f"{path}")
 
 
-def run_toml(name: str = "run.toml") -> str:
+def default_run_toml_text(name: str = "run.toml") -> str:
     """Returns the text of a run.toml with all defaults: it loads as `Run()`."""
     from fullshard.spec.run import Run
 
     lines = [_HEAD.format(name=name)]
     run, schema = Run(), Run.model_json_schema()
     for section in Run.model_fields:
-        lines += _section(section, getattr(run, section), definitions=schema["$defs"])
+        lines += _section_lines(section, getattr(run, section), definitions=schema["$defs"])
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
+def _section_lines(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of the table `[name]`: its docstring as comments, its keys, then its nested tables."""
-    from fullshard.spec.toml_file import toml_value
+    from fullshard.spec.toml_file import format_toml_value
 
     schema = definitions[type(value).__name__]
     yield f"[{name}]"
-    yield from _comment(schema.get("description", ""))
+    yield from _comment_lines(schema.get("description", ""))
     tables: list[str] = []
     for key, field in schema["properties"].items():
         default = getattr(value, key)
         if hasattr(type(default), "model_fields"):
             tables.append(key)
             continue
-        yield from _comment(_item_description(field, definitions))
-        line = f"{key} = {toml_value(default)}" if default is not None else f"# {key} ="
-        yield f"{line:<{_COMMENT_COLUMN - 1}} # {_allowed(field, definitions)}"
+        yield from _comment_lines(_list_item_description(field, definitions))
+        line = f"{key} = {format_toml_value(default)}" if default is not None else f"# {key} ="
+        yield f"{line:<{_COMMENT_COLUMN - 1}} # {_allowed_values_text(field, definitions)}"
     yield ""
     for key in tables:
-        yield from _section(f"{name}.{key}", getattr(value, key), definitions=definitions)
+        yield from _section_lines(f"{name}.{key}", getattr(value, key), definitions=definitions)
 
 
-def _comment(text: str) -> list[str]:
+def _comment_lines(text: str) -> list[str]:
     return [f"# {line}".rstrip() for line in text.splitlines()]
 
 
-def _item_description(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+def _list_item_description(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Returns the description of a list's items if they are tables."""
     item = field.get("items", {})
-    return str(definitions[_name(item)].get("description", "")) if "$ref" in item else ""
+    return (
+        str(definitions[_referenced_definition_name(item)].get("description", "")) if "$ref" in item else ""
+    )
 
 
-def _name(reference: Mapping[str, Any]) -> str:
+def _referenced_definition_name(reference: Mapping[str, Any]) -> str:
     return str(reference["$ref"]).rpartition("/")[2]
 
 
-def _allowed(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+def _allowed_values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Returns the allowed values in words, from the JSON schema."""
-    schema = definitions[_name(schema)] if "$ref" in schema else schema
+    schema = definitions[_referenced_definition_name(schema)] if "$ref" in schema else schema
     if "anyOf" in schema:
         choices = [
-            _allowed(choice, definitions) for choice in schema["anyOf"] if choice.get("type") != "null"
+            _allowed_values_text(choice, definitions)
+            for choice in schema["anyOf"]
+            if choice.get("type") != "null"
         ]
         return " or ".join(choices)
     if "enum" in schema or "const" in schema:
         return ", ".join(str(choice) for choice in schema.get("enum", [schema.get("const")]))
     if "prefixItems" in schema:
-        return "a list: " + "; ".join(_allowed(item, definitions) for item in schema["prefixItems"])
+        return "a list: " + "; ".join(
+            _allowed_values_text(item, definitions) for item in schema["prefixItems"]
+        )
     if schema.get("type") == "array":
-        return f"a list of: {_allowed(schema['items'], definitions)}"
+        return f"a list of: {_allowed_values_text(schema['items'], definitions)}"
     if schema.get("type") == "object":
         keys = ", ".join(schema.get("properties", {}))
         return f"a table{f' of {keys}' if keys else ''}"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-    return words[schema["type"]] + _bounds(schema)
+    return words[schema["type"]] + _numeric_bounds_text(schema)
 
 
-def _bounds(schema: Mapping[str, Any]) -> str:
+def _numeric_bounds_text(schema: Mapping[str, Any]) -> str:
     """Returns a number's bounds in words, without those that no run reaches."""
     words = {"exclusiveMinimum": "over", "minimum": "from", "exclusiveMaximum": "under", "maximum": "to"}
     bounds = {word: schema[key] for key, word in words.items() if schema.get(key, math.inf) < _LARGE}

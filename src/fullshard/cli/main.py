@@ -10,7 +10,7 @@ import typer
 import fullshard
 from fullshard.cli import calibrate, checkpoint, convert, data, init, plan, report, train, version
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
-from fullshard.system.terminal import escape_logs, printable
+from fullshard.system.terminal import escape_control_characters, escape_log_messages
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
@@ -22,17 +22,19 @@ saved (resume with train --resume), 130 ended by Ctrl-C, 1 unexpected error, 2 w
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` or the command line names. Returns its exit code (`fullshard.errors`)."""
-    escape_logs()
+    escape_log_messages()
     with ProcessOutcome() as ending:
-        _app()(args=None if argv is None else [*argv], prog_name="fullshard")
+        _build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
     if ending.failure is not None:
-        print(printable(_shown(ending.failure, os.environ.get("RANK"))), file=sys.stderr)
+        print(
+            escape_control_characters(_failure_text(ending.failure, os.environ.get("RANK"))), file=sys.stderr
+        )
     return ending.exit_code
 
 
-def _app() -> typer.Typer:
-    app = _group(HELP)
-    app.callback()(_options)
+def _build_app() -> typer.Typer:
+    app = _build_command_group(HELP)
+    app.callback()(_global_options)
     app.command("train")(train.train)
     app.command("plan")(plan.plan)
     app.command("calibrate")(calibrate.calibrate)
@@ -40,21 +42,21 @@ def _app() -> typer.Typer:
     app.command("init")(init.init)
     app.command("convert")(convert.convert)
     app.command("version")(version.version)
-    checkpoints = _group("List, verify, compare, gather and export checkpoints.")
+    checkpoints = _build_command_group("List, verify, compare, gather and export checkpoints.")
     checkpoints.command("list")(checkpoint.list_checkpoints)
     checkpoints.command("verify")(checkpoint.verify_checkpoints)
     checkpoints.command("diff")(checkpoint.diff_checkpoints)
     checkpoints.command("gather")(checkpoint.gather_checkpoint)
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
-    prepared = _group("Prepare the tokens of a run in advance.")
+    prepared = _build_command_group("Prepare the tokens of a run in advance.")
     prepared.callback()(lambda: None)  # a group without a callback and with one command is that command
     prepared.command("prepare")(data.prepare_data)
     app.add_typer(prepared, name="data")
     return app
 
 
-def _group(text: str) -> typer.Typer:
+def _build_command_group(text: str) -> typer.Typer:
     """Returns a command group with plain help: rich would take longer than the rest of `--help`."""
     return typer.Typer(
         help=text,
@@ -66,24 +68,25 @@ def _group(text: str) -> typer.Typer:
     )
 
 
-def _show_version(wanted: bool) -> None:
+def _print_version_and_exit(wanted: bool) -> None:
     if wanted:
         typer.echo(f"fullshard {fullshard.__version__}")
         raise typer.Exit
 
 
-def _options(
+def _global_options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_print_version_and_exit, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Accepts the options that precede the command. Their help text is `HELP`."""
 
 
-def _shown(failure: FailureReport, rank: str | None) -> str:
+def _failure_text(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why"
-    return failure.text(int(rank) if rank is not None else None)
+    return failure.user_message(int(rank) if rank is not None else None)
 
 
 if __name__ == "__main__":  # torchrun -m fullshard.cli.main train

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 
-def positive(value: float | None) -> float | None:
+def require_positive_number(value: float | None) -> float | None:
     """Returns an option's number. Raises BadParameter for NaN, infinity, 0 and negative numbers."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise typer.BadParameter(f"{value:g} is not a finite number over 0")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fullshard.cli.options import AsJson, Overrides, positive
-from fullshard.system.terminal import printable
+from fullshard.cli.options import AsJson, Overrides, require_positive_number
+from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.planning.result import PlanRequest
     from fullshard.planning.target import PlanTarget
-    from fullshard.report.plan import Budget
+    from fullshard.report.plan import TrainingBudget
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
@@ -57,7 +57,10 @@ BudgetOption = Annotated[
     str | None, typer.Option("--budget", metavar="TOKENS", help="Show how long this many tokens take: 15T.")
 ]
 Price = Annotated[
-    float | None, typer.Option("--price", metavar="DOLLARS", callback=positive, help="Price of one GPU hour.")
+    float | None,
+    typer.Option(
+        "--price", metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."
+    ),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 DryRun = Annotated[
@@ -79,7 +82,7 @@ Days = Annotated[
     typer.Option(
         "--fewest-gpus-in-days",
         metavar="DAYS",
-        callback=positive,
+        callback=require_positive_number,
         help="Find the fewest GPUs that process the --budget in this time.",
     ),
 ]
@@ -111,38 +114,43 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     largest: Largest = None,
 ) -> None:
     """Predict the memory and time of a run, and choose the fastest settings that fit."""
-    from fullshard.planning.result import answer_of, fewest_gpus, largest_of, with_dry_run
+    from fullshard.planning.result import (
+        choose_fastest_plan,
+        choose_largest_plan,
+        with_dry_run,
+        with_fewest_gpus,
+    )
     from fullshard.quantities import parse_count
 
-    _require_targets(save, save_spec, force=force)
+    _check_output_files(save, save_spec, force=force)
     pinned = list(overrides or [])
     pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
     pinned += [f"precision.mode={precision}"] if precision else []
     tokens = parse_count(tokens_per_step) if tokens_per_step else None
-    question = _question(
+    question = _build_plan_request(
         model, pinned, on=on, ranks=ranks, tokens=tokens, any_ranks=fewest_gpus_in_days is not None
     )
     if drive_rate is not None:
-        question = replace(question, hardware=_with_drive(question.hardware, drive_rate))
+        question = replace(question, hardware=_with_drive_rate(question.hardware, drive_rate))
     if save_spec is not None:
-        _write(question.spec, save_spec)
-    spend = _budget(budget, price=price, hardware=question.hardware)
+        _save_to_file(question.spec, save_spec)
+    spend = _parse_budget(budget, price=price, hardware=question.hardware)
     if fewest_gpus_in_days is not None:
-        question = fewest_gpus(question, days=fewest_gpus_in_days, budget=spend)
-    answer = largest_of(question, largest) if largest is not None else answer_of(question)
+        question = with_fewest_gpus(question, days=fewest_gpus_in_days, budget=spend)
+    answer = choose_largest_plan(question, largest) if largest is not None else choose_fastest_plan(question)
     if save is not None:
-        _write(answer.best, save)
-        _note(question.about_saving(save))
+        _save_to_file(answer.best, save)
+        _print_note(question.saved_plan_note(save))
     if dry_run:
-        _note("running the real step dry, which takes a minute or more")
+        _print_note("running the real step dry, which takes a minute or more")
         answer = with_dry_run(answer)
     if as_json:
-        typer.echo(json.dumps(answer.data(spend), indent=2))
+        typer.echo(json.dumps(answer.json_record(spend), indent=2))
     else:
-        answer.show(spend, compare=compare)
+        answer.print_page(spend, compare=compare)
 
 
-def _question(
+def _build_plan_request(
     name: str | None,
     pinned: Sequence[str],
     *,
@@ -156,34 +164,39 @@ def _question(
     any_ranks: whether the command asks for the number of ranks
     """
     from fullshard.planning.result import PlanRequest
-    from fullshard.planning.target import batch_for, batch_for_any_ranks, find_subject, hardware_for
+    from fullshard.planning.target import (
+        choose_global_batch,
+        choose_global_batch_for_any_ranks,
+        choose_hardware,
+        resolve_plan_target,
+    )
 
-    subject = find_subject(name)
-    asked = subject.run(pinned)
-    _check_spec(subject, asked)
+    subject = resolve_plan_target(name)
+    asked = subject.load_run(pinned)
+    _check_spec_fits_run(subject, asked)
     if on is not None:  # ranks in a run.toml are of another machine; ranks set on the command line count
-        ranks = ranks or (asked.run.ranks if _sets("run.ranks", pinned) else None) or None
+        ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
         pinned = [*pinned, "run.ranks=0", "run.device=auto"]
-        asked = subject.run(pinned)
-    hardware = hardware_for(on, ranks=ranks, run=asked)
+        asked = subject.load_run(pinned)
+    hardware = choose_hardware(on, ranks=ranks, run=asked)
     if asked.precision.mode == "auto":
         mode = "bf16" if hardware.device == "cuda" else "fp32"
         pinned = [*pinned, f"precision.mode={mode}"]
-        asked = subject.run(pinned)
-    if tokens is not None or (subject.chosen_here and not _sets("train.global_batch", pinned)):
+        asked = subject.load_run(pinned)
+    if tokens is not None or (subject.chosen_here and not _is_key_overridden("train.global_batch", pinned)):
         if any_ranks:
-            sequences, note = batch_for_any_ranks(asked, tokens=tokens)
+            sequences, note = choose_global_batch_for_any_ranks(asked, tokens=tokens)
         else:
             ranks = max(1, hardware.world_size // asked.sharding.tensor_parallel)
-            sequences, note = batch_for(asked, tokens=tokens, ranks=ranks)
-        asked = subject.run([*pinned, f"train.global_batch={sequences}"])
-        _note(note)
+            sequences, note = choose_global_batch(asked, tokens=tokens, ranks=ranks)
+        asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
+        _print_note(note)
     for text in subject.differs:
-        _note(f"planned as the reference decoder: {text}")
-    return PlanRequest(subject, asked, hardware, spec=subject.described(asked, hardware))
+        _print_note(f"planned as the reference decoder: {text}")
+    return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
 
-def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
+def _with_drive_rate(hardware: "Hardware", text: str) -> "Hardware":
     """Returns the hardware with a drive rate per rank, parsed from `text` in bytes/s: `6e9`, `3.5G`."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_count, parse_count
@@ -200,17 +213,17 @@ def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
     return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
 
 
-def _sets(key: str, overrides: Sequence[str]) -> bool:
+def _is_key_overridden(key: str, overrides: Sequence[str]) -> bool:
     return any(text.partition("=")[0].strip() == key for text in overrides)
 
 
-def _check_spec(subject: "PlanTarget", asked: "Run") -> None:
+def _check_spec_fits_run(subject: "PlanTarget", asked: "Run") -> None:
     """Raises SpecError if a saved spec was traced with another sequence length or precision."""
     from fullshard.errors import SpecError
 
     if subject.spec is None:
         return
-    traced = subject.run(())
+    traced = subject.load_run(())
     for key, own, wanted in (
         ("sequences of", traced.data.sequence_length, asked.data.sequence_length),
         ("precision", traced.precision.mode, asked.precision.mode),
@@ -224,16 +237,18 @@ def _check_spec(subject: "PlanTarget", asked: "Run") -> None:
             )
 
 
-def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") -> "Budget | None":
+def _parse_budget(
+    tokens: str | None, *, price: float | None, hardware: "Hardware"
+) -> "TrainingBudget | None":
     from fullshard.errors import SpecError
     from fullshard.quantities import parse_count
-    from fullshard.report.plan import Budget
+    from fullshard.report.plan import TrainingBudget
 
     if tokens is None:
         if price is not None:
             raise SpecError("a price needs a number of tokens.", got=f"--price {price:g}", fix="--budget 15T")
         return None
-    return Budget.parse(
+    return TrainingBudget.parse(
         {
             "tokens": parse_count(tokens),
             "price_per_hour": hardware.price_per_hour if price is None else price,
@@ -242,18 +257,18 @@ def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") ->
     )
 
 
-def _require_targets(plan: Path | None, spec: Path | None, *, force: bool) -> None:
+def _check_output_files(plan: Path | None, spec: Path | None, *, force: bool) -> None:
     """Raises SpecError if an output file must not be replaced. This is checked before anything is planned."""
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
-    from fullshard.system.targets import read_by, require_file
+    from fullshard.system.targets import build_readability_predicate, check_output_file
 
     for path, load in ((plan, Plan.load), (spec, ModelSpec.load)):
         if path is not None:
-            require_file(path, is_kind=read_by(load), force=force, streams=True)
+            check_output_file(path, is_kind=build_readability_predicate(load), force=force, streams=True)
 
 
-def _write(value: "Plan | ModelSpec", path: Path) -> None:
+def _save_to_file(value: "Plan | ModelSpec", path: Path) -> None:
     from fullshard.errors import SpecError
 
     try:
@@ -262,7 +277,7 @@ def _write(value: "Plan | ModelSpec", path: Path) -> None:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
 
 
-def _note(text: str | None) -> None:
+def _print_note(text: str | None) -> None:
     """Prints a note to standard error."""
     if text:
-        print(f"note: {printable(text)}", file=sys.stderr)
+        print(f"note: {escape_control_characters(text)}", file=sys.stderr)

@@ -9,7 +9,7 @@ import typer
 
 from fullshard.cli.options import AsJson
 from fullshard.cli.train import MEASUREMENT_NAME, PLAN_NAME
-from fullshard.system.terminal import printable
+from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.spec.measurement import Measurement
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _METRICS = "metrics.jsonl"
 
 
-class _ReportedRun(NamedTuple):
+class _RunResults(NamedTuple):
     """The results of one run. `plan` is None if the directory has none."""
 
     directory: Path
@@ -34,9 +34,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show what was predicted for past runs, and what was measured."""
-    runs = [_read(directory) for directory in directories]
+    runs = [_read_run_results(directory) for directory in directories]
     if as_json:
-        typer.echo(json.dumps([_record(run) for run in runs], indent=2))
+        typer.echo(json.dumps([_run_json_record(run) for run in runs], indent=2))
         return
     from fullshard.report.measurement import show_measurement
 
@@ -47,10 +47,12 @@ def report(
         show_measurement(run.measurement, prediction=prediction)
         if prediction is None:
             why = "its plan was made without the planner" if run.plan else f"there is no {PLAN_NAME}"
-            typer.echo(printable(f"note: {run.directory} holds no prediction: {why}"), err=True)
+            typer.echo(
+                escape_control_characters(f"note: {run.directory} holds no prediction: {why}"), err=True
+            )
 
 
-def _read(directory: Path) -> _ReportedRun:
+def _read_run_results(directory: Path) -> _RunResults:
     """Reads a run's results. Raises SpecError if `directory` is not the directory of a finished run."""
     from fullshard.errors import SpecError
     from fullshard.spec.measurement import Measurement
@@ -74,15 +76,15 @@ def _read(directory: Path) -> _ReportedRun:
     # A run that was set aside has moved to another directory. The sample is only for the end of a run.
     moved = {"directory": str(directory), "sample": None}
     measurement = Measurement.load(measured).model_copy(update=moved)
-    return _ReportedRun(directory, measurement, Plan.load(planned) if planned.exists() else None)
+    return _RunResults(directory, measurement, Plan.load(planned) if planned.exists() else None)
 
 
-def _record(run: _ReportedRun) -> dict[str, object]:
+def _run_json_record(run: _RunResults) -> dict[str, object]:
     """Returns a run's results as JSON values; `comparison` and `prediction` are None without a prediction."""
-    from fullshard.report.comparison import compare
+    from fullshard.report.comparison import compare_prediction
 
     prediction = run.plan.prediction if run.plan is not None else None
-    comparison = None if prediction is None else compare(prediction, run.measurement)
+    comparison = None if prediction is None else compare_prediction(prediction, run.measurement)
     return {
         "directory": str(run.directory),
         "measurement": run.measurement.model_dump(mode="json"),

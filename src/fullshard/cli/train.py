@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.system.terminal import printable
+from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
-    from fullshard.launch.request import Request
+    from fullshard.launch.request import LaunchRequest
     from fullshard.spec.run import Run
 
 # Files that the job writes in the run's directory; see `fullshard.spec.measurement.Measurement`.
@@ -32,28 +32,28 @@ def train(
 ) -> None:
     """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
     started = time.time()
-    request = _request(run_path, overrides or [], plan_path=plan_path, started=started)
-    _require_directory(request.run, resume=resume)
-    from fullshard.launch.start import start
+    request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
+    _check_run_directory(request.run, resume=resume)
+    from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import plan_run
 
     request = plan_run(request).model_copy(update={"resume": resume})
-    exit_code = start(request)
+    exit_code = perform_request(request)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)
     raise typer.Exit(exit_code)
 
 
-def _request(
+def _build_train_request(
     run_path: Path | None, overrides: list[str], *, plan_path: Path | None, started: float
-) -> "Request":
+) -> "LaunchRequest":
     from fullshard.errors import SpecError
-    from fullshard.launch.request import Request
+    from fullshard.launch.request import LaunchRequest
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
     if plan_path is None:
-        return Request(run=Run.load(run_path, overrides=overrides), command_started=started)
+        return LaunchRequest(run=Run.load(run_path, overrides=overrides), command_started=started)
     if run_path is not None or overrides:
         raise SpecError(
             "a plan carries the run it was made for.",
@@ -61,28 +61,28 @@ def _request(
             fix="give the plan alone, or make another for this run",
         )
     plan = Plan.load(plan_path)
-    return Request(run=plan.run, plan=plan, command_started=started)
+    return LaunchRequest(run=plan.run, plan=plan, command_started=started)
 
 
-def _require_directory(run: "Run", *, resume: bool) -> None:
+def _check_run_directory(run: "Run", *, resume: bool) -> None:
     """Checks `run.dir` before anything is planned or started.
 
     Raises SpecError if it is not a run's directory, TrainError if it cannot be written or is in use.
     """
     from fullshard.jobs.launch_record import LaunchId
-    from fullshard.jobs.run_directory import LAUNCH, require_free, require_name
-    from fullshard.jobs.run_lock import require_unlocked, require_writable
-    from fullshard.launch.environment import under_srun, under_torchrun
+    from fullshard.jobs.run_directory import LAUNCH, check_directory_is_free, parse_run_directory
+    from fullshard.jobs.run_lock import check_unlocked, check_writable
+    from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
 
-    directory = require_name(run.run.dir)
+    directory = parse_run_directory(run.run.dir)
     # Ranks that torchrun or srun started can only decide together whether they resume the existing run.
-    if under_torchrun() or under_srun():
+    if is_started_by_torchrun() or is_started_by_srun():
         return
-    if LaunchId.from_environment().earlier_attempt(directory / LAUNCH) is None:
+    if LaunchId.from_environment().find_earlier_attempt(directory / LAUNCH) is None:
         if not resume:
-            require_free(directory, offload_path=run.offload.path)
-            require_writable(directory)
-        require_unlocked(directory)
+            check_directory_is_free(directory, offload_path=run.offload.path)
+            check_writable(directory)
+        check_unlocked(directory)
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
@@ -91,7 +91,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     if not path.exists() or path.stat().st_mtime < since:
         return
     if as_json:
-        typer.echo(printable(path.read_text(encoding="utf-8").rstrip()))
+        typer.echo(escape_control_characters(path.read_text(encoding="utf-8").rstrip()))
         return
     from fullshard.report.measurement import show_measurement
     from fullshard.spec.measurement import Measurement

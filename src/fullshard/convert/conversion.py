@@ -4,23 +4,23 @@ import math
 from collections.abc import Callable
 from typing import Any, cast
 
-from fullshard.convert.accelerate import read_accelerate
-from fullshard.convert.deepspeed import read_deepspeed
-from fullshard.convert.fsdp import read_fsdp_alone, read_lightning
-from fullshard.convert.reader import ConfigReader, Format, KeyResult, KeyVerdict
-from fullshard.convert.source import read_source
-from fullshard.convert.torchtitan import read_torchtitan
+from fullshard.convert.accelerate import convert_accelerate
+from fullshard.convert.deepspeed import convert_deepspeed
+from fullshard.convert.fsdp import convert_fsdp, convert_lightning
+from fullshard.convert.reader import ConfigFormat, ConversionState, KeyResult, KeyVerdict
+from fullshard.convert.source import parse_config
+from fullshard.convert.torchtitan import convert_torchtitan
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
 from fullshard.spec.toml_file import toml_text
 from fullshard.spec.value import FrozenModel
 
-_READERS: dict[Format, Callable[[ConfigReader], None]] = {
-    Format.ACCELERATE: read_accelerate,
-    Format.DEEPSPEED: read_deepspeed,
-    Format.FSDP: read_fsdp_alone,
-    Format.LIGHTNING: read_lightning,
-    Format.TORCHTITAN: read_torchtitan,
+_READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
+    ConfigFormat.ACCELERATE: convert_accelerate,
+    ConfigFormat.DEEPSPEED: convert_deepspeed,
+    ConfigFormat.FSDP: convert_fsdp,
+    ConfigFormat.LIGHTNING: convert_lightning,
+    ConfigFormat.TORCHTITAN: convert_torchtitan,
 }
 
 
@@ -28,7 +28,7 @@ class Conversion(FrozenModel):
     """A converted config.
 
     name: file name of the config
-    said: the verdict on each key, in the order of the config
+    key_results: the verdict on each key, in the order of the config
     notes: remarks that do not belong to a single key
     settings: values by dotted key of run.toml
     origins: for each of `settings`, the key of the config or the reason that it comes from
@@ -36,26 +36,28 @@ class Conversion(FrozenModel):
     """
 
     name: str
-    format: Format
-    said: tuple[KeyResult, ...]
+    format: ConfigFormat
+    key_results: tuple[KeyResult, ...]
     notes: tuple[str, ...]
     settings: dict[str, Any]
     origins: dict[str, str]
     run: Run
 
-    def run_toml(self) -> str:
+    def run_toml_text(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
         return toml_text(
-            _nested(self.settings), head=head, comment=lambda path: self.origins.get(".".join(path))
+            _nested_tables(self.settings), head=head, comment=lambda path: self.origins.get(".".join(path))
         )
 
-    def count(self, verdict: KeyVerdict) -> int:
+    def count_keys_with_verdict(self, verdict: KeyVerdict) -> int:
         """Returns the number of keys with this verdict."""
-        return sum(one.verdict is verdict for one in self.said)
+        return sum(one.verdict is verdict for one in self.key_results)
 
 
-def convert(text: str, *, name: str, format: Format | None = None, ranks: int | None = None) -> Conversion:
+def convert_config(
+    text: str, *, name: str, format: ConfigFormat | None = None, ranks: int | None = None
+) -> Conversion:
     """Converts the config `text` of a file called `name`.
 
     format: detected from the content if None
@@ -64,19 +66,19 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     Raises SpecError for text of no known format, for keys that contradict each other, and for values that a
     run.toml does not allow.
     """
-    found, tree, notes = read_source(text, name=name, format=format)
-    reading = ConfigReader(tree, ranks=ranks)
-    _require_numbers(reading)
+    found, tree, notes = parse_config(text, name=name, format=format)
+    reading = ConversionState(tree, ranks=ranks)
+    _check_no_nan(reading)
     reading.notes.extend(notes)
     _READERS[found](reading)
     order = ("run", "model", "data", "train")  # other sections follow by name
-    targets = sorted(reading.settings, key=lambda target: _place(target, order))
+    targets = sorted(reading.settings, key=lambda target: _setting_sort_key(target, order))
     settings = {target: reading.settings[target] for target in targets}
-    run = Run.parse(_nested(settings), source=f"what {name} says")
+    run = Run.parse(_nested_tables(settings), source=f"what {name} says")
     return Conversion(
         name=name,
         format=found,
-        said=tuple(reading.said[key] for key in reading.leaves),
+        key_results=tuple(reading.key_results[key] for key in reading.leaves),
         notes=tuple(reading.notes),
         settings=settings,
         origins=reading.origins,
@@ -84,7 +86,7 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     )
 
 
-def _require_numbers(reading: ConfigReader) -> None:
+def _check_no_nan(reading: ConversionState) -> None:
     """Raises SpecError for NaN, which JSON, YAML and TOML can express."""
     for key, value in reading.leaves.items():
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:
@@ -92,12 +94,12 @@ def _require_numbers(reading: ConfigReader) -> None:
                 raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
 
 
-def _place(target: str, order: tuple[str, ...]) -> tuple[int, str]:
+def _setting_sort_key(target: str, order: tuple[str, ...]) -> tuple[int, str]:
     section, table = target.partition(".")[0], target.rpartition(".")[0]
     return (order.index(section) if section in order else len(order), table)
 
 
-def _nested(settings: dict[str, Any]) -> dict[str, Any]:
+def _nested_tables(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns dotted keys as nested tables: `{"train.steps": 3}` -> `{"train": {"steps": 3}}`."""
     tree: dict[str, Any] = {}
     for target, value in settings.items():

@@ -5,8 +5,14 @@ Sources: torch.distributed.fsdp (2.13), lightning_fabric.strategies.fsdp (2.6).
 
 from collections.abc import Mapping
 
-from fullshard.convert.reader import ConfigReader, SourceText, is_on, last_name, positive
-from fullshard.convert.rules import DTYPES, follow, load_rules, plain_keys
+from fullshard.convert.reader import (
+    ConversionState,
+    UnevaluatedExpression,
+    is_enabled_value,
+    lowercase_last_dotted_part,
+    parse_positive_integer,
+)
+from fullshard.convert.rules import DTYPES, apply_rules, keys_without_wildcards, read_rules
 
 _STRATEGIES = {
     "1": "full_shard",
@@ -34,75 +40,82 @@ _PREFETCHES = {
 }
 
 
-def read_sharding(
-    reading: ConfigReader, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
+def convert_sharding_and_prefetch(
+    reading: ConversionState, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
 ) -> None:
     """Converts the sharding strategy and the prefetch of FSDP1 or FSDP2.
 
     keys: the config's key for each argument of FSDP that it contains
     by_default: whether FSDP is used even if no key sets a strategy; the strategy is then full_shard
     """
-    _read_reshard(reading, keys.get("reshard_after_forward", ""))
-    _read_strategy(reading, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
+    _convert_reshard_after_forward(reading, keys.get("reshard_after_forward", ""))
+    _convert_strategy(reading, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
     if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
-        reading.set_default("sharding.strategy", "full_shard", why="FSDP's default")
-    _read_prefetch(
+        reading.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
+    _convert_prefetch(
         reading, backward=keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", "")
     )
 
 
-def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
+def convert_fsdp_arguments(reading: ConversionState, *, prefix: str = "") -> None:
     """Records verdicts on the keys with `prefix`, which are arguments of FSDP, fully_shard or FSDP2Config."""
     keys = {key.removeprefix(prefix): key for key in reading.leaves if key.startswith(prefix)}
-    _read_mesh(reading, keys)
-    read_sharding(reading, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
+    _convert_mesh_shape(reading, keys)
+    convert_sharding_and_prefetch(reading, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
     for part in ("mixed_precision", "mp_policy"):
         param, reduce = keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", "")
-        _read_dtypes(reading, param=param, reduce=reduce)
+        _convert_dtypes(reading, param=param, reduce=reduce)
     mixed = keys.get("mixed_precision", "")
-    if "compute_dtype" in keys and (not mixed or is_on(reading.get(mixed))):
-        _read_dtypes(reading, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
-        reading.not_needed(mixed, "on: precision.mode says which")
+    if "compute_dtype" in keys and (not mixed or is_enabled_value(reading.get(mixed))):
+        _convert_dtypes(reading, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
+        reading.record_not_needed(mixed, "on: precision.mode says which")
     policy = keys.get("offload_policy", "")
     if reading.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
-        reading.not_needed(policy, "as it is here")
-    rules = load_rules("fsdp")
-    follow(reading, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
+        reading.record_not_needed(policy, "as it is here")
+    rules = read_rules("fsdp")
+    apply_rules(reading, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
 
 
-def read_fsdp_alone(reading: ConfigReader) -> None:
+def convert_fsdp(reading: ConversionState) -> None:
     """Records a verdict on every key of a config that consists of FSDP's arguments only."""
-    read_fsdp(reading)
-    known = plain_keys(load_rules("fsdp"))
-    reading.close([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
+    convert_fsdp_arguments(reading)
+    known = keys_without_wildcards(read_rules("fsdp"))
+    reading.record_unknown_keys([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
 
 
-def read_lightning(reading: ConfigReader) -> None:
+def convert_lightning(reading: ConversionState) -> None:
     """Records a verdict on every argument of a Fabric or Trainer and its strategy, or of a strategy alone."""
-    nodes = reading.count("num_nodes") or 1
-    reading.count("max_steps", unset=(-1,))
+    nodes = reading.get_positive_integer("num_nodes") or 1
+    reading.get_positive_integer("max_steps", unset=(-1,))
     devices = reading.get("devices")
-    each = len(devices) if isinstance(devices, list) else positive(devices)
+    each = len(devices) if isinstance(devices, list) else parse_positive_integer(devices)
     if each:
         reading.ranks = reading.ranks or each * nodes
         if nodes == 1:
-            reading.set("devices", "run.ranks", value=each)
+            reading.record_setting("devices", "run.ranks", value=each)
         else:
             reading.notes.append(
                 f"{each} ranks on each of {nodes} nodes: torchrun --nnodes {nodes} starts them"
             )
     named = str(reading.get("strategy")).lower()
     if named in ("fsdp", "ddp"):
-        reading.set("strategy", "sharding.strategy", value="full_shard" if named == "fsdp" else "no_shard")
-    read_fsdp(reading, prefix="strategy.")
-    rules = load_rules("lightning")
-    follow(reading, rules)
+        reading.record_setting(
+            "strategy", "sharding.strategy", value="full_shard" if named == "fsdp" else "no_shard"
+        )
+    convert_fsdp_arguments(reading, prefix="strategy.")
+    rules = read_rules("lightning")
+    apply_rules(reading, rules)
     if "gradient_clip_val" not in reading.leaves:
-        reading.set_default("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
-    reading.close([*plain_keys(rules), *(f"strategy.{key}" for key in plain_keys(load_rules("fsdp")))])
+        reading.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
+    reading.record_unknown_keys(
+        [
+            *keys_without_wildcards(rules),
+            *(f"strategy.{key}" for key in keys_without_wildcards(read_rules("fsdp"))),
+        ]
+    )
 
 
-def _read_mesh(reading: ConfigReader, keys: Mapping[str, str]) -> None:
+def _convert_mesh_shape(reading: ConversionState, keys: Mapping[str, str]) -> None:
     """Sets a hybrid strategy and its shard degree from the shape of a mesh, (replicas, shards)."""
     for name in ("mesh.mesh_shape", "device_mesh.mesh_shape", "device_mesh", "mesh"):
         key = keys.get(name, "")
@@ -110,27 +123,29 @@ def _read_mesh(reading: ConfigReader, keys: Mapping[str, str]) -> None:
         if not isinstance(shape, list) or not all(isinstance(one, int) for one in shape):
             continue
         if len(shape) == 2 and shape[1] > 1 and shape[0] > 1:
-            reading.infer("sharding.strategy", "hybrid_shard", origin=key)
-            reading.set(key, "sharding.shard_degree", value=shape[1], why="ranks / shard_degree replicas")
+            reading.infer_setting("sharding.strategy", "hybrid_shard", origin=key)
+            reading.record_setting(
+                key, "sharding.shard_degree", value=shape[1], why="ranks / shard_degree replicas"
+            )
             reading.ranks = reading.ranks or shape[0] * shape[1]
         elif len(shape) == 2 and shape[0] > 1:
-            reading.set(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
+            reading.record_setting(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     # The named strategy may be the ZeRO-2 variant of the mesh's.
     if reading.settings.get("sharding.strategy") == "hybrid_shard" and "sharding_strategy" in keys:
         reading.settings.pop("sharding.strategy")
 
 
-def _read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | None) -> None:
+def _convert_strategy(reading: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
     """Sets `sharding.strategy`, and for a hybrid one the shard degree: the ranks per node, if known."""
     value = reading.get(key)
-    strategy = None if value is None else _STRATEGIES.get(last_name(value))
+    strategy = None if value is None else _STRATEGIES.get(lowercase_last_dotted_part(value))
     if value is None:
-        reading.not_needed(key, "unset: the planner chooses, or full_shard")
+        reading.record_not_needed(key, "unset: the planner chooses, or full_shard")
     elif strategy is None:
         known = ", ".join(sorted(set(_STRATEGIES.values())))
-        reading.unsupported(key, f"sharding.strategy is one of {known}")
+        reading.record_unsupported(key, f"sharding.strategy is one of {known}")
     else:
-        reading.set(key, "sharding.strategy", value=strategy)
+        reading.record_setting(key, "sharding.strategy", value=strategy)
         if strategy.startswith("hybrid") and "sharding.shard_degree" not in reading.settings:
             if ranks_per_node is None:
                 reading.notes.append(
@@ -138,60 +153,66 @@ def _read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | Non
                     "to the ranks of a node (left out, the planner chooses)"
                 )
             else:
-                reading.infer("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
+                reading.infer_setting("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
 
 
-def _read_reshard(reading: ConfigReader, key: str) -> None:
+def _convert_reshard_after_forward(reading: ConversionState, key: str) -> None:
     """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
     value = reading.get(key)
     if key not in reading.leaves:
         return
-    degree = None if isinstance(value, bool) else positive(value)
+    degree = None if isinstance(value, bool) else parse_positive_integer(value)
     if degree is not None and degree > 1:
         why = "and the strategy full_shard (ZeRO++ hpZ)"
-        reading.set(key, "sharding.reshard_after_forward", value=degree, why=why)
-        reading.infer("sharding.strategy", "full_shard", origin=key)
+        reading.record_setting(key, "sharding.reshard_after_forward", value=degree, why=why)
+        reading.infer_setting("sharding.strategy", "full_shard", origin=key)
         return
-    named = _STRATEGIES.get(last_name(value)) if degree is None else None
+    named = _STRATEGIES.get(lowercase_last_dotted_part(value)) if degree is None else None
     flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
     strategy = named or flag
     if strategy is None:
-        reading.unsupported(key, "true (full_shard), false (shard_grad_op), or a degree")
+        reading.record_unsupported(key, "true (full_shard), false (shard_grad_op), or a degree")
         return
     if reading.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh
         strategy = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
         reading.settings["sharding.strategy"] = strategy
     why = "unset: all units but the root; here the root too" if value is None else ""
-    reading.set(key, "sharding.strategy", value=strategy, why=why)
+    reading.record_setting(key, "sharding.strategy", value=strategy, why=why)
 
 
-def _read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None:
+def _convert_prefetch(reading: ConversionState, *, backward: str, forward: str) -> None:
     """Sets `prefetch.mode` from `backward_prefetch` and `forward_prefetch`."""
-    forward_on = is_on(reading.get(forward))
+    forward_on = is_enabled_value(reading.get(forward))
     if backward in reading.leaves:
-        name = last_name(reading.get(backward))
+        name = lowercase_last_dotted_part(reading.get(backward))
         mode = "none" if reading.get(backward) is None else _PREFETCHES.get(name)
         if mode is None:
-            reading.unsupported(backward, "prefetch.mode: none, implicit or explicit")
+            reading.record_unsupported(backward, "prefetch.mode: none, implicit or explicit")
         else:
             post = "one unit ahead; here always issued before the gradients of the one that waits"
             why = post if name in ("backward_post", "2") else ""
-            reading.set(backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why)
-    if isinstance(reading.get(forward), SourceText):
-        reading.unsupported(forward, "known only when the program runs: set prefetch.mode")
+            reading.record_setting(
+                backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why
+            )
+    if isinstance(reading.get(forward), UnevaluatedExpression):
+        reading.record_unsupported(forward, "known only when the program runs: set prefetch.mode")
     elif forward_on:
         why = "prefetch.forward units ahead, 1 by default"
-        reading.set(forward, "prefetch.mode", value="explicit", why=why)
+        reading.record_setting(forward, "prefetch.mode", value="explicit", why=why)
     else:
-        reading.not_needed(forward, "off: FSDP2 itself overlaps one unit")
+        reading.record_not_needed(forward, "off: FSDP2 itself overlaps one unit")
 
 
-def _read_dtypes(reading: ConfigReader, *, param: str, reduce: str) -> None:
+def _convert_dtypes(reading: ConversionState, *, param: str, reduce: str) -> None:
     """Sets `precision.mode` from the keys of the dtypes of gathered parameters and reduced gradients."""
-    named = {key: DTYPES.get(last_name(reading.get(key))) for key in (param, reduce) if key in reading.leaves}
+    named = {
+        key: DTYPES.get(lowercase_last_dotted_part(reading.get(key)))
+        for key in (param, reduce)
+        if key in reading.leaves
+    }
     for key in named:
-        if isinstance(reading.get(key), SourceText) and named[key] is None:
-            reading.unsupported(key, "known only when the program runs: set precision.mode")
+        if isinstance(reading.get(key), UnevaluatedExpression) and named[key] is None:
+            reading.record_unsupported(key, "known only when the program runs: set precision.mode")
     compute = named.get(param) or "fp32"
     wire = named.get(reduce) or compute
     mode = {"fp32": "fp32", "fp16": "fp16"}.get(compute) or ("bf16_reduce" if wire == "bf16" else "bf16")
@@ -202,6 +223,6 @@ def _read_dtypes(reading: ConfigReader, *, param: str, reduce: str) -> None:
         summed = "gradients of fp32 parameters are summed in fp32 here"
     for key in named:
         if any(named.values()):
-            reading.set(key, "precision.mode", value=mode, why=summed if key == reduce else "")
+            reading.record_setting(key, "precision.mode", value=mode, why=summed if key == reduce else "")
         else:
-            reading.not_needed(key, "unset: the dtype that the module has; precision.mode decides")
+            reading.record_not_needed(key, "unset: the dtype that the module has; precision.mode decides")

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from fullshard.convert.reader import SourceText
+from fullshard.convert.reader import UnevaluatedExpression
 
 _MOST_VALUES = 20_000
 # Calls whose arguments are settings, with the names of their positional arguments.
@@ -57,7 +57,7 @@ class PythonSource:
     """A parsed program, in which the settings passed to calls can be found.
 
     A name that is assigned once is replaced by its value. Values that are only known at run time are kept as
-    their source text (`SourceText`).
+    their source text (`UnevaluatedExpression`).
 
     Raises SyntaxError or ValueError for text that is not Python, RecursionError or MemoryError if it is
     nested too deep, and ValueError for too many values.
@@ -69,38 +69,40 @@ class PythonSource:
             tree = ast.parse(text)
         self._left = _MOST_VALUES
         self._tree = tree
-        self._assigned = _assigned_once(tree)
+        self._assigned = _values_of_names_assigned_once(tree)
 
-    def call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
+    def find_call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
         """Returns (function, arguments by name, number of other calls) of the call with the most arguments.
 
         names: the functions whose calls are considered, with the names of their positional arguments
         """
-        calls = [one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _called(one) in names]
+        calls = [
+            one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _called_name(one) in names
+        ]
         if not calls:
             return None
         best = max(calls, key=lambda one: len(one.keywords) + len(one.args))
-        name = _called(best)
-        return name, self._arguments(best, names[name]), len(calls) - 1
+        name = _called_name(best)
+        return name, self._argument_values(best, names[name]), len(calls) - 1
 
-    def options(self) -> dict[str, Any] | None:
+    def find_options_dict(self) -> dict[str, Any] | None:
         """Returns the first non-empty dict that stands alone or is assigned to a name containing `fsdp`."""
         for node in self._tree.body:
             value = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
-            named = isinstance(node, ast.Expr) or "fsdp" in _target(node).lower()
+            named = isinstance(node, ast.Expr) or "fsdp" in _assignment_target_text(node).lower()
             if value is not None and named:
-                found = self._value(value)
+                found = self._expression_value(value)
                 if isinstance(found, dict) and found:
                     return cast(dict[str, Any], found)
         return None
 
-    def _arguments(self, call: ast.Call, positions: tuple[str, ...]) -> dict[str, Any]:
+    def _argument_values(self, call: ast.Call, positions: tuple[str, ...]) -> dict[str, Any]:
         named: dict[str, Any] = {}
         for index, argument in enumerate(call.args):
             name = positions[index] if index < len(positions) else f"argument_{index + 1}"
-            named[name] = self._value(argument)
+            named[name] = self._expression_value(argument)
         for keyword in call.keywords:
-            value = self._value(keyword.value)
+            value = self._expression_value(keyword.value)
             if keyword.arg is not None:
                 named[keyword.arg] = value
             elif isinstance(value, dict):  # **options
@@ -109,54 +111,58 @@ class PythonSource:
                 named["**"] = value
         return named
 
-    def _value(self, node: ast.expr) -> Any:
+    def _expression_value(self, node: ast.expr) -> Any:
         self._left -= 1
         if self._left < 0:  # names that expand to several other names, recursively
             raise ValueError(f"its arguments are more than {_MOST_VALUES:,} values")
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self._assigned:
-            return self._value(self._assigned[node.id])
+            return self._expression_value(self._assigned[node.id])
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
-            return [self._value(one) for one in node.elts]
+            return [self._expression_value(one) for one in node.elts]
         if isinstance(node, ast.Dict):
             pairs = zip(node.keys, node.values, strict=True)
-            return {str(self._value(key)): self._value(value) for key, value in pairs if key is not None}
+            return {
+                str(self._expression_value(key)): self._expression_value(value)
+                for key, value in pairs
+                if key is not None
+            }
         if isinstance(node, ast.Call):
-            return self._of_call(node)
-        folded = _folded(node)
-        return SourceText(ast.unparse(node)) if folded is None else folded
+            return self._call_value(node)
+        folded = _constant_number(node)
+        return UnevaluatedExpression(ast.unparse(node)) if folded is None else folded
 
-    def _of_call(self, call: ast.Call) -> Any:
-        name = _called(call)
+    def _call_value(self, call: ast.Call) -> Any:
+        name = _called_name(call)
         parts = {**_PARTS, **LIGHTNING_STRATEGIES}
         if name == "dict" and not call.args:
-            return self._arguments(call, ())
+            return self._argument_values(call, ())
         if name in ("int", "float") and len(call.args) == 1:
-            value = self._value(call.args[0])
+            value = self._expression_value(call.args[0])
             if isinstance(value, int | float):
                 return int(value) if name == "int" and math.isfinite(value) else float(value)
-        arguments = self._arguments(call, parts[name]) if name in parts else {}
-        return arguments or SourceText(ast.unparse(call))
+        arguments = self._argument_values(call, parts[name]) if name in parts else {}
+        return arguments or UnevaluatedExpression(ast.unparse(call))
 
 
-def _called(call: ast.Call) -> str:
+def _called_name(call: ast.Call) -> str:
     """Returns the function's name without its module: `FSDP` for `torch.distributed.fsdp.FSDP(…)`."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def _target(node: ast.stmt) -> str:
+def _assignment_target_text(node: ast.stmt) -> str:
     targets = node.targets if isinstance(node, ast.Assign) else []
     targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
     return " ".join(ast.unparse(one) for one in targets)
 
 
-def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
+def _values_of_names_assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
     """Returns the expressions of names that are assigned exactly once."""
     found: dict[str, list[ast.expr]] = {}
-    for name, value in _assignments(tree):
+    for name, value in _iterate_assignments(tree):
         found.setdefault(name, []).append(value)
     once = {name: values[0] for name, values in found.items() if len(values) == 1}
     order = {name: index for index, name in enumerate(once)}
@@ -168,7 +174,7 @@ def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
     }
 
 
-def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def _iterate_assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
@@ -176,20 +182,20 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield node.target.id, node.value
 
 
-def _folded(node: ast.expr) -> int | float | None:
+def _constant_number(node: ast.expr) -> int | float | None:
     """Returns the value of a constant such as `-1`, `2 * 8` or `10**8`; None for any other expression."""
     if isinstance(node, ast.Constant):
         value = node.value
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = _folded(node.operand)
+        inner = _constant_number(node.operand)
         return None if inner is None else -inner
-    return _product(node) if isinstance(node, ast.BinOp) else None
+    return _constant_product_or_power(node) if isinstance(node, ast.BinOp) else None
 
 
-def _product(node: ast.BinOp) -> int | float | None:
+def _constant_product_or_power(node: ast.BinOp) -> int | float | None:
     """Returns the value of a product or power of constants; None if it is neither, or slow to compute."""
-    left, right = _folded(node.left), _folded(node.right)
+    left, right = _constant_number(node.left), _constant_number(node.right)
     if left is None or right is None:
         return None
     if isinstance(node.op, ast.Mult) and max(abs(left), abs(right)) < 1e15:

@@ -12,7 +12,7 @@ from fullshard.spec.value import FrozenModel
 AUTO = "auto"
 
 
-class Format(StrEnum):
+class ConfigFormat(StrEnum):
     """The tool that a config belongs to."""
 
     ACCELERATE = "accelerate"
@@ -39,7 +39,7 @@ class KeyVerdict(StrEnum):
     UNKNOWN = "unknown"
 
 
-class SourceText(str):
+class UnevaluatedExpression(str):
     """Source text of an expression whose value is known only when the converted program runs."""
 
     __slots__ = ()
@@ -61,19 +61,19 @@ class KeyResult(FrozenModel):
     why: str = ""
 
     @property
-    def text(self) -> str:
+    def verdict_text(self) -> str:
         """The verdict, the key that is set and the explanation, on one line."""
         target = f" -> {self.sets}" if self.sets else ""
         return f"{self.verdict}{target}{f': {self.why}' if self.why else ''}"
 
 
-class ConfigReader:
+class ConversionState:
     """A config, with the verdicts and settings recorded so far.
 
     Only the first verdict on a key counts. A verdict on a key that the config lacks is ignored.
 
     leaves: values of the config by dotted key (see the function `leaves`)
-    said: verdicts by key
+    key_results: verdicts by key
     settings: values by dotted key of run.toml
     origins: for each of `settings`, the key of the config or the reason that it comes from
     notes: remarks that do not belong to a single key
@@ -81,8 +81,8 @@ class ConfigReader:
     """
 
     def __init__(self, tree: Mapping[str, Any], *, ranks: int | None = None) -> None:
-        self.leaves = dict(leaves(tree))
-        self.said: dict[str, KeyResult] = {}
+        self.leaves = dict(iterate_leaves(tree))
+        self.key_results: dict[str, KeyResult] = {}
         self.settings: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.notes: list[str] = []
@@ -92,37 +92,37 @@ class ConfigReader:
         """Returns the value of `key`, or None if it is absent."""
         return self.leaves.get(key)
 
-    def unread(self) -> list[str]:
+    def keys_without_verdict(self) -> list[str]:
         """Returns the keys without a verdict."""
-        return [key for key in self.leaves if key not in self.said]
+        return [key for key in self.leaves if key not in self.key_results]
 
-    def count(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
+    def get_positive_integer(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
         """Returns the whole number over 0 that `key` has; None if it is absent, "auto", or one of `unset`.
 
         Also returns None if the value is known only at run time. Raises SpecError for any other value.
         """
         value = self.get(key)
-        if isinstance(value, SourceText) or is_one_of(value, (None, AUTO, *unset)):
+        if isinstance(value, UnevaluatedExpression) or is_one_of_same_type(value, (None, AUTO, *unset)):
             return None
-        if (count := positive(value)) is None:
+        if (count := parse_positive_integer(value)) is None:
             raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
         return count
 
-    def set(self, key: str, target: str, *, value: Any, why: str = "") -> None:
+    def record_setting(self, key: str, target: str, *, value: Any, why: str = "") -> None:
         """Sets `target` of run.toml to the `value` of `key`, unless another key has set another value."""
-        if isinstance(self.get(key), SourceText) and isinstance(value, SourceText):
-            self.unsupported(key, f"known only when the program runs: set {target}")
+        if isinstance(self.get(key), UnevaluatedExpression) and isinstance(value, UnevaluatedExpression):
+            self.record_unsupported(key, f"known only when the program runs: set {target}")
             return
         before = self.settings.setdefault(target, value)
         if before != value:
             first = self.origins.get(target, "something else")
-            self.unsupported(key, f"{first} has set {target} = {before!r} already")
+            self.record_unsupported(key, f"{first} has set {target} = {before!r} already")
             return
         self.origins.setdefault(target, key)
         same = key.rpartition(".")[2] == target.rpartition(".")[2]
-        self._note(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
+        self._record_verdict(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
 
-    def infer(self, target: str, value: Any, *, origin: str) -> None:
+    def infer_setting(self, target: str, value: Any, *, origin: str) -> None:
         """Sets `target`, unless it is set, to a value that follows from `origin`, a key or a reason."""
         if target not in self.settings:
             self.settings[target], self.origins[target] = value, origin
@@ -132,50 +132,52 @@ class ConfigReader:
         if "train.global_batch" in self.settings:
             return
         origin = f"{sequences} of each rank ({origin})"
-        self.infer("train.global_batch", sequences * (self.ranks or 1), origin=origin)
+        self.infer_setting("train.global_batch", sequences * (self.ranks or 1), origin=origin)
         if self.ranks is None:
             self.notes.append(
                 f"train.global_batch = {sequences} is one rank's, for the file does not say how many there "
                 "are: --ranks N multiplies it"
             )
 
-    def set_default(self, target: str, value: Any, *, why: str) -> None:
+    def set_default_of_other_tool(self, target: str, value: Any, *, why: str) -> None:
         """Sets `target`, unless it is set, to the other tool's default if fullshard's differs (with note)."""
-        if target not in self.settings and default(target) != value:
-            self.infer(target, value, origin=why)
+        if target not in self.settings and default_run_setting(target) != value:
+            self.infer_setting(target, value, origin=why)
             self.notes.append(f"{target} = {value!r}: {why}")
 
-    def not_needed(self, key: str, why: str) -> None:
+    def record_not_needed(self, key: str, why: str) -> None:
         """Records that the result is the same without `key`."""
-        self._note(key, KeyVerdict.NOT_NEEDED, why=why)
+        self._record_verdict(key, KeyVerdict.NOT_NEEDED, why=why)
 
-    def unsupported(self, key: str, why: str) -> None:
+    def record_unsupported(self, key: str, why: str) -> None:
         """Records that the result differs from what `key` requests."""
-        self._note(key, KeyVerdict.NOT_SUPPORTED, why=why)
+        self._record_verdict(key, KeyVerdict.NOT_SUPPORTED, why=why)
 
-    def close(self, known: list[str]) -> None:
+    def record_unknown_keys(self, known: list[str]) -> None:
         """Records all keys without a verdict as unknown, each with the most similar of the `known` keys."""
-        for key in self.unread():
+        for key in self.keys_without_verdict():
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
-            self._note(key, KeyVerdict.UNKNOWN, why=why)
+            self._record_verdict(key, KeyVerdict.UNKNOWN, why=why)
 
-    def _note(self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "") -> None:
-        if key in self.leaves and key not in self.said:
-            self.said[key] = KeyResult(key=key, value=self.get(key), verdict=verdict, sets=sets, why=why)
+    def _record_verdict(self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "") -> None:
+        if key in self.leaves and key not in self.key_results:
+            self.key_results[key] = KeyResult(
+                key=key, value=self.get(key), verdict=verdict, sets=sets, why=why
+            )
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of each value in nested mappings that is not a mapping, or an empty one."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            yield from leaves(cast(Mapping[str, Any], value), f"{key}.")
+            yield from iterate_leaves(cast(Mapping[str, Any], value), f"{key}.")
         else:
             yield key, value
 
 
-def default(target: str) -> Any:
+def default_run_setting(target: str) -> Any:
     """Returns the default of a dotted key of run.toml; a list instead of a tuple."""
     value: Any = Run()
     for part in target.split("."):
@@ -183,7 +185,7 @@ def default(target: str) -> Any:
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
 
 
-def number(value: Any) -> float | None:
+def parse_number(value: Any) -> float | None:
     """Returns `value` as a float, also if it is text (YAML reads `1e-4` as text); None if it is no number."""
     try:
         return None if isinstance(value, bool) else float(value)
@@ -191,27 +193,27 @@ def number(value: Any) -> float | None:
         return None
 
 
-def whole(value: Any) -> int | None:
+def parse_nonnegative_integer(value: Any) -> int | None:
     """Returns `value` as an int if it is a whole number of at least 0, also as text; otherwise None."""
-    read = number(value)
+    read = parse_number(value)
     return int(read) if read is not None and read >= 0 and read.is_integer() else None
 
 
-def positive(value: Any) -> int | None:
+def parse_positive_integer(value: Any) -> int | None:
     """Returns `value` as an int if it is a whole number over 0, also as text; otherwise None."""
-    return whole(value) or None
+    return parse_nonnegative_integer(value) or None
 
 
-def is_on(value: Any) -> bool:
+def is_enabled_value(value: Any) -> bool:
     """Returns True for True and the texts `true`, `yes` and `on`, in any case."""
     return value is True or str(value).lower() in ("true", "yes", "on")
 
 
-def is_one_of(value: Any, values: Iterable[Any]) -> bool:
+def is_one_of_same_type(value: Any, values: Iterable[Any]) -> bool:
     """Returns True if `value` equals one of `values` and has its type: 0 is not False."""
     return any(type(value) is type(one) and value == one for one in values)
 
 
-def last_name(value: Any) -> str:
+def lowercase_last_dotted_part(value: Any) -> str:
     """Returns the text after the last dot, in lower case: `full_shard` for `ShardingStrategy.FULL_SHARD`."""
     return str(value).rpartition(".")[2].lower()

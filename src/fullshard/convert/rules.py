@@ -13,14 +13,14 @@ from typing import Any, Literal, cast
 
 from fullshard.convert.reader import (
     AUTO,
-    ConfigReader,
-    SourceText,
-    is_on,
-    is_one_of,
-    last_name,
-    number,
-    positive,
-    whole,
+    ConversionState,
+    UnevaluatedExpression,
+    is_enabled_value,
+    is_one_of_same_type,
+    lowercase_last_dotted_part,
+    parse_nonnegative_integer,
+    parse_number,
+    parse_positive_integer,
 )
 from fullshard.errors import SpecError
 from fullshard.spec.toml_file import read_toml
@@ -77,21 +77,21 @@ class KeyRule(FrozenModel):
     why: str = ""
     instead: str = ""
 
-    def convert(self, value: Any) -> Any:
+    def convert_value(self, value: Any) -> Any:
         """Returns `value` converted for run.toml; None if it cannot be expressed there."""
         if self.choices is not None:
             choices = DTYPES if self.choices == "dtypes" else self.choices
-            return choices.get(last_name(value))
+            return choices.get(lowercase_last_dotted_part(value))
         if value is None or self.on is None:
             return _CONVERSIONS[self.read](value)
-        return self.on if is_on(value) else self.off
+        return self.on if is_enabled_value(value) else self.off
 
 
 Rules = Mapping[str, KeyRule]
 
 
 @cache
-def load_rules(name: str) -> Rules:
+def read_rules(name: str) -> Rules:
     """Reads the table `<name>.toml`. Returns its rules by key or pattern, in the order of the file."""
     path = Path(__file__).with_name(f"{name}.toml")
     tables = read_toml(path)
@@ -107,90 +107,98 @@ def load_rules(name: str) -> Rules:
     return found
 
 
-def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
+def apply_rules(
+    reading: ConversionState, rules: Rules, *, named: Callable[[str], str] = lambda key: key
+) -> None:
     """Records a verdict on every key that has none yet and matches a key or pattern of `rules`.
 
     named: returns the name in `rules` for a key of the config
     """
-    for key in reading.unread():
+    for key in reading.keys_without_verdict():
         name = named(key)
         patterns = (rule for pattern, rule in rules.items() if fnmatchcase(name, pattern))
         rule = rules.get(name) or next(patterns, None)
         if rule is not None:
-            _follow(reading, key, rule=rule)
+            _apply_rule(reading, key, rule=rule)
 
 
-def read_trackers(reading: ConfigReader, key: str) -> None:
+def convert_trackers(reading: ConversionState, key: str) -> None:
     """Sets `log.trackers` from the switches of tensorboard and wandb, whose keys are `key.format(name)`."""
     switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
-    wanted = [name for name, switch in switches.items() if is_on(reading.get(switch))]
+    wanted = [name for name, switch in switches.items() if is_enabled_value(reading.get(switch))]
     for name in wanted:
-        reading.set(switches[name], "log.trackers", value=wanted)
+        reading.record_setting(switches[name], "log.trackers", value=wanted)
 
 
-def plain_keys(rules: Iterable[str]) -> list[str]:
+def keys_without_wildcards(rules: Iterable[str]) -> list[str]:
     """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
     return [key for key in rules if "*" not in key]
 
 
-def _follow(reading: ConfigReader, key: str, *, rule: KeyRule) -> None:
+def _apply_rule(reading: ConversionState, key: str, *, rule: KeyRule) -> None:
     value = reading.get(key)
     if rule.not_needed:
-        reading.not_needed(key, rule.not_needed)
+        reading.record_not_needed(key, rule.not_needed)
     elif rule.unsupported:
         switch = reading.get(f"{key.partition('.')[0]}.{rule.switch}")
-        asks = is_on(switch) if rule.switch else not is_one_of(value, (None, *rule.unless))
+        asks = (
+            is_enabled_value(switch) if rule.switch else not is_one_of_same_type(value, (None, *rule.unless))
+        )
         if asks:
-            reading.unsupported(key, rule.unsupported)
+            reading.record_unsupported(key, rule.unsupported)
         else:
-            reading.not_needed(key, "as it is here")
+            reading.record_not_needed(key, "as it is here")
     elif value == AUTO:
         left = f"left open there, to be filled in by the trainer: set {rule.sets}, or keep its default"
-        reading.not_needed(key, left)
-    elif isinstance(value, SourceText) and rule.choices is None:
-        reading.set(key, rule.sets, value=value)
-    elif (converted := rule.convert(value)) is not None:
-        reading.set(key, rule.sets, value=converted, why=rule.why)
+        reading.record_not_needed(key, left)
+    elif isinstance(value, UnevaluatedExpression) and rule.choices is None:
+        reading.record_setting(key, rule.sets, value=value)
+    elif (converted := rule.convert_value(value)) is not None:
+        reading.record_setting(key, rule.sets, value=converted, why=rule.why)
     elif value is None:
-        reading.not_needed(key, f"unset: {rule.sets} has its default")
+        reading.record_not_needed(key, f"unset: {rule.sets} has its default")
     else:
-        reading.unsupported(key, rule.instead or f"{rule.sets} cannot be {value!r}")
+        reading.record_unsupported(key, rule.instead or f"{rule.sets} cannot be {value!r}")
 
 
-def pair(value: Any) -> list[float] | None:
+def parse_number_pair(value: Any) -> list[float] | None:
     """Returns a list of two numbers as floats; None for any other value."""
-    read = [number(one) for one in value] if isinstance(value, list) else []
+    read = [parse_number(one) for one in value] if isinstance(value, list) else []
     return [one for one in read if one is not None] if len(read) == 2 and None not in read else None
 
 
-def strategy_of(stage: Any) -> str | None:
+def strategy_for_zero_stage(stage: Any) -> str | None:
     """Returns the strategy of ZeRO stage 0 to 3; None for any other value."""
-    read = whole(stage)
+    read = parse_nonnegative_integer(stage)
     return None if read is None else STAGES.get(read)
 
 
-def require_stage(reading: ConfigReader, key: str) -> None:
+def check_zero_stage(reading: ConversionState, key: str) -> None:
     """Raises SpecError for a stage that ZeRO does not have."""
     value = reading.get(key)
-    if value in (None, AUTO) or isinstance(value, SourceText) or strategy_of(value) is not None:
+    if (
+        value in (None, AUTO)
+        or isinstance(value, UnevaluatedExpression)
+        or strategy_for_zero_stage(value) is not None
+    ):
         return
     raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
 
 
 def _power_of_two(power: Any) -> float | None:
-    exponent = whole(power)
+    exponent = parse_nonnegative_integer(power)
     return 2.0**exponent if exponent is not None and exponent < 128 else None
 
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
-    "number": number,
-    "whole": whole,
-    "positive": positive,
-    "pair": pair,
+    "number": parse_number,
+    "whole": parse_nonnegative_integer,
+    "positive": parse_positive_integer,
+    "pair": parse_number_pair,
     "power_of_two": _power_of_two,
-    "switch": lambda value: None if value is None else is_on(value),
+    "switch": lambda value: None if value is None else is_enabled_value(value),
     "text": lambda value: value if isinstance(value, str) else None,
-    "zero_stage": strategy_of,
+    "zero_stage": strategy_for_zero_stage,
     "recompute": lambda value: None if value is None else "none" if value is False else "full",
 }

@@ -13,7 +13,7 @@ IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
 
 
-class Batches(Protocol):
+class MicrobatchSource(Protocol):
     """A source of microbatches without a position: the samples of a step depend only on the step's number."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
@@ -25,7 +25,7 @@ class Batches(Protocol):
         ...
 
 
-class Data(Batches, Protocol):
+class TrainingData(MicrobatchSource, Protocol):
     """The data of a run, as `build_data` returns it: training microbatches and held-out batches.
 
     vocabulary: largest token that the data can yield, plus one; None if unknown
@@ -59,7 +59,7 @@ class Data(Batches, Protocol):
         ...
 
 
-def rank_samples(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
+def rank_sample_numbers(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
     """Returns the numbers of the `plan.microbatch` samples in a rank's microbatch `turn`, counted from 0.
 
     All ranks together take consecutive sample numbers, microbatch after microbatch.

@@ -8,23 +8,29 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from fullshard.data.batches import Data
-from fullshard.data.cache import Heartbeat, get_or_build, key_of, manifest_of, no_heartbeat
+from fullshard.data.batches import TrainingData
+from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, no_heartbeat, read_manifest
 from fullshard.data.packed import PackedData, ShufflePool
-from fullshard.data.packing import count_tokens, open_rows, pack_rows, shuffle_spans, split_spans
-from fullshard.data.sampling import interleave_sources
-from fullshard.data.sources import stores_of
-from fullshard.data.token_store import Integers, Stream, TokenStore, mapped_npy
+from fullshard.data.packing import (
+    build_rows_from_arrays,
+    count_packed_tokens,
+    pack_spans_into_rows,
+    shuffle_spans,
+    split_training_and_held_out,
+)
+from fullshard.data.sampling import build_source_interleaving
+from fullshard.data.sources import open_token_stores
+from fullshard.data.token_store import Integers, TokenStore, TokenStream, memory_map_npy
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection
-from fullshard.spec.dotted import import_object
+from fullshard.spec.dotted import import_callable
 from fullshard.spec.run import Run
 
 _PARTS = ("training", "held-out")
 
 
-def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
+def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> TrainingData:
     """Builds the data of `run`.
 
     Tokenizes the sources that are not in the cache yet, and calls `alive` regularly while it works. Raises
@@ -36,32 +42,34 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
     return build_packed_data(run, alive=alive)
 
 
-def tokenizer_vocabulary(section: DataSection) -> int | None:
+def tokenizer_vocabulary_size(section: DataSection) -> int | None:
     """Returns the vocabulary size of the tokenizer; None for memmaps and Python data without a tokenizer.
 
     Reads only the tokenizer, since tokenizing the data may take hours. Raises DataError, MissingExtraError.
     """
-    if section.tokenizer is None and section.kinds & {"memmap", "python"}:
+    if section.tokenizer is None and section.source_kinds & {"memmap", "python"}:
         return None
-    return open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary
+    return open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
 
 
 def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
     """Builds the data of a run whose source is not `python`. See `build_data`."""
     section, root = run.data, Path(run.data.cache)
-    stores = [stores_of(source, section, root=root, alive=alive) for source in section.sources or (section,)]
+    stores = [
+        open_token_stores(source, section, root=root, alive=alive) for source in section.sources or (section,)
+    ]
     every_store = [store for group in stores for store in group]
-    tokenizer = _open_tokenizer(section, every_store)
+    tokenizer = _open_matching_tokenizer(section, every_store)
     weights = [source.weight for source in section.sources if source.weight is not None]
     if not weights:
         stores, weights = [every_store], [1.0]
     seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
         pools=tuple(
-            _open_pool(Stream(tuple(group)), run, root=root, alive=alive, seed=seed)
+            _build_shuffle_pool(TokenStream(tuple(group)), run, root=root, alive=alive, seed=seed)
             for group, seed in zip(stores, seeds, strict=True)
         ),
-        pattern=interleave_sources(weights),
+        pattern=build_source_interleaving(weights),
         sequence_length=section.sequence_length,
         document_mask=section.document_mask,
         packing=section.packing,
@@ -69,13 +77,13 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
     )
 
 
-def _open_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
+def _open_matching_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
     """Opens the tokenizer that decodes the tokens of `stores`; None for memmaps without a tokenizer.
 
     Raises DataError if a store holds tokens that the tokenizer does not have.
     """
     if section.tokenizer is None:
-        kinds = section.kinds
+        kinds = section.source_kinds
         if "memmap" in kinds and len(kinds) > 1:
             raise DataError(
                 "tokens and bytes do not mix.",
@@ -85,21 +93,23 @@ def _open_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Token
         return None if "memmap" in kinds else ByteTokenizer()
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)
     for store in stores:
-        if store.vocabulary > tokenizer.vocabulary:
+        if store.vocabulary_size > tokenizer.vocabulary_size:
             raise DataError(
                 f"{store.name} was not made with the tokenizer {section.tokenizer!r}.",
-                got=f"a token {store.vocabulary - 1}, where the tokenizer has {tokenizer.vocabulary}",
+                got=f"token {store.vocabulary_size - 1}; the tokenizer has {tokenizer.vocabulary_size}",
                 fix="the tokenizer that it was made with, or the right data.dtype",
             )
     return tokenizer
 
 
-def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str) -> ShufflePool:
+def _build_shuffle_pool(
+    stream: TokenStream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str
+) -> ShufflePool:
     """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory."""
     section = run.data
     keys = [store.key for store in stream.stores]
     if None in keys:
-        arrays, facts = _lay_out(stream, run)
+        arrays, facts = _pack_training_and_held_out(stream, run)
     else:
         settings = {
             "stores": keys,
@@ -109,16 +119,19 @@ def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: 
             "seed": run.run.seed if section.packing == "concat" else None,
         }
 
-        def build(draft: Path) -> Mapping[str, Any]:
-            arrays, facts = _lay_out(stream, run)
+        def write_layout(draft: Path) -> Mapping[str, Any]:
+            arrays, facts = _pack_training_and_held_out(stream, run)
             for name, array in arrays.items():
                 np.save(draft / f"{name}.npy", array)
             return facts
 
-        entry = get_or_build(root, f"layout-{key_of(settings)}", build=build, alive=alive)
-        arrays, facts = {path.stem: mapped_npy(path) for path in entry.glob("*.npy")}, manifest_of(entry)
+        entry = get_or_build_entry(root, f"layout-{cache_key(settings)}", build=write_layout, alive=alive)
+        arrays, facts = (
+            {path.stem: memory_map_npy(path) for path in entry.glob("*.npy")},
+            read_manifest(entry),
+        )
     training, held_out = (
-        open_rows(
+        build_rows_from_arrays(
             {name.rpartition("-")[2]: array for name, array in arrays.items() if name.startswith(part)},
             tokens=facts["tokens"][part],
             sequence_length=section.sequence_length,
@@ -127,29 +140,35 @@ def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: 
         for part in _PARTS
     )
     pool = ShufflePool(stream, training, held_out, seed)
-    _check(pool, section, tokens=facts["tokens"], longest=facts["longest"])
+    _check_sequence_length(pool, section, tokens=facts["tokens"], longest=facts["longest"])
     return pool
 
 
-def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[str, Any]]:
+def _pack_training_and_held_out(
+    stream: TokenStream, run: Run
+) -> tuple[Mapping[str, Integers], Mapping[str, Any]]:
     """Returns (row arrays of both parts, number of tokens per part and of the longest training document)."""
     section = run.data
-    training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
+    training, held_out = split_training_and_held_out(
+        *stream.document_begins_and_lengths(), fraction=section.validation_fraction
+    )
     if section.packing == "concat":
         training = shuffle_spans(training, seed=run.run.seed)
     arrays, tokens = dict[str, Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
-        rows = pack_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
+        rows = pack_spans_into_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
-        tokens[part] = count_tokens(rows)
+        tokens[part] = count_packed_tokens(rows)
     return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
 
 
-def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
+def _check_sequence_length(
+    pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int
+) -> None:
     """Raises DataError for sequences longer than a part, or than every document with `packing = "none"`."""
-    length, name = section.sequence_length, pool.stream.name
+    length, name = section.sequence_length, pool.stream.joined_store_names
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
-        if rows.count or (part == "held-out" and section.validation_fraction == 0):
+        if rows.row_count or (part == "held-out" and section.validation_fraction == 0):
             continue
         larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
         raise DataError(
@@ -167,14 +186,14 @@ def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]
         )
 
 
-def _build_user_data(run: Run) -> Data:
-    """Returns the object of the user's factory, with defaults for the members of `Data` that it lacks.
+def _build_user_data(run: Run) -> TrainingData:
+    """Returns the object of the user's factory, with defaults for missing members of `TrainingData`.
 
     Raises SpecError for a name that cannot be imported, DataError if the result has no `microbatches`.
     """
     factory = run.data.factory
     assert factory is not None, "checked by the spec"
-    batches = import_object(factory, key="data.factory")(run)
+    batches = import_callable(factory, key="data.factory")(run)
     if not hasattr(batches, "microbatches"):
         raise DataError(
             f"{factory} gave no batches.",
@@ -188,12 +207,12 @@ def _build_user_data(run: Run) -> Data:
         "byte_entropy": None,
         "validation": lambda *, rank, plan: iter(()),  # pyright: ignore[reportUnknownLambdaType]
         "encode": lambda text: [],  # pyright: ignore[reportUnknownLambdaType]
-        "decode": _join_numbers,
+        "decode": _join_token_numbers,
         "describe": lambda: f"batches of {factory}",
     }
     members = {name: getattr(batches, name, default) for name, default in members.items()}
-    return cast(Data, SimpleNamespace(**members))
+    return cast(TrainingData, SimpleNamespace(**members))
 
 
-def _join_numbers(tokens: Tensor | Iterable[int]) -> str:
+def _join_token_numbers(tokens: Tensor | Iterable[int]) -> str:
     return " ".join(map(str, tokens.tolist() if isinstance(tokens, Tensor) else tokens))

@@ -26,8 +26,8 @@ import xxhash
 
 from fullshard.errors import DataError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.system.files import flush, replacing
-from fullshard.system.lock import exclusive_lock
+from fullshard.system.files import atomic_replacement_path, fsync_path
+from fullshard.system.lock import hold_exclusive_file_lock
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -42,28 +42,28 @@ def no_heartbeat() -> None:
     """A Heartbeat that does nothing."""
 
 
-def key_of(facts: Mapping[str, Any]) -> str:
+def cache_key(facts: Mapping[str, Any]) -> str:
     """Returns a digest of `facts` (plain data) as 32 hexadecimal digits, for the name of a cache entry."""
     text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def cache_root(directory: str | Path) -> Path:
+def make_cache_directory(directory: str | Path) -> Path:
     """Returns the cache directory, and creates it if needed. Raises DataError if it cannot be created."""
     root = Path(os.path.expanduser(directory)).absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_written(root, error) from error
+        raise _unwritable_cache_error(root, error) from error
     return root
 
 
-def manifest_of(entry: Path) -> dict[str, Any]:
+def read_manifest(entry: Path) -> dict[str, Any]:
     """Returns the manifest of a cache entry: the data that `build` returned, and `files` (name -> bytes)."""
     return cast(dict[str, Any], parse_json(read_bytes(entry / MANIFEST, most_bytes=VALUE_BYTES)))
 
 
-def get_or_build(
+def get_or_build_entry(
     root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Heartbeat = no_heartbeat
 ) -> Path:
     """Returns the cache entry `root/name`. If it does not exist yet, `build` fills an empty draft directory.
@@ -72,106 +72,111 @@ def get_or_build(
     files are synced to disk, or removed if `build` raises. One process at a time builds an entry; others wait
     (calling `alive`) and then find it. Raises DataError if the cache cannot be written.
     """
-    root = cache_root(root)
+    root = make_cache_directory(root)
     entry = root / name
-    if _is_whole(entry):
+    if _is_complete_entry(entry):
         return entry
-    with _exclusive(root / f".{name}.lock", alive=alive):
-        if _is_whole(entry):
+    with _hold_cache_lock(root / f".{name}.lock", alive=alive):
+        if _is_complete_entry(entry):
             return entry
         for left in [entry, *root.glob(f".{name}.tmp-*")]:  # left by a crash, or files were removed
             shutil.rmtree(left, ignore_errors=True)
         draft = root / f".{name}.tmp-{secrets.token_hex(4)}"
         try:
             draft.mkdir()
-            _commit(draft, entry, facts=build(draft))
+            _commit_draft(draft, entry, facts=build(draft))
         except OSError as error:
-            raise _not_written(root, error) from error
+            raise _unwritable_cache_error(root, error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return entry
 
 
 @contextmanager
-def _exclusive(lock: Path, *, alive: Heartbeat) -> Generator[None]:
+def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
     """Holds an exclusive lock on the file `lock` while the block runs. Waits until the lock is free.
 
     On a file system without locks, both processes write, and the second one finds the entry complete.
     """
     try:
-        with exclusive_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
+        with hold_exclusive_file_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
             yield
     except OSError as error:
-        raise _not_written(lock.parent, error) from error
+        raise _unwritable_cache_error(lock.parent, error) from error
 
 
-def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
+def file_digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
     """Returns the digest of each file's content, once per path, in order. See [Note: what a name stands for].
 
     root: cache directory, which remembers the digests
 
     Raises DataError for a file that cannot be read.
     """
-    memory = cache_root(root / "digests")
-    found = {path: _remembered(path, memory) for path in paths}
+    memory = make_cache_directory(root / "digests")
+    found = {path: _find_remembered_digest(path, memory) for path in paths}
     if None not in found.values():
         return [digest for digest in found.values() if digest is not None]
     # Of ranks that start together, one reads the files and the others use the remembered digests.
-    with _exclusive(memory / ".lock", alive=alive):
+    with _hold_cache_lock(memory / ".lock", alive=alive):
         return [
-            digest or _remembered(path, memory) or _remember(path, memory, alive=alive)
+            digest
+            or _find_remembered_digest(path, memory)
+            or _compute_and_remember_digest(path, memory, alive=alive)
             for path, digest in found.items()
         ]
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_complete_entry(entry: Path) -> bool:
     """Returns True if every file of the entry exists with its recorded size: files may be deleted later."""
     try:
-        files = manifest_of(entry)["files"]
+        files = read_manifest(entry)["files"]
         return all((entry / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _commit(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
+def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
     files = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
     text = json.dumps({**facts, "format": FORMAT, "files": files}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
     for path in (*draft.iterdir(), draft):
-        flush(path)
+        fsync_path(path)
     try:
         draft.rename(entry)
     except OSError:
-        if not _is_whole(entry):  # without locks another process may have been first
+        if not _is_complete_entry(entry):  # without locks another process may have been first
             raise
-    flush(entry.parent)
+    fsync_path(entry.parent)
 
 
-def _remembered(path: Path, memory: Path) -> str | None:
+def _find_remembered_digest(path: Path, memory: Path) -> str | None:
     try:
-        said = parse_json(read_bytes(_place(path, memory), most_bytes=VALUE_BYTES))
+        said = parse_json(read_bytes(_remembered_digest_path(path, memory), most_bytes=VALUE_BYTES))
         now = path.stat()
         return str(said["digest"]) if [now.st_size, now.st_mtime_ns] == said["seen"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(path: Path, memory: Path, *, alive: Heartbeat) -> str:
+def _compute_and_remember_digest(path: Path, memory: Path, *, alive: Heartbeat) -> str:
     at = time.time()
-    seen, digest = _digest(path, alive=alive)
+    seen, digest = _read_status_and_digest(path, alive=alive)
     if at - seen.st_mtime < _SETTLED_SECONDS:
         return digest
-    place = _place(path, memory)
-    with suppress(OSError), replacing(place) as draft:  # else the file will be read again next time
+    place = _remembered_digest_path(path, memory)
+    with (
+        suppress(OSError),
+        atomic_replacement_path(place) as draft,
+    ):  # else the file will be read again next time
         draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
     return digest
 
 
-def _place(path: Path, memory: Path) -> Path:
+def _remembered_digest_path(path: Path, memory: Path) -> Path:
     return memory / hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
 
 
-def _digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_result, str]:
+def _read_status_and_digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_result, str]:
     """Returns (status of the file when it was opened, digest of the bytes read)."""
     hasher, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
@@ -186,7 +191,7 @@ def _digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_result, str]:
     return seen, hasher.hexdigest()
 
 
-def _not_written(root: Path, error: OSError) -> DataError:
+def _unwritable_cache_error(root: Path, error: OSError) -> DataError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DataError(
         f"the cache of data in {root} cannot be written.",

@@ -17,15 +17,15 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.tokenizer import tokenizer_file, tokenizer_files, tokenizer_text
+from fullshard.data.tokenizer import list_tokenizer_files, locate_tokenizer_file, read_tokenizer_text
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.small_files import ForeignErrors
+from fullshard.spec.small_files import ForeignErrorTranslator
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "{% generation"
 
 
-class NotWrittenOutError(ValueError):
+class UntokenizableRecordError(ValueError):
     """Raised for a record that cannot be converted to tokens, with the reason.
 
     For a conversation: the template rejects it, or the assistant's words cannot be found.
@@ -44,10 +44,12 @@ class ChatTemplate:
             raise MissingExtraError("hf", package="transformers", needed_for='data.records = "messages"')
         from transformers import AutoTokenizer
 
-        directory = tokenizer_file(path).parent
-        for file in tokenizer_files(path):
-            tokenizer_text(file)  # rejects a file without end, which transformers would read
-        with ForeignErrors(lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)):
+        directory = locate_tokenizer_file(path).parent
+        for file in list_tokenizer_files(path):
+            read_tokenizer_text(file)  # rejects a file without end, which transformers would read
+        with ForeignErrorTranslator(
+            lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)
+        ):
             try:
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(
                     str(directory), local_files_only=True, trust_remote_code=trust_remote_code
@@ -70,16 +72,16 @@ class ChatTemplate:
             )
         self._marked = _MARK in str(self._tokenizer.chat_template).replace("{%-", "{%")
 
-    def encode(
+    def encode_conversation(
         self, messages: Messages, *, train_on: Literal["all", "assistant"]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Returns (tokens of the conversation, mask of the trained tokens). Raises NotWrittenOutError."""
-        _check(messages)
+        _check_messages(messages)
         if train_on == "assistant" and self._marked:
-            return self._as_marked(messages)
-        text = self._text(messages)
-        spans = [(0, len(text))] if train_on == "all" else self._answers(messages, text)
-        with _by_template():
+            return self._encode_by_generation_marks(messages)
+        text = self._render_messages(messages)
+        spans = [(0, len(text))] if train_on == "all" else self._assistant_text_spans(messages, text)
+        with _convert_template_errors():
             coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = np.array(coded["input_ids"], dtype=np.int64)
         begins = np.array([begin for begin, _ in coded["offset_mapping"]], dtype=np.int64)
@@ -88,31 +90,31 @@ class ChatTemplate:
             trained |= (begins >= begin) & (begins < end)
         return tokens, trained
 
-    def _text(self, messages: Messages, *, opening: bool = False) -> str:
-        with _by_template():
+    def _render_messages(self, messages: Messages, *, opening: bool = False) -> str:
+        with _convert_template_errors():
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
             )
         return cast(str, text)
 
-    def _as_marked(self, messages: Messages) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _encode_by_generation_marks(self, messages: Messages) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         rows = [dict(message) for message in messages]
-        with _by_template():
+        with _convert_template_errors():
             coded = self._tokenizer.apply_chat_template(
                 rows, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
         return np.array(coded["input_ids"], np.int64), np.array(coded["assistant_masks"], np.bool_)
 
-    def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+    def _assistant_text_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Returns (begin, end) of the assistant's words in `text`. See [Note: what the assistant says]."""
         spans: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:i], opening=True) if i else ""
-            behind = self._text(messages[: i + 1])
+            before = self._render_messages(messages[:i], opening=True) if i else ""
+            behind = self._render_messages(messages[: i + 1])
             if not (text.startswith(behind) and behind.startswith(before)):
-                raise NotWrittenOutError(
+                raise UntokenizableRecordError(
                     f"message {i + 1} changes how the chat template writes out those before it, so what the "
                     "assistant says cannot be found; a template with {% generation %} marks it"
                 )
@@ -120,16 +122,18 @@ class ChatTemplate:
         return spans
 
 
-def _by_template() -> ForeignErrors:
+def _convert_template_errors() -> ForeignErrorTranslator:
     """Returns a context manager that converts errors of the chat template into NotWrittenOutError."""
-    return ForeignErrors(lambda got: NotWrittenOutError(f"the chat template does not take it: {got}"))
+    return ForeignErrorTranslator(
+        lambda got: UntokenizableRecordError(f"the chat template does not take it: {got}")
+    )
 
 
-def _check(messages: Messages) -> None:
+def _check_messages(messages: Messages) -> None:
     """Raises NotWrittenOutError if `messages` is not a list of messages."""
     rows = cast(Any, messages)
     if not isinstance(rows, list) or not rows:
-        raise NotWrittenOutError(f"no list of messages, but {type(rows).__name__ if rows else 'none'}")
+        raise UntokenizableRecordError(f"no list of messages, but {type(rows).__name__ if rows else 'none'}")
     for i, message in enumerate(cast(list[Any], rows)):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise NotWrittenOutError(f"message {i + 1} is no table of role and content")
+            raise UntokenizableRecordError(f"message {i + 1} is no table of role and content")

@@ -13,13 +13,13 @@ from fullshard.errors import DataError
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def list_stdlib(directory: Path | None = None) -> dict[Path, int]:
+def list_stdlib_files(directory: Path | None = None) -> dict[Path, int]:
     """Returns the size in bytes of each *.py file of this interpreter's standard library (or `directory`).
 
     Tests are left out. Raises DataError if the library has no *.py files, as in a zipped or frozen Python.
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
-    sizes = _file_sizes(_source_files(root))
+    sizes = _non_empty_file_sizes(_iterate_python_files(root))
     if not sizes:
         raise DataError(
             "the standard library has no source to train on.",
@@ -30,7 +30,7 @@ def list_stdlib(directory: Path | None = None) -> dict[Path, int]:
     return sizes
 
 
-def list_files(patterns: Sequence[str]) -> dict[Path, int]:
+def list_matching_files(patterns: Sequence[str]) -> dict[Path, int]:
     """Returns the size in bytes of each non-empty file that matches any of the globs (with `**` and `~`).
 
     Raises DataError for a pattern without a match, for a file that cannot be read, and if all are empty.
@@ -46,7 +46,7 @@ def list_files(patterns: Sequence[str]) -> dict[Path, int]:
                 fix="a path or a glob of files, such as data/**/*.txt",
             )
         found.update(files)
-    sizes = _file_sizes(found)
+    sizes = _non_empty_file_sizes(found)
     if not sizes:
         raise DataError(
             "there is no text to train on.",
@@ -56,7 +56,7 @@ def list_files(patterns: Sequence[str]) -> dict[Path, int]:
     return sizes
 
 
-def unreadable(path: str | Path, error: OSError) -> DataError:
+def unreadable_path_error(path: str | Path, error: OSError) -> DataError:
     """Returns the error for a file or directory that cannot be read."""
     return DataError(
         f"{path} cannot be read.",
@@ -65,16 +65,16 @@ def unreadable(path: str | Path, error: OSError) -> DataError:
     )
 
 
-def _source_files(root: Path) -> Iterable[Path]:
-    def stop(error: OSError) -> None:
-        raise unreadable(error.filename or root, error) from error
+def _iterate_python_files(root: Path) -> Iterable[Path]:
+    def raise_unreadable(error: OSError) -> None:
+        raise unreadable_path_error(error.filename or root, error) from error
 
-    for directory, inner, files in os.walk(root, onerror=stop):
+    for directory, inner, files in os.walk(root, onerror=raise_unreadable):
         inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
         yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 
-def _file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
+def _non_empty_file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
     """Returns the bytes of each non-empty file. Raises DataError for a path that is no regular file."""
     sizes: dict[Path, int] = {}
     # Sorting by text makes the order independent of the directory in which the files lie.
@@ -82,7 +82,7 @@ def _file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
         try:
             found = path.stat()
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_path_error(path, error) from error
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{path} is no regular file.", why="its size is not known before it is read")
         if found.st_size:

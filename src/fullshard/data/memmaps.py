@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.cache import Heartbeat, digests, get_or_build, key_of, manifest_of
-from fullshard.data.files import list_files, unreadable
-from fullshard.data.token_store import Integers, TokenStore, mapped, mapped_npy
+from fullshard.data.cache import Heartbeat, cache_key, file_digests, get_or_build_entry, read_manifest
+from fullshard.data.files import list_matching_files, unreadable_path_error
+from fullshard.data.token_store import Integers, TokenStore, memory_map_npy, memory_map_numbers
 from fullshard.errors import DataError
-from fullshard.spec.data_section import SourceFields
-from fullshard.spec.small_files import ForeignErrors
+from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.small_files import ForeignErrorTranslator
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
@@ -25,31 +25,36 @@ Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(index of each document's first token, index behind its last token)."""
 
 
-def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
+def open_memmap_stores(fields: DataSourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
     """Returns a store for each token file that matches `fields.paths`; an .idx stands for its .bin.
 
     The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Raises
     DataError for files that are not token files or hold invalid tokens.
     """
-    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in list_files(fields.paths)}
-    return [_open_store(path, fields, root=root, alive=alive) for path in sorted(bins)]
+    bins = {
+        path.with_suffix(".bin") if path.suffix == ".idx" else path
+        for path in list_matching_files(fields.paths)
+    }
+    return [_open_memmap_store(path, fields, root=root, alive=alive) for path in sorted(bins)]
 
 
-def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbeat) -> TokenStore:
+def _open_memmap_store(path: Path, fields: DataSourceFields, *, root: Path, alive: Heartbeat) -> TokenStore:
     index = path.with_suffix(".idx")
     indexed = path.suffix == ".bin" and index.exists()
     try:
         if path.suffix == ".npy":
-            tokens, bounds = _open_npy(path)
+            tokens, bounds = _open_npy_tokens(path)
         elif indexed:
-            tokens, bounds = _open_megatron(path, index)
+            tokens, bounds = _open_megatron_tokens(path, index)
         else:
-            tokens, bounds = _open_bin(path, fields.dtype), None
+            tokens, bounds = _open_bin_tokens(path, fields.dtype), None
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_path_error(path, error) from error
 
-    def build(draft: Path) -> Mapping[str, Any]:
-        largest, found = _scan(tokens, path, eod_token=fields.eod_token, alive=alive)
+    def write_document_bounds(draft: Path) -> Mapping[str, Any]:
+        largest, found = _largest_token_and_document_ends(
+            tokens, path, eod_token=fields.eod_token, alive=alive
+        )
         begins, ends = bounds or (np.append(0, found[:-1]), found)
         kept = ends > begins  # drops empty documents
         np.save(draft / _BEGINS, begins[kept])
@@ -58,24 +63,24 @@ def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbea
 
     facts = {
         "kind": "memmap",
-        "files": digests([path, index] if indexed else [path], root=root, alive=alive),
+        "files": file_digests([path, index] if indexed else [path], root=root, alive=alive),
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,
     }
-    entry = get_or_build(root, f"index-{key_of(facts)}", build=build, alive=alive)
+    entry = get_or_build_entry(root, f"index-{cache_key(facts)}", build=write_document_bounds, alive=alive)
     return TokenStore(
         name=path.name,
         key=entry.name,
         tokens=tokens,
-        begins=mapped_npy(entry / _BEGINS),
-        ends=mapped_npy(entry / _ENDS),
-        trained=None,
-        vocabulary=manifest_of(entry)["vocabulary"],
+        begins=memory_map_npy(entry / _BEGINS),
+        ends=memory_map_npy(entry / _ENDS),
+        loss_mask=None,
+        vocabulary_size=read_manifest(entry)["vocabulary"],
     )
 
 
-def _scan(
+def _largest_token_and_document_ends(
     tokens: Integers, path: Path, *, eod_token: int | None, alive: Heartbeat
 ) -> tuple[int, NDArray[np.int64]]:
     """Returns (largest token, index behind each `eod_token` and behind the last token, sorted)."""
@@ -91,10 +96,10 @@ def _scan(
     return largest, np.unique(np.concatenate(ends)).astype(np.int64)
 
 
-def _open_npy(path: Path) -> tuple[Integers, Bounds | None]:
+def _open_npy_tokens(path: Path) -> tuple[Integers, Bounds | None]:
     """Returns (tokens of an .npy file, bounds of its rows if it has two dims)."""
-    with ForeignErrors(lambda got: DataError(f"{path} is no array of tokens.", got=got)):
-        array = mapped_npy(path)  # also raises for arrays of Python objects
+    with ForeignErrorTranslator(lambda got: DataError(f"{path} is no array of tokens.", got=got)):
+        array = memory_map_npy(path)  # also raises for arrays of Python objects
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
             f"{path} is no array of tokens.",
@@ -107,7 +112,7 @@ def _open_npy(path: Path) -> tuple[Integers, Bounds | None]:
     return array.reshape(-1), (ends - array.shape[1], ends)
 
 
-def _open_bin(path: Path, dtype: str | None) -> Integers:
+def _open_bin_tokens(path: Path, dtype: str | None) -> Integers:
     if dtype is None:
         raise DataError(
             f"{path} does not say what it holds.",
@@ -115,11 +120,11 @@ def _open_bin(path: Path, dtype: str | None) -> Integers:
             why="its bytes are numbers of some dtype",
             fix='data.dtype = "uint16", or what it was written with',
         )
-    _check_size(path, dtype)
-    return mapped(path, dtype)
+    _check_file_holds_whole_tokens(path, dtype)
+    return memory_map_numbers(path, dtype)
 
 
-def _check_size(path: Path, dtype: str) -> None:
+def _check_file_holds_whole_tokens(path: Path, dtype: str) -> None:
     size, each = path.stat().st_size, np.dtype(dtype).itemsize
     if size % each or not size:
         raise DataError(
@@ -129,7 +134,7 @@ def _check_size(path: Path, dtype: str) -> None:
         )
 
 
-def _open_megatron(path: Path, index: Path) -> tuple[Integers, Bounds]:
+def _open_megatron_tokens(path: Path, index: Path) -> tuple[Integers, Bounds]:
     """Returns (tokens of a .bin, bounds of the documents in its .idx).
 
     The index holds a header, sizes (int32), byte offsets (int64), and the first sequence of each document
@@ -137,7 +142,7 @@ def _open_megatron(path: Path, index: Path) -> tuple[Integers, Bounds]:
     """
     if not index.is_file():
         raise DataError(f"{index} is not a regular file.")
-    data = mapped(index, "uint8")  # only the bytes that are accessed are read
+    data = memory_map_numbers(index, "uint8")  # only the bytes that are accessed are read
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     start = bytes(data[:head])
     if not start.startswith(_MAGIC) or len(start) < head:
@@ -148,11 +153,11 @@ def _open_megatron(path: Path, index: Path) -> tuple[Integers, Bounds]:
         raise DataError(f"{index} cannot be used.", got=f"version {version}, dtype {code} ({dtype})")
     if len(data) < head + 12 * sequences + 8 * documents or documents < 1:
         raise DataError(f"{index} is cut off.", got=f"{len(data)} bytes for {sequences} sequences")
-    _check_size(path, dtype)
+    _check_file_holds_whole_tokens(path, dtype)
     sizes = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
     places = np.frombuffer(data, "<i8", sequences, head + 4 * sequences) // np.dtype(dtype).itemsize
     first = np.frombuffer(data, "<i8", documents, head + 12 * sequences)
-    tokens = mapped(path, dtype)
+    tokens = memory_map_numbers(path, dtype)
     bad_order = first[0] < 0 or first[-1] != sequences or (np.diff(first) < 0).any()
     outside = (sizes < 0) | (places < 0) | (places > len(tokens) - sizes)
     if bad_order or outside.any():

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, rank_samples
+from fullshard.data.batches import IGNORED_LABEL, rank_sample_numbers
 from fullshard.data.packing import NO_LABEL, Piece, Rows
-from fullshard.data.sampling import Interleaving, shuffled_rows
-from fullshard.data.token_store import Stream, TokenStore
+from fullshard.data.sampling import SourceInterleaving, shuffled_row_numbers
+from fullshard.data.token_store import TokenStore, TokenStream
 from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
@@ -24,7 +24,7 @@ class ShufflePool:
     Each epoch takes every training row once, in an order that depends on `seed` and the epoch.
     """
 
-    stream: Stream
+    stream: TokenStream
     training: Rows
     held_out: Rows
     seed: int | str
@@ -43,41 +43,43 @@ class PackedData:
     """
 
     pools: tuple[ShufflePool, ...]
-    pattern: Interleaving
+    pattern: SourceInterleaving
     sequence_length: int
     document_mask: bool
     packing: str
     tokenizer: Tokenizer | None
 
     @property
-    def stores(self) -> list[TokenStore]:
+    def token_stores(self) -> list[TokenStore]:
         return [store for pool in self.pools for store in pool.stream.stores]
 
     @property
     def vocabulary(self) -> int:
         """Vocabulary size: the largest of the tokenizer's and the stores'."""
-        known = self.tokenizer.vocabulary if self.tokenizer is not None else 0
-        return max(known, *(store.vocabulary for store in self.stores))
+        known = self.tokenizer.vocabulary_size if self.tokenizer is not None else 0
+        return max(known, *(store.vocabulary_size for store in self.token_stores))
 
     @property
-    def documents(self) -> int:
+    def document_count(self) -> int:
         """Number of documents, training and held out."""
-        return sum(store.documents for store in self.stores)
+        return sum(store.document_count for store in self.token_stores)
 
     @property
-    def train_tokens(self) -> int:
+    def training_token_count(self) -> int:
         """Number of training tokens in all pools, each counted once, excluding padding."""
-        return sum(pool.training.tokens for pool in self.pools)
+        return sum(pool.training.token_count for pool in self.pools)
 
     @property
     def validation_tokens(self) -> int:
         """Number of held-out tokens, excluding padding."""
-        return sum(pool.held_out.tokens for pool in self.pools)
+        return sum(pool.held_out.token_count for pool in self.pools)
 
     @property
-    def efficiency(self) -> float:
+    def packing_efficiency(self) -> float:
         """Fraction of the places in training rows that hold a token; the others are padding."""
-        return self.train_tokens / (self.sequence_length * sum(pool.training.count for pool in self.pools))
+        return self.training_token_count / (
+            self.sequence_length * sum(pool.training.row_count for pool in self.pools)
+        )
 
     @property
     def byte_entropy(self) -> float | None:
@@ -91,7 +93,7 @@ class PackedData:
             return None
         counts = np.zeros(BYTES, dtype=np.int64)
         for begin, length in zip(rows.begins, rows.lengths, strict=True):
-            counts += np.bincount(stream.tokens(begin, begin + length), minlength=BYTES)
+            counts += np.bincount(stream.slice_tokens(begin, begin + length), minlength=BYTES)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
 
@@ -106,19 +108,21 @@ class PackedData:
         documents: number of the document within the row; padding has the next number after the last document
         positions: position within the document or the padding, from 0
 
-        `documents` and `positions` are present only with `document_mask`. The rows of all ranks together are
-        samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
+        `document_count` and `positions` are present only with `document_mask`. The rows of all ranks together
+        are samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
         microbatch size.
         """
         for accumulated in range(plan.accumulation):
-            samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
-            sources, rows = self.pattern.locate(samples)
+            samples = rank_sample_numbers(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            sources, rows = self.pattern.locate_samples(samples)
             for source in np.unique(sources).tolist():
                 pool, own = self.pools[source], sources == source
-                rows[own] = shuffled_rows(rows[own], rows=pool.training.count, seed=pool.seed)
+                rows[own] = shuffled_row_numbers(rows[own], rows=pool.training.row_count, seed=pool.seed)
             pools = [self.pools[source] for source in sources.tolist()]
             chosen = zip(pools, rows.tolist(), strict=True)
-            yield self._batch([(pool.stream, pool.training.pieces(row)) for pool, row in chosen], plan=plan)
+            yield self._build_batch(
+                [(pool.stream, pool.training.iterate_row_pieces(row)) for pool, row in chosen], plan=plan
+            )
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's share of at most `train.validate_sequences` held-out rows.
@@ -128,31 +132,31 @@ class PackedData:
         have IGNORED_LABEL for all labels. The rows are the same for any number of ranks. Yields nothing if no
         rows are held out.
         """
-        found = self._held_out(plan.run.train.validate_sequences)
+        found = self._choose_held_out_rows(plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.world_size * plan.microbatch))):
-            numbers = rank_samples(turn, rank=rank, plan=plan).tolist()
+            numbers = rank_sample_numbers(turn, rank=rank, plan=plan).tolist()
             chosen = [found[min(number, len(found) - 1)] for number in numbers]
-            pieces = [(pool.stream, pool.held_out.pieces(row)) for pool, row in chosen]
-            batch = self._batch(pieces, plan=plan)
+            pieces = [(pool.stream, pool.held_out.iterate_row_pieces(row)) for pool, row in chosen]
+            batch = self._build_batch(pieces, plan=plan)
             batch["labels"][sum(number < len(found) for number in numbers) :] = IGNORED_LABEL
             yield batch
 
-    def summary(self) -> dict[str, object]:
+    def summary_figures(self) -> dict[str, object]:
         """Returns the figures that `fullshard data prepare` prints."""
         return {
-            "source": " + ".join(store.name for store in self.stores),
-            "documents": self.documents,
-            "records left out": sum(store.skipped for store in self.stores),
-            "skip_messages": [text for store in self.stores for text in store.skip_messages],
-            "training tokens": self.train_tokens,
-            "training sequences": sum(pool.training.count for pool in self.pools),
+            "source": " + ".join(store.name for store in self.token_stores),
+            "documents": self.document_count,
+            "records left out": sum(store.skipped for store in self.token_stores),
+            "skip_messages": [text for store in self.token_stores for text in store.skip_messages],
+            "training tokens": self.training_token_count,
+            "training sequences": sum(pool.training.row_count for pool in self.pools),
             "packing": self.packing,
-            "efficiency": self.efficiency,
+            "efficiency": self.packing_efficiency,
             "validation tokens": self.validation_tokens,
-            "validation sequences": sum(pool.held_out.count for pool in self.pools),
+            "validation sequences": sum(pool.held_out.row_count for pool in self.pools),
             "sequence length": self.sequence_length,
             "vocabulary": self.vocabulary,
-            "shares": self.pattern.shares,
+            "shares": self.pattern.source_shares,
         }
 
     def encode(self, text: str) -> list[int]:
@@ -169,47 +173,52 @@ class PackedData:
     def describe(self) -> str:
         """Returns a one-line description of the data."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
-        facts, entropy = self.summary(), self.byte_entropy
+        facts, entropy = self.summary_figures(), self.byte_entropy
         left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
         frequency = "" if entropy is None else f", {entropy:.3f} nats/byte by frequency"
         return (
-            f"{facts['source']}: {self.documents:,} documents{left_out}, {format_count(self.train_tokens)} "
-            f"tokens to train on, {held_out} held out; sequences of {self.sequence_length}, {self.packing}, "
-            f"{100 * self.efficiency:.2f} % full{frequency}"
+            f"{facts['source']}: {self.document_count:,} documents{left_out}, "
+            f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
+            f"sequences of {self.sequence_length}, {self.packing}, "
+            f"{100 * self.packing_efficiency:.2f} % full{frequency}"
         )
 
-    def _held_out(self, asked: int) -> list[tuple[ShufflePool, int]]:
+    def _choose_held_out_rows(self, asked: int) -> list[tuple[ShufflePool, int]]:
         """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools."""
         found: list[tuple[ShufflePool, int]] = []
-        for pool, part in zip(self.pools, self.pattern.shares, strict=True):
-            count = min(pool.held_out.count, max(round(asked * part), 1))
-            found += [(pool, i * pool.held_out.count // count) for i in range(count)]
+        for pool, part in zip(self.pools, self.pattern.source_shares, strict=True):
+            count = min(pool.held_out.row_count, max(round(asked * part), 1))
+            found += [(pool, i * pool.held_out.row_count // count) for i in range(count)]
         return found[:asked]
 
-    def _batch(self, rows: Sequence[tuple[Stream, Iterator[Piece]]], *, plan: Plan) -> dict[str, Tensor]:
+    def _build_batch(
+        self, rows: Sequence[tuple[TokenStream, Iterator[Piece]]], *, plan: Plan
+    ) -> dict[str, Tensor]:
         shape = (len(rows), self.sequence_length)
         batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
         if self.document_mask:
             batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
         for i, (stream, pieces) in enumerate(rows):
-            _fill({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
+            _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         if plan.device == "cuda":
             return {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return tensors
 
 
-def _fill(row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator[Piece]) -> None:
+def _fill_batch_row(
+    row: dict[str, NDArray[np.int64]], stream: TokenStream, *, pieces: Iterator[Piece]
+) -> None:
     """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding."""
     tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
     for document, (begin, length, label) in enumerate(pieces, start=1):
         own = slice(at, at + length)
-        tokens[own] = stream.tokens(begin, begin + length)
+        tokens[own] = stream.slice_tokens(begin, begin + length)
         labels[at : at + length - 1] = tokens[at + 1 : at + length]
         if label != NO_LABEL:
-            labels[at + length - 1] = stream.tokens(label, label + 1)[0]
-        if stream.masked:
-            _leave_out(labels[own], stream, begin=begin, label=label)
+            labels[at + length - 1] = stream.slice_tokens(label, label + 1)[0]
+        if stream.has_loss_mask:
+            _ignore_untrained_labels(labels[own], stream, begin=begin, label=label)
         if "documents" in row:
             row["documents"][own] = document - 1
             row["positions"][own] = np.arange(length)
@@ -219,16 +228,18 @@ def _fill(row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator
         row["positions"][at:] = np.arange(len(tokens) - at)
 
 
-def _leave_out(labels: NDArray[np.int64], stream: Stream, *, begin: int, label: int) -> None:
+def _ignore_untrained_labels(
+    labels: NDArray[np.int64], stream: TokenStream, *, begin: int, label: int
+) -> None:
     """Sets those `labels` of a piece to IGNORED_LABEL whose tokens are not trained on.
 
     begin: place of the piece's first token
     label: place of the last token's label, or NO_LABEL
     """
-    trained = stream.trained(begin, begin + len(labels))
+    trained = stream.slice_loss_mask(begin, begin + len(labels))
     if trained is not None:
         labels[:-1][trained[1:] == 0] = IGNORED_LABEL
     if label != NO_LABEL:
-        behind = stream.trained(label, label + 1)
+        behind = stream.slice_loss_mask(label, label + 1)
         if behind is not None and not behind[0]:
             labels[-1] = IGNORED_LABEL

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.sampling import permute
+from fullshard.data.sampling import permute_pseudorandomly
 from fullshard.data.token_store import Integers
 
 Packing = Literal["concat", "best_fit", "none"]
@@ -30,7 +30,7 @@ Piece = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Spans:
+class TokenSpans:
     """Parts of the stream, such as documents.
 
     begins: first place of each part
@@ -40,27 +40,29 @@ class Spans:
     begins: Int64
     lengths: Int64
 
-    def select(self, which: Integers) -> "Spans":
-        return Spans(self.begins[which], self.lengths[which])
+    def select_spans(self, which: Integers) -> "TokenSpans":
+        return TokenSpans(self.begins[which], self.lengths[which])
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return int(self.lengths.sum())
 
 
-def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Spans, Spans]:
+def split_training_and_held_out(
+    begins: Int64, lengths: Int64, *, fraction: float
+) -> tuple[TokenSpans, TokenSpans]:
     """Returns (training spans, held-out spans) with about `fraction` of the tokens held out.
 
     `begins` and `lengths` are those of the documents. See [Note: what is held out].
     """
-    everything = Spans(begins, lengths)
+    everything = TokenSpans(begins, lengths)
     budget = round(fraction * int(lengths.sum()))
-    order = permute(np.arange(len(lengths)), length=len(lengths), key="hold out")
+    order = permute_pseudorandomly(np.arange(len(lengths)), length=len(lengths), key="hold out")
     out = np.zeros(len(lengths), dtype=np.bool_)
     out[order[np.cumsum(lengths[order]) <= budget]] = True
     left = budget - int(lengths[out].sum())
-    training, held_out = everything.select(~out), everything.select(out)
-    if 2 * left <= budget or not training.tokens:
+    training, held_out = everything.select_spans(~out), everything.select_spans(out)
+    if 2 * left <= budget or not training.token_count:
         return training, held_out
     # Held-out documents fill less than half of the budget: cut the largest so that both parts have tokens.
     largest = int(np.argmax(training.lengths))
@@ -69,19 +71,19 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
         return training, held_out
     tail = training.begins[largest] + training.lengths[largest] - left
     training.lengths[largest] -= left
-    return training, Spans(np.append(held_out.begins, tail), np.append(held_out.lengths, left))
+    return training, TokenSpans(np.append(held_out.begins, tail), np.append(held_out.lengths, left))
 
 
-def shuffle_spans(spans: Spans, *, seed: int) -> Spans:
+def shuffle_spans(spans: TokenSpans, *, seed: int) -> TokenSpans:
     """Returns the spans in an order that depends only on their number and the seed."""
     count = len(spans.begins)
     if not count:
         return spans
-    return spans.select(permute(np.arange(count), length=count, key=f"shuffle {seed}"))
+    return spans.select_spans(permute_pseudorandomly(np.arange(count), length=count, key=f"shuffle {seed}"))
 
 
 @dataclass(frozen=True)
-class JoinedRows:
+class ConcatenatedRows:
     """Rows of the packing `concat`: spans are joined, and every S + 1 tokens are a row and its last label.
 
     Rows start S tokens apart. A tail shorter than S + 1 tokens is dropped.
@@ -102,15 +104,15 @@ class JoinedRows:
         return np.diff(self.offsets)
 
     @property
-    def count(self) -> int:
+    def row_count(self) -> int:
         return max(int(self.offsets[-1]) - 1, 0) // self.sequence_length
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         """Number of tokens in all rows."""
-        return self.count * self.sequence_length
+        return self.row_count * self.sequence_length
 
-    def pieces(self, row: int) -> Iterator[Piece]:
+    def iterate_row_pieces(self, row: int) -> Iterator[Piece]:
         """Yields the pieces of row number `row`. With `masked`, no label is in the next document."""
         place, end = row * self.sequence_length, (row + 1) * self.sequence_length
         span = int(np.searchsorted(self.offsets, place, side="right")) - 1
@@ -127,7 +129,7 @@ class JoinedRows:
 
 
 @dataclass(frozen=True)
-class FilledRows:
+class PaddedRows:
     """Rows of the packings `best_fit` and `none`: row i holds pieces[offsets[i]:offsets[i + 1]] and padding.
 
     The label of a piece's last token is the next token of the document, if the document continues after the
@@ -137,61 +139,65 @@ class FilledRows:
     lengths: number of tokens of each piece
     open: whether the document continues after the piece
     offsets: index of each row's first piece, and the number of pieces
-    tokens: number of tokens in all rows, excluding padding
+    token_count: number of tokens in all rows, excluding padding
     """
 
     begins: Integers
     lengths: Integers
     open: Integers
     offsets: Integers
-    tokens: int
+    token_count: int
 
     @property
-    def count(self) -> int:
+    def row_count(self) -> int:
         return len(self.offsets) - 1
 
-    def pieces(self, row: int) -> Iterator[Piece]:
+    def iterate_row_pieces(self, row: int) -> Iterator[Piece]:
         """Yields the pieces of row number `row`."""
         for i in range(int(self.offsets[row]), int(self.offsets[row + 1])):
             begin, length = int(self.begins[i]), int(self.lengths[i])
             yield begin, length, begin + length if self.open[i] else NO_LABEL
 
 
-Rows = JoinedRows | FilledRows
+Rows = ConcatenatedRows | PaddedRows
 """Rows of one length, of the training or the held-out part."""
 
 
-def pack_rows(spans: Spans, *, packing: Packing, sequence_length: int) -> dict[str, NDArray[Any]]:
-    """Packs `spans` into rows. Returns the arrays from which `open_rows` builds them."""
+def pack_spans_into_rows(
+    spans: TokenSpans, *, packing: Packing, sequence_length: int
+) -> dict[str, NDArray[Any]]:
+    """Packs `spans` into rows. Returns the arrays from which `build_rows_from_arrays` builds them."""
     if packing == "concat":
         return {"begins": spans.begins, "offsets": np.append(0, np.cumsum(spans.lengths)).astype(np.int64)}
-    pieces, continues = split_long(spans, sequence_length)
+    pieces, continues = split_long_spans(spans, sequence_length)
     if packing == "best_fit":
-        order, offsets = best_fit(pieces.lengths, sequence_length)
-        pieces, continues = pieces.select(order), continues[order]
+        order, offsets = pack_best_fit_decreasing(pieces.lengths, sequence_length)
+        pieces, continues = pieces.select_spans(order), continues[order]
     else:
         offsets = np.arange(len(pieces.lengths) + 1)
     lengths = pieces.lengths.astype(np.int32)
     return {"begins": pieces.begins, "lengths": lengths, "open": continues, "offsets": offsets}
 
 
-def count_tokens(arrays: Mapping[str, Integers]) -> int:
-    """Returns the number of tokens in the arrays of `pack_rows`; for `concat`, including the dropped tail."""
+def count_packed_tokens(arrays: Mapping[str, Integers]) -> int:
+    """Returns the tokens in the arrays of `pack_spans_into_rows`; with `concat`, including the tail."""
     return int(arrays["lengths"].sum(dtype=np.int64) if "lengths" in arrays else arrays["offsets"][-1])
 
 
-def open_rows(arrays: Mapping[str, Integers], *, tokens: int, sequence_length: int, masked: bool) -> Rows:
-    """Builds rows from the arrays of `pack_rows`, which may be memory maps.
+def build_rows_from_arrays(
+    arrays: Mapping[str, Integers], *, tokens: int, sequence_length: int, masked: bool
+) -> Rows:
+    """Builds rows from the arrays of `pack_spans_into_rows`, which may be memory maps.
 
-    tokens: number of tokens in the arrays, see `count_tokens`
+    tokens: number of tokens in the arrays, see `count_packed_tokens`
     masked: whether labels across document boundaries are left out
     """
     if "lengths" not in arrays:
-        return JoinedRows(arrays["begins"], arrays["offsets"], sequence_length, masked)
-    return FilledRows(**arrays, tokens=tokens)
+        return ConcatenatedRows(arrays["begins"], arrays["offsets"], sequence_length, masked)
+    return PaddedRows(**arrays, token_count=tokens)
 
 
-def split_long(spans: Spans, length: int) -> tuple[Spans, NDArray[np.bool_]]:
+def split_long_spans(spans: TokenSpans, length: int) -> tuple[TokenSpans, NDArray[np.bool_]]:
     """Splits each span into pieces of `length` tokens and a remainder.
 
     Returns (the pieces, whether the span continues after each). A remainder of one token is dropped, since it
@@ -203,11 +209,11 @@ def split_long(spans: Spans, length: int) -> tuple[Spans, NDArray[np.bool_]]:
     lengths = np.minimum(np.repeat(spans.lengths, counts) - within * length, length)
     continues = within < np.repeat(counts, counts) - 1
     kept = (lengths > 1) | continues
-    pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths)
-    return pieces.select(kept), continues[kept]
+    pieces = TokenSpans(np.repeat(spans.begins, counts) + within * length, lengths)
+    return pieces.select_spans(kept), continues[kept]
 
 
-def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
+def pack_best_fit_decreasing(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
     """Packs pieces of these `lengths` into rows of `capacity` tokens, by best-fit-decreasing.
 
     Pieces are placed from longest to shortest, each into the fullest row that has room for it. Returns
@@ -237,21 +243,21 @@ def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
             each = space // length
             used = min(len(found), -(-left // each))
             if used < len(found):
-                _give(room, rooms, space=space, rows=found[used:])
+                _add_rows_by_room(room, rooms, space=space, rows=found[used:])
             taken = min(left, used * each)
             at = begin + count - left
             row_of[at : at + taken] = np.repeat(found[:used], each)[:taken]
             left -= taken
             full = used if taken == used * each else used - 1
-            _give(room, rooms, space=space - each * length, rows=found[:full])
+            _add_rows_by_room(room, rooms, space=space - each * length, rows=found[:full])
             rest = taken - full * each
-            _give(room, rooms, space=space - rest * length, rows=found[full:used])
+            _add_rows_by_room(room, rooms, space=space - rest * length, rows=found[full:used])
     by_row = np.argsort(row_of, kind="stable")
     offsets = np.searchsorted(row_of[by_row], np.arange(rows + 1))
     return order[by_row], offsets.astype(np.int64)
 
 
-def _give(room: dict[int, list[Int64]], rooms: list[int], *, space: int, rows: Int64) -> None:
+def _add_rows_by_room(room: dict[int, list[Int64]], rooms: list[int], *, space: int, rows: Int64) -> None:
     """Adds `rows`, which have room for `space` more tokens, to `room` and its sorted keys `rooms`."""
     if not space or not len(rows):
         return

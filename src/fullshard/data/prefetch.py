@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import torch
 
-from fullshard.data.batches import Batches
+from fullshard.data.batches import MicrobatchSource
 from fullshard.spec.plan import Plan
 
 
-class PrefetchingBatches:
+class MicrobatchPrefetcher:
     """Makes the microbatches of the next `steps` steps of `data` on a thread, while a step computes.
 
     If another step is requested than expected (after a resume, or past batches that are left out), prefetched
@@ -19,7 +19,7 @@ class PrefetchingBatches:
     the batch. Use as a context manager.
     """
 
-    def __init__(self, data: Batches, *, steps: int) -> None:
+    def __init__(self, data: MicrobatchSource, *, steps: int) -> None:
         self._data, self._steps = data, steps
         self._executor: ThreadPoolExecutor | None = None
         self._made: deque[tuple[tuple[int, int, Plan], Future[list[Any]]]] = deque()
@@ -35,7 +35,7 @@ class PrefetchingBatches:
             self._executor = None
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields the microbatches of this rank for a step, see `Batches.microbatches`."""
+        """Yields the microbatches of this rank for a step, see `MicrobatchSource.microbatches`."""
         if self._steps == 0:
             yield from self._data.microbatches(step, rank=rank, plan=plan)
             return
@@ -45,14 +45,16 @@ class PrefetchingBatches:
         # Submit the following steps before waiting for this one, so that the thread is never idle.
         after = self._made[-1][0][0] + 1 if self._made else step
         for following in range(after, step + 1 + self._steps):
-            future = self._thread(plan).submit(self._make, following, rank=rank, plan=plan)
+            future = self._get_or_start_executor(plan).submit(
+                self._make_microbatches, following, rank=rank, plan=plan
+            )
             self._made.append(((following, rank, plan), future))
         yield from self._made.popleft()[1].result()
 
-    def _make(self, step: int, *, rank: int, plan: Plan) -> list[Any]:
+    def _make_microbatches(self, step: int, *, rank: int, plan: Plan) -> list[Any]:
         return list(self._data.microbatches(step, rank=rank, plan=plan))
 
-    def _thread(self, plan: Plan) -> ThreadPoolExecutor:
+    def _get_or_start_executor(self, plan: Plan) -> ThreadPoolExecutor:
         if self._executor is None and plan.device == "cuda":
             # Pinned memory belongs to the thread's CUDA device, which is the first one by default.
             device = (torch.cuda.current_device(),)

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from fullshard.data.files import unreadable
+from fullshard.data.files import unreadable_path_error
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.data_section import SourceFields
+from fullshard.spec.data_section import DataSourceFields
 
 SHARD_BYTES = 1 << 20
 """Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""
@@ -62,13 +62,15 @@ class CorruptRecord:
     why: str
 
 
-def split_file(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
+def split_file_into_parts(
+    kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int
+) -> list[FilePart]:
     """Cuts `path`, of `size` bytes, into parts of about SHARD_BYTES; parquet into its row groups.
 
     Raises DataError for a broken parquet file.
     """
     if kind == "parquet":
-        groups = parquet_file(path).metadata.num_row_groups
+        groups = open_parquet_file(path).metadata.num_row_groups
         return [FilePart(kind, str(path), i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
     if path.suffix == ".gz":  # gzip cannot be read from the middle
         return [FilePart(kind, str(path), 0, size, size, last=True)]
@@ -79,21 +81,21 @@ def split_file(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: i
     ]
 
 
-def read_records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def read_records(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the records of a part of a file, in order."""
     if shard.kind in ("text", "jsonl"):
-        return (_text if shard.kind == "text" else _json_lines)(shard)
-    return (_parquet if shard.kind == "parquet" else _dataset_rows)(shard, fields)
+        return (_read_text_part if shard.kind == "text" else _read_json_lines)(shard)
+    return (_read_parquet_rows if shard.kind == "parquet" else _read_dataset_rows)(shard, fields)
 
 
-def require_reader(kind: str) -> None:
+def check_reader_installed(kind: str) -> None:
     """Raises MissingExtraError if the package that reads files of `kind` is not installed."""
     package = {"parquet": "pyarrow", "datasets": "datasets"}.get(kind)
     if package is not None and find_spec(package) is None:
         raise MissingExtraError("data", package=package, needed_for=f'data.source = "{kind}"')
 
 
-def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
+def absent_field_error(name: str, there: Sequence[str], *, where: str) -> DataError:
     """Returns the error for a row at `where` that lacks the field `name` and has the fields `there`."""
     return DataError(
         f"there is no field {name!r} in {where}.",
@@ -103,7 +105,7 @@ def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
     )
 
 
-def wanted_fields(fields: SourceFields) -> list[str]:
+def required_field_names(fields: DataSourceFields) -> list[str]:
     """Returns the names of the fields that are read from a row."""
     return {
         "messages": [fields.messages_field],
@@ -116,30 +118,30 @@ def _check_columns(names: Sequence[str], there: Sequence[str], *, where: str) ->
     """Raises DataError if a field of `names` is not among the columns `there`."""
     for name in names:
         if name not in there:
-            raise absent_field(name, there, where=where)
+            raise absent_field_error(name, there, where=where)
 
 
-def parquet_file(path: Path) -> Any:
+def open_parquet_file(path: Path) -> Any:
     """Opens `path` as a pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
-    require_reader("parquet")
+    check_reader_installed("parquet")
     import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.ParquetFile(path)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_path_error(path, error) from error
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is no parquet file.", got=str(error).splitlines()[0]) from error
 
 
-def open_dataset(path: str, fields: SourceFields) -> Any:
+def open_dataset(path: str, fields: DataSourceFields) -> Any:
     """Opens a `datasets.Dataset` from the directory `path`, which `save_to_disk` wrote.
 
     If `path` is empty, loads the dataset `fields.name` by name. Raises MissingExtraError; DataError for a
     dataset that is absent or lacks the split.
     """
-    require_reader("datasets")
+    check_reader_installed("datasets")
     import datasets
 
     try:
@@ -166,9 +168,9 @@ def open_dataset(path: str, fields: SourceFields) -> Any:
     return found[fields.split]
 
 
-def _text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+def _read_text_part(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the lines that begin within the part, as one piece of the file's single document."""
-    data, skipped = _lines_from(shard)
+    data, skipped = _read_whole_lines(shard)
     begins, text = shard.begin == 0, ""
     try:
         text = data.decode()
@@ -180,11 +182,11 @@ def _text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     yield TextRecord(text, lambda: shard.path, begins=begins, ends=shard.last)
 
 
-def _json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    data, skipped = _lines_from(shard)
+def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+    data, skipped = _read_whole_lines(shard)
     begin = shard.begin + skipped
     for line in data.split(b"\n"):
-        where = partial(_line_at, shard.path, begin)
+        where = partial(_format_line_location, shard.path, begin)
         begin += len(line) + 1
         if not line.strip():
             continue
@@ -199,11 +201,11 @@ def _json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
             yield CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
 
 
-def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     import pyarrow
 
-    file, row = parquet_file(Path(shard.path)), 0
-    names = wanted_fields(fields)
+    file, row = open_parquet_file(Path(shard.path)), 0
+    names = required_field_names(fields)
     _check_columns(names, file.schema_arrow.names, where=shard.path)
     place = f"{shard.path} row group {shard.begin}"
     try:
@@ -215,16 +217,16 @@ def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | Cor
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
 
-def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord]:
+def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
-    names = wanted_fields(fields)
+    names = required_field_names(fields)
     _check_columns(names, dataset.column_names, where=str(name))
     rows = range(shard.begin, shard.end)
     for row, value in zip(rows, dataset.select_columns(names).select(rows), strict=True):
         yield TextRecord(value, lambda row=row: f"{name} row {row}")
 
 
-def _lines_from(shard: FilePart) -> tuple[bytes, int]:
+def _read_whole_lines(shard: FilePart) -> tuple[bytes, int]:
     """Returns (whole lines that begin within the part, number of bytes before them of an earlier line)."""
     path = Path(shard.path)
     try:
@@ -247,7 +249,7 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
         raise DataError(f"{path} cannot be read.", got=str(error)) from error
 
 
-def _line_at(path: str, begin: int) -> str:
+def _format_line_location(path: str, begin: int) -> str:
     """Returns path and number (from 1) of the line that begins at byte `begin`, for messages."""
     opened = cast(Any, gzip.open if path.endswith(".gz") else open)
     lines, left = 1, begin

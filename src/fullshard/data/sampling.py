@@ -14,31 +14,31 @@ _ROUNDS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Interleaving:
+class SourceInterleaving:
     """A repeating pattern of sources: sample i is from the source at position i % len(sources).
 
     sources: source of each position
-    before: for each position, the number of earlier positions with the same source
+    index_within_source: for each position, the number of earlier positions with the same source
     counts: number of positions of each source in the pattern
     """
 
     sources: NDArray[np.int64]
-    before: NDArray[np.int64]
+    index_within_source: NDArray[np.int64]
     counts: NDArray[np.int64]
 
-    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate_samples(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns (source of each sample, number of earlier samples from the same source)."""
         rounds, positions = np.divmod(samples, len(self.sources))
         sources = self.sources[positions]
-        return sources, rounds * self.counts[sources] + self.before[positions]
+        return sources, rounds * self.counts[sources] + self.index_within_source[positions]
 
     @property
-    def shares(self) -> list[float]:
+    def source_shares(self) -> list[float]:
         """Fraction of the samples that come from each source."""
         return (self.counts / self.counts.sum()).tolist()
 
 
-def interleave_sources(weights: Sequence[float]) -> Interleaving:
+def build_source_interleaving(weights: Sequence[float]) -> SourceInterleaving:
     """Returns the pattern that mixes sources by `weights`: exact in every period, evenly spread within it.
 
     Sample j of a source with n samples per period is at time (2 j + 1) / 2 n. Among the first k samples, for
@@ -51,7 +51,7 @@ def interleave_sources(weights: Sequence[float]) -> Interleaving:
     sources = np.repeat(np.arange(len(counts)), counts)
     times = np.concatenate([(2 * each + 1) / (2 * len(each)) for each in numbers])
     order = np.lexsort((sources, times))
-    return Interleaving(sources[order], np.concatenate(numbers)[order], counts)
+    return SourceInterleaving(sources[order], np.concatenate(numbers)[order], counts)
 
 
 def _samples_per_period(weights: Sequence[float]) -> list[int]:
@@ -66,7 +66,7 @@ def _samples_per_period(weights: Sequence[float]) -> list[int]:
     return [max(1, round(Fraction(count, total) * LONGEST_PERIOD)) for count in counts]
 
 
-def shuffled_rows(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> NDArray[np.int64]:
+def shuffled_row_numbers(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> NDArray[np.int64]:
     """Returns the shuffled row number of each sample, for a source with `rows` rows.
 
     Sample i is position i % rows of epoch i // rows. An epoch contains every row once, in its own order. Each
@@ -76,11 +76,11 @@ def shuffled_rows(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> 
     found = np.empty_like(positions)
     for epoch in np.unique(epochs):
         inside = epochs == epoch
-        found[inside] = permute(positions[inside], length=rows, key=f"{seed}:{epoch}")
+        found[inside] = permute_pseudorandomly(positions[inside], length=rows, key=f"{seed}:{epoch}")
     return found
 
 
-def permute(positions: NDArray[np.int64], *, length: int, key: str) -> NDArray[np.int64]:
+def permute_pseudorandomly(positions: NDArray[np.int64], *, length: int, key: str) -> NDArray[np.int64]:
     """Applies the pseudorandom permutation of range(length) that `key` determines to `positions`.
 
     Each round is a bijection of the b-bit numbers, where 2^b >= length > 2^(b-1): an odd multiple plus a
@@ -95,12 +95,12 @@ def permute(positions: NDArray[np.int64], *, length: int, key: str) -> NDArray[n
     found = positions.astype(np.uint64)
     outside = np.ones(found.shape, dtype=np.bool_)
     while outside.any():
-        found[outside] = _mix(found[outside], bits=bits, constants=constants)
+        found[outside] = _mix_bits(found[outside], bits=bits, constants=constants)
         outside = found >= length
     return found.astype(np.int64)
 
 
-def _mix(numbers: NDArray[np.uint64], *, bits: int, constants: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix_bits(numbers: NDArray[np.uint64], *, bits: int, constants: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mask = np.uint64(2**bits - 1)
     half = np.uint64((bits + 1) // 2)
     for factor, addend in constants:

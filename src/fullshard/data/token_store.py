@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.cache import manifest_of
+from fullshard.data.cache import read_manifest
 
 Integers = NDArray[Any]
 
@@ -22,8 +22,8 @@ class TokenStore:
     key: identifier that changes whenever the tokens or the documents change; None for tokens in memory
     tokens: tokens of all documents
     begins, ends: document i is tokens[begins[i]:ends[i]]
-    trained: mask of the tokens that are trained on; None if all are
-    vocabulary: largest possible token plus one
+    loss_mask: mask of the tokens that are trained on; None if all are
+    vocabulary_size: largest possible token plus one
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     """
@@ -33,85 +33,85 @@ class TokenStore:
     tokens: Integers
     begins: Integers
     ends: Integers
-    trained: Integers | None
-    vocabulary: int
+    loss_mask: Integers | None
+    vocabulary_size: int
     skipped: int = 0
     skip_messages: tuple[str, ...] = ()
 
     @property
-    def documents(self) -> int:
+    def document_count(self) -> int:
         return len(self.begins)
 
 
 TOKENS, OFFSETS, TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
-def open_entry(entry: Path, *, name: str) -> TokenStore:
-    """Opens a cache entry of `sources.stores_of` as the token store of the source `name`."""
-    facts = manifest_of(entry)
-    offsets = mapped_npy(entry / OFFSETS)
+def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
+    """Opens a cache entry of `sources.open_token_stores` as the token store of the source `name`."""
+    facts = read_manifest(entry)
+    offsets = memory_map_npy(entry / OFFSETS)
     masked = (entry / TRAINED).exists()
     return TokenStore(
         name=name,
         key=entry.name,
-        tokens=mapped(entry / TOKENS, facts["dtype"]),
+        tokens=memory_map_numbers(entry / TOKENS, facts["dtype"]),
         begins=offsets[:-1],
         ends=offsets[1:],
-        trained=mapped(entry / TRAINED, "uint8") if masked else None,
-        vocabulary=facts["vocabulary"],
+        loss_mask=memory_map_numbers(entry / TRAINED, "uint8") if masked else None,
+        vocabulary_size=facts["vocabulary"],
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
     )
 
 
-def mapped(path: Path, dtype: str) -> Integers:
+def memory_map_numbers(path: Path, dtype: str) -> Integers:
     """Maps a file of little-endian numbers into memory, as a read-only array."""
     if path.stat().st_size == 0:  # mmap refuses empty files
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
-def mapped_npy(path: Path) -> Integers:
+def memory_map_npy(path: Path) -> Integers:
     """Maps an .npy file into memory, as a read-only array."""
     return np.load(path, mmap_mode="r")
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class TokenStream:
     """Several stores joined in order. A place is the index of a token in the joined stream."""
 
     stores: tuple[TokenStore, ...]
 
     @property
-    def name(self) -> str:
+    def joined_store_names(self) -> str:
         return " + ".join(store.name for store in self.stores)
 
     @cached_property
-    def bases(self) -> list[int]:
+    def store_begins(self) -> list[int]:
         """First place of each store, and the end of the last store."""
         return [0, *accumulate(len(store.tokens) for store in self.stores)]
 
-    def tokens(self, begin: int, end: int) -> Integers:
+    def slice_tokens(self, begin: int, end: int) -> Integers:
         """Returns the tokens from `begin` to before `end`, which must lie in one store."""
-        store, base = self._at(begin)
+        store, base = self._locate_store(begin)
         return store.tokens[begin - base : end - base]
 
-    def trained(self, begin: int, end: int) -> Integers | None:
+    def slice_loss_mask(self, begin: int, end: int) -> Integers | None:
         """Returns the mask of the trained tokens from `begin` to before `end`; None if all are trained on."""
-        store, base = self._at(begin)
-        return None if store.trained is None else store.trained[begin - base : end - base]
+        store, base = self._locate_store(begin)
+        return None if store.loss_mask is None else store.loss_mask[begin - base : end - base]
 
     @property
-    def masked(self) -> bool:
-        return any(store.trained is not None for store in self.stores)
+    def has_loss_mask(self) -> bool:
+        return any(store.loss_mask is not None for store in self.stores)
 
-    def documents(self) -> tuple[Integers, Integers]:
+    def document_begins_and_lengths(self) -> tuple[Integers, Integers]:
         """Returns (first place of each document, its number of tokens), as arrays in memory."""
-        pairs = zip(self.stores, self.bases, strict=False)
+        pairs = zip(self.stores, self.store_begins, strict=False)
         begins = [store.begins.astype(np.int64) + base for store, base in pairs]
         lengths = [(store.ends - store.begins).astype(np.int64) for store in self.stores]
         return np.concatenate(begins), np.concatenate(lengths)
 
-    def _at(self, place: int) -> tuple[TokenStore, int]:
-        i = bisect_right(self.bases, place) - 1
-        return self.stores[i], self.bases[i]
+    def _locate_store(self, place: int) -> tuple[TokenStore, int]:
+        i = bisect_right(self.store_begins, place) - 1
+        return self.stores[i], self.store_begins[i]

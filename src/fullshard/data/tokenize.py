@@ -20,18 +20,18 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
+from fullshard.data.chat_template import ChatTemplate, UntokenizableRecordError
 from fullshard.data.readers import (
     CorruptRecord,
     FilePart,
     TextRecord,
-    absent_field,
+    absent_field_error,
     read_records,
-    wanted_fields,
+    required_field_names,
 )
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
-from fullshard.spec.data_section import SourceFields
+from fullshard.spec.data_section import DataSourceFields
 
 Worker = subprocess.Popen[bytes]
 Task = Sequence[FilePart]
@@ -52,7 +52,7 @@ class TokenizeSettings:
     trust_remote_code: see `DataSection`
     """
 
-    fields: SourceFields
+    fields: DataSourceFields
     tokenizer: str | None
     eos_token: str | None
     train_on: Literal["all", "assistant", "completion"]
@@ -61,19 +61,19 @@ class TokenizeSettings:
     trust_remote_code: bool = False
 
     @property
-    def masked(self) -> bool:
+    def needs_loss_mask(self) -> bool:
         """True if only a part of each record's tokens is trained on."""
         return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
 
 
 @dataclass(frozen=True)
-class TaskTokens:
+class TokenizedTask:
     """Tokens of one task.
 
     size: bytes of the source that were read
     tokens: tokens of all documents, joined
     ends: index behind the last token of each document that ends in this task
-    trained: mask of the tokens that are trained on; None if all are
+    loss_mask: mask of the tokens that are trained on; None if all are
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     """
@@ -81,7 +81,7 @@ class TaskTokens:
     size: int
     tokens: Tokens
     ends: NDArray[np.int64]
-    trained: Mask | None
+    loss_mask: Mask | None
     skipped: int
     skip_messages: list[str]
 
@@ -99,36 +99,36 @@ class TaskTokenizer:
         self._skipped = 0
         self._skip_messages: list[str] = []
 
-    def tokenize(self, task: Task) -> TaskTokens:
+    def tokenize_task(self, task: Task) -> TokenizedTask:
         """Returns the tokens of `task`. Raises DataError for a corrupt record, if `on_error` is "stop"."""
         self._skipped, self._skip_messages = 0, []
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
-        records = self._read(task)
+        records = self._read_task_records(task)
         while batch := list(islice(records, _BATCH_RECORDS)):
-            for record, found, trained in self._tokenize_batch(batch):
+            for record, found, trained in self._tokenize_records(batch):
                 tokens.append(found.astype(self.settings.dtype))
                 masks.append(trained)
                 count += len(found)
                 ends += [count] if record.ends else []
-        return TaskTokens(
+        return TokenizedTask(
             size=sum(part.size for part in task),
             tokens=np.concatenate(tokens),
             ends=np.array(ends, dtype=np.int64),
-            trained=np.concatenate(masks) if self.settings.masked else None,
+            loss_mask=np.concatenate(masks) if self.settings.needs_loss_mask else None,
             skipped=self._skipped,
             skip_messages=self._skip_messages,
         )
 
-    def _read(self, task: Task) -> Iterator[TextRecord]:
+    def _read_task_records(self, task: Task) -> Iterator[TextRecord]:
         for part in task:
             for record in read_records(part, self.settings.fields):
                 if isinstance(record, CorruptRecord):
-                    self._skip(record.where, record.why)
+                    self._skip_or_raise(record.where, record.why)
                 else:
                     yield record
 
-    def _skip(self, where: Callable[[], str], why: str) -> None:
+    def _skip_or_raise(self, where: Callable[[], str], why: str) -> None:
         if self.settings.on_error == "stop":
             raise DataError(
                 f"a record cannot be read: {where()}.",
@@ -139,29 +139,29 @@ class TaskTokenizer:
         if len(self._skip_messages) < _REPORTED_RECORDS:
             self._skip_messages.append(f"{where()}: {why}")
 
-    def _tokenize_batch(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
+    def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
         """Yields (record, tokens, mask of the trained tokens), without the records that are skipped."""
         good: list[tuple[TextRecord, list[str]]] = []
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         for record in batch:
             try:
                 if self._chat is not None:
-                    messages = self._field(record, self.settings.fields.messages_field)
-                    yield record, *self._chat.encode(messages, train_on=train_on)
+                    messages = self._record_field(record, self.settings.fields.messages_field)
+                    yield record, *self._chat.encode_conversation(messages, train_on=train_on)
                 else:
-                    good.append((record, self._texts(record)))
-            except NotWrittenOutError as error:
-                self._skip(record.where, str(error))
-        for (record, _), (*prompt, last) in zip(good, self._encode(good), strict=True):
-            before = self._tokenizer.before if record.begins else ()
-            after = self._tokenizer.after if record.ends else ()
+                    good.append((record, self._record_texts(record)))
+            except UntokenizableRecordError as error:
+                self._skip_or_raise(record.where, str(error))
+        for (record, _), (*prompt, last) in zip(good, self._encode_record_texts(good), strict=True):
+            before = self._tokenizer.tokens_before_document if record.begins else ()
+            after = self._tokenizer.tokens_after_document if record.ends else ()
             tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, *prompt, last, after)])
             trained = np.ones(len(tokens), dtype=np.bool_)
-            if self.settings.masked:
+            if self.settings.needs_loss_mask:
                 trained[: len(tokens) - len(last) - len(after)] = False
             yield record, tokens, trained
 
-    def _encode(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
+    def _encode_record_texts(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
         try:
             found = iter(self._tokenizer.encode([text for _, texts in good for text in texts]))
         except DataError:
@@ -174,36 +174,36 @@ class TaskTokenizer:
             raise
         return [[next(found) for _ in texts] for _, texts in good]
 
-    def _texts(self, record: TextRecord) -> list[str]:
+    def _record_texts(self, record: TextRecord) -> list[str]:
         """Returns [text] of a record, or [prompt, completion]."""
         if isinstance(record.value, str):
             return [record.value]
         texts: list[str] = []
-        for name in wanted_fields(self.settings.fields):
-            text = self._field(record, name)
+        for name in required_field_names(self.settings.fields):
+            text = self._record_field(record, name)
             if not isinstance(text, str):
-                raise NotWrittenOutError(f"{name!r} is no text, but {type(text).__name__}")
+                raise UntokenizableRecordError(f"{name!r} is no text, but {type(text).__name__}")
             texts.append(text)
         return texts
 
-    def _field(self, record: TextRecord, name: str) -> Any:
+    def _record_field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
         if name in row:
             return row[name]
         if self.settings.on_error == "stop":
-            raise absent_field(name, [*row], where=record.where())
-        raise NotWrittenOutError(f"no field {name!r} among {', '.join(row)}")
+            raise absent_field_error(name, [*row], where=record.where())
+        raise UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
 
 
 def tokenize_tasks(
     tasks: Sequence[Task], settings: TokenizeSettings, *, processes: int
-) -> Generator[TaskTokens]:
+) -> Generator[TokenizedTask]:
     """Yields the tokens of each task, in order. Uses `processes` workers if there are several tasks.
 
     Raises the error of a task that failed, and DataError for a worker that died.
     """
     if processes <= 1 or len(tasks) <= 1:
-        yield from map(TaskTokenizer(settings).tokenize, tasks)
+        yield from map(TaskTokenizer(settings).tokenize_task, tasks)
         return
     count = min(processes, len(tasks))
     workers = [_start_worker(settings) for _ in range(count)]
@@ -211,7 +211,7 @@ def tokenize_tasks(
     for worker in workers:
         idle.put(worker)
     threads = ThreadPoolExecutor(count)
-    waiting = deque[Future[TaskTokens]]()
+    waiting = deque[Future[TokenizedTask]]()
     try:
         for task in tasks:
             waiting.append(threads.submit(_tokenize_in_worker, task, idle))
@@ -238,7 +238,7 @@ def _start_worker(settings: TokenizeSettings) -> Worker:
     return worker
 
 
-def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TaskTokens:
+def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
     worker = idle.get()
     assert worker.stdin is not None, "it is a pipe"
     assert worker.stdout is not None, "it is a pipe"
@@ -247,10 +247,10 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TaskTokens:
         worker.stdin.flush()
         answer = pickle.load(worker.stdout)
     except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise _worker_died(worker) from error
+        raise _dead_worker_error(worker) from error
     finally:
         idle.put(worker)
-    if isinstance(answer, TaskTokens):
+    if isinstance(answer, TokenizedTask):
         return answer
     kind, parts = cast(tuple[type[FullshardError], dict[str, Any]], answer)
     error = kind.__new__(kind)  # the class's own __init__ may take other arguments
@@ -269,7 +269,7 @@ def serve_tasks() -> None:
             return
         try:
             tokenizer = tokenizer or TaskTokenizer(settings)
-            answer: Any = tokenizer.tokenize(task)
+            answer: Any = tokenizer.tokenize_task(task)
         except FullshardError as error:
             got = None if error.got is None else str(error.got)
             answer = type(error), {"what": error.what, "got": got, "why": error.why, "fix": error.fix}
@@ -277,7 +277,7 @@ def serve_tasks() -> None:
         sys.stdout.buffer.flush()
 
 
-def _worker_died(worker: Worker) -> DataError:
+def _dead_worker_error(worker: Worker) -> DataError:
     code = worker.wait()
     return DataError(
         "a process that made tokens died.",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.small_files import ForeignErrors, parse_json, read_text
+from fullshard.spec.small_files import ForeignErrorTranslator, parse_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -30,19 +30,19 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
-    vocabulary: largest token that the tokenizer can produce, plus one
-    before: tokens placed in front of each document
-    after: tokens placed behind each document
+    vocabulary_size: largest token that the tokenizer can produce, plus one
+    tokens_before_document: tokens placed in front of each document
+    tokens_after_document: tokens placed behind each document
     """
 
     @property
-    def vocabulary(self) -> int: ...
+    def vocabulary_size(self) -> int: ...
 
     @property
-    def before(self) -> tuple[int, ...]: ...
+    def tokens_before_document(self) -> tuple[int, ...]: ...
 
     @property
-    def after(self) -> tuple[int, ...]: ...
+    def tokens_after_document(self) -> tuple[int, ...]: ...
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Returns the tokens of each text, without `before` and `after`."""
@@ -57,16 +57,16 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Encodes text as UTF-8 bytes, with SEPARATOR after each document."""
 
-    vocabulary: int = BYTES
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = (SEPARATOR,)
+    vocabulary_size: int = BYTES
+    tokens_before_document: tuple[int, ...] = ()
+    tokens_after_document: tuple[int, ...] = (SEPARATOR,)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Returns the bytes of each text.
 
         Raises DataError for a text with SEPARATOR or half a surrogate pair.
         """
-        return [self._bytes(text) for text in texts]
+        return [self._encode_text(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text. Invalid UTF-8 and tokens beyond a byte become U+FFFD; the separator becomes ␀."""
@@ -74,7 +74,7 @@ class ByteTokenizer:
         text = bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
         return text.replace(chr(SEPARATOR), "␀")
 
-    def _bytes(self, text: str) -> NDArray[np.int64]:
+    def _encode_text(self, text: str) -> NDArray[np.int64]:
         try:
             found = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         except UnicodeEncodeError as error:
@@ -93,21 +93,21 @@ class FileTokenizer:
     """A tokenizer read from a tokenizer.json."""
 
     backend: "Backend"
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    tokens_before_document: tuple[int, ...]
+    tokens_after_document: tuple[int, ...]
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        with _backend():
+        with _convert_backend_errors():
             found = self.backend.encode_batch_fast([*texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in found]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        known = self.vocabulary
-        with _backend():
+        known = self.vocabulary_size
+        with _convert_backend_errors():
             return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
 
 
@@ -123,23 +123,23 @@ def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokeniz
     """
     if path is None:
         return ByteTokenizer()
-    file = tokenizer_file(path)
-    backend = _read(file)
-    with _backend(str(file)):
+    file = locate_tokenizer_file(path)
+    backend = _read_backend_tokenizer(file)
+    with _convert_backend_errors(str(file)):
         around: list[int] = backend.encode("", add_special_tokens=True).ids
         known: set[int] = set(backend.encode("x", add_special_tokens=False).ids)
         full: list[int] = backend.encode("x", add_special_tokens=True).ids
     before = next((i for i, token in enumerate(full) if token in known), 0)
     after = around[before:]
-    end = _end_token(backend, file, named=eos_token)
+    end = _choose_end_token(backend, file, named=eos_token)
     return FileTokenizer(
         backend,
-        before=tuple(around[:before]),
-        after=(*after, end) if end not in after else tuple(after),
+        tokens_before_document=tuple(around[:before]),
+        tokens_after_document=(*after, end) if end not in after else tuple(after),
     )
 
 
-def tokenizer_file(path: str) -> Path:
+def locate_tokenizer_file(path: str) -> Path:
     """Returns the tokenizer.json that `path` is or contains. Raises DataError if there is none."""
     place = Path(os.path.expanduser(path))
     file = place / TOKENIZER_FILE if os.path.isdir(place) else place
@@ -158,32 +158,32 @@ def tokenizer_file(path: str) -> Path:
     return file
 
 
-def tokenizer_files(path: str) -> list[Path]:
+def list_tokenizer_files(path: str) -> list[Path]:
     """Returns the files of the tokenizer at `path` that determine the tokens, chat template included."""
-    file = tokenizer_file(path)
+    file = locate_tokenizer_file(path)
     beside = (file.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))
     return [file, *(one for one in beside if one.is_file())]
 
 
-def _read(file: Path) -> "Backend":
+def _read_backend_tokenizer(file: Path) -> "Backend":
     if find_spec("tokenizers") is None:
         raise MissingExtraError("hf", package="tokenizers", needed_for="data.tokenizer")
     from tokenizers import Tokenizer as Backend
 
-    data = tokenizer_text(file).encode()
+    data = read_tokenizer_text(file).encode()
     try:
         parse_json(data)
     except ValueError as error:
         raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
     fix = "a tokenizer.json of the package tokenizers"
-    with ForeignErrors(lambda got: DataError(f"{file} is no tokenizer.", got=got, fix=fix)):
+    with ForeignErrorTranslator(lambda got: DataError(f"{file} is no tokenizer.", got=got, fix=fix)):
         backend = Backend.from_buffer(data)
         backend.no_padding()
         backend.no_truncation()
     return backend
 
 
-def tokenizer_text(file: Path) -> str:
+def read_tokenizer_text(file: Path) -> str:
     """Returns the text of a tokenizer file. Raises DataError if the file cannot be read."""
     try:
         return read_text(file, most_bytes=_MOST_BYTES)
@@ -192,13 +192,13 @@ def tokenizer_text(file: Path) -> str:
         raise DataError(f"the tokenizer {file} cannot be read.", got=got) from error
 
 
-def _backend(name: str = "the tokenizer") -> ForeignErrors:
+def _convert_backend_errors(name: str = "the tokenizer") -> ForeignErrorTranslator:
     """Returns a context manager that converts errors of the package tokenizers into DataError."""
-    return ForeignErrors(lambda got: DataError(f"{name} does not take a text.", got=got))
+    return ForeignErrorTranslator(lambda got: DataError(f"{name} does not take a text.", got=got))
 
 
-def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
-    name = named if named is not None else _configured(file.with_name(CONFIG_FILE))
+def _choose_end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
+    name = named if named is not None else _read_configured_eos_token(file.with_name(CONFIG_FILE))
     candidates = _END_TOKENS if name is None else (name,)
     found = [token for one in candidates if (token := backend.token_to_id(one)) is not None]
     if found:
@@ -211,10 +211,10 @@ def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
     )
 
 
-def _configured(config: Path) -> str | None:
+def _read_configured_eos_token(config: Path) -> str | None:
     """Returns the eos_token in tokenizer_config.json; None if there is none."""
     try:
-        data: Any = parse_json(tokenizer_text(config)) if config.exists() else None
+        data: Any = parse_json(read_tokenizer_text(config)) if config.exists() else None
     except ValueError:
         return None
     token = data.get("eos_token") if isinstance(data, dict) else None

@@ -1,8 +1,9 @@
 """Runs work that may fail on any rank, so that the other ranks do not wait for a failed rank forever.
 
 [Note: failures are agreed on] A rank that raises between two collectives leaves the others waiting in the
-second. So anything that can fail on one rank alone runs inside `on_all_ranks` or `on_rank_zero`. The failure
-is caught, sent to all ranks as text (an exception need not survive pickling), and then raised on all of them.
+second. So anything that can fail on one rank alone runs inside `run_on_all_ranks` or `run_on_rank_zero`. The
+failure is caught, sent to all ranks as text (an exception need not survive pickling), and then raised on all
+of them.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
-from fullshard.system.disk import os_error
+from fullshard.system.disk import checkpoint_error_from_os_error
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -39,30 +40,30 @@ class ErrorCapture:
             return True
         return False
 
-    def finish(self) -> None:
+    def raise_captured(self) -> None:
         """Raises the exception that the block raised, if any."""
         if self.error is not None:
             raise self.error
 
 
-def distributed() -> bool:
+def is_distributed() -> bool:
     """Returns True if the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
     """Returns this process's global rank; 0 without a process group."""
-    return dist.get_rank() if distributed() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
     """Returns the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if distributed() else 1
+    return dist.get_world_size() if is_distributed() else 1
 
 
-def gathered(value: T, *, group: Group = None) -> list[T]:
+def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     """Returns a list of every rank's `value`, in rank order. Collective over `group` (None: all ranks)."""
-    if not distributed():
+    if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
@@ -70,7 +71,7 @@ def gathered(value: T, *, group: Group = None) -> list[T]:
 
 
 @contextmanager
-def agreed(doing: str, *, group: Group = None) -> Generator[None]:
+def raise_on_all_ranks(doing: str, *, group: Group = None) -> Generator[None]:
     """Context manager for work of every rank: raises CheckpointError on all ranks if one failed. Collective.
 
     The error starts with `doing`, a description of the work, and names the lowest rank that failed. It is a
@@ -80,68 +81,70 @@ def agreed(doing: str, *, group: Group = None) -> Generator[None]:
     attempt = ErrorCapture()
     with attempt:
         yield
-    failures = [one for one in gathered(_failure(attempt, doing), group=group) if one is not None]
+    failures = [
+        one for one in all_gather_object(_captured_failure(attempt, doing), group=group) if one is not None
+    ]
     if failures:
-        named = _first_of(failures)
-        raise named.as_error() from attempt.error or named.offload
+        named = _choose_failure_to_report(failures)
+        raise named.as_checkpoint_error() from attempt.error or named.offload
 
 
-def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on every rank and returns this rank's result. Raises as `agreed` does if one failed."""
-    with agreed(doing, group=group):
+def run_on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+    """Runs `act()` on every rank and returns this rank's result. See `raise_on_all_ranks` for failures."""
+    with raise_on_all_ranks(doing, group=group):
         return act()
 
 
-def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """Runs `act()` on rank 0, and returns its result, or raises CheckpointError, on all ranks. Collective."""
     attempt, results = ErrorCapture(), list[T]()
     if rank() == 0:
         with attempt:
             results.append(act())
-    answer: list[Any] = [(results, _failure(attempt, doing))]
-    if distributed():
+    answer: list[Any] = [(results, _captured_failure(attempt, doing))]
+    if is_distributed():
         dist.broadcast_object_list(answer, src=0, group=group)
     results, failure = answer[0]
     if failure is not None:
-        raise failure.as_error() from attempt.error
+        raise failure.as_checkpoint_error() from attempt.error
     return results[0]
 
 
-def locally(act: Callable[[], T], *, doing: str) -> T:
+def run_on_this_rank(act: Callable[[], T], *, doing: str) -> T:
     """Runs `act()` on this rank only, without any collective. Raises CheckpointError for any exception."""
     attempt = ErrorCapture()
     with attempt:
         return act()
-    failure = _failure(attempt, doing)
+    failure = _captured_failure(attempt, doing)
     assert failure is not None, "the block returns unless it raises"
-    raise failure.as_error() from attempt.error
+    raise failure.as_checkpoint_error() from attempt.error
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _RankFailure:
     """The class and texts of a CheckpointError, and the rank on which it occurred."""
 
     rank: int
-    kind: type[CheckpointError]
+    error_class: type[CheckpointError]
     what: str
     details: dict[str, str | None]
     offload: OffloadError | None = None
 
-    def as_error(self) -> CheckpointError:
-        return self.kind(self.what, **self.details)
+    def as_checkpoint_error(self) -> CheckpointError:
+        return self.error_class(self.what, **self.details)
 
 
-def _first_of(failures: Sequence[_Failure]) -> _Failure:
+def _choose_failure_to_report(failures: Sequence[_RankFailure]) -> _RankFailure:
     """Returns the lowest rank's failure, damage last. Its text names the rank, unless all failed alike."""
     # Errors other than damage come first: only damage is cured by another checkpoint.
-    first = min(failures, key=lambda one: (one.kind is DamagedCheckpointError, one.rank))
+    first = min(failures, key=lambda one: (one.error_class is DamagedCheckpointError, one.rank))
     alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
     if len(failures) == world_size() and all(alike):
         return first
     return replace(first, what=f"rank {first.rank}: {first.what}")
 
 
-def _failure(attempt: ErrorCapture, doing: str) -> _Failure | None:
+def _captured_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None:
     """Returns the captured exception as a CheckpointError's texts; None if there is no exception."""
     error: BaseException | None = attempt.error
     failed_rank = rank()
@@ -154,7 +157,7 @@ def _failure(attempt: ErrorCapture, doing: str) -> _Failure | None:
         error = _as_checkpoint_error(error, doing)
     kind = DamagedCheckpointError if isinstance(error, DamagedCheckpointError) else CheckpointError
     details = {"got": None if error.got is None else str(error.got), "why": error.why, "fix": error.fix}
-    return _Failure(failed_rank, kind, error.what, details, offload)
+    return _RankFailure(failed_rank, kind, error.what, details, offload)
 
 
 def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:
@@ -164,7 +167,7 @@ def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:
     while isinstance(cause, RuntimeError):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OSError):
-        return os_error(what, cause)
+        return checkpoint_error_from_os_error(what, cause)
     if isinstance(error, FullshardError):
         return CheckpointError(what, got=error.what, why=error.why, fix=error.fix)
     lines = str(error).strip().splitlines()

@@ -42,12 +42,12 @@ def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
+def bind_local_groups_to_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
     """Makes gloo and NCCL groups created in this context use the loopback interface, if all ranks are local.
 
     The context sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless the user has set them.
     """
-    interface = loopback_interface() if all_ranks_are_local(environment) else None
+    interface = find_loopback_interface() if all_ranks_are_local(environment) else None
     # NCCL treats a name as a prefix, unless an equals sign precedes it.
     wanted = {} if interface is None else {_GLOO: interface, _NCCL: f"={interface}"}
     ours = {name: value for name, value in wanted.items() if name not in environment}
@@ -59,7 +59,7 @@ def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ)
             environment.pop(name, None)
 
 
-def loopback_interface() -> str | None:
+def find_loopback_interface() -> str | None:
     """Returns the name of a loopback interface that is up, such as `lo`; None if there is none."""
     request = _SIOCGIFFLAGS.get(sys.platform)
     if request is None:
@@ -76,7 +76,7 @@ def loopback_interface() -> str | None:
     return None
 
 
-def served_on_loopback(port: int = 0) -> dist.TCPStore:
+def start_store_on_loopback(port: int = 0) -> dist.TCPStore:
     """Starts a store that listens at 127.0.0.1:`port` (0: a free port). Raises OSError if that is taken."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,16 +90,16 @@ def served_on_loopback(port: int = 0) -> dist.TCPStore:
     )
 
 
-def store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
+def connect_to_store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
     """Connects to a store at 127.0.0.1:`port`, which rank 0 starts and serves until its process ends.
 
     Every rank calls this. Raises OSError if the port is taken, and DistError if no store listens there.
     """
     if rank == 0:
-        _kept_on_loopback(port)
+        _start_store_until_exit(port)
     return dist.TCPStore(LOOPBACK, port, timeout=timeout, wait_for_workers=False)
 
 
 @functools.cache
-def _kept_on_loopback(port: int) -> dist.TCPStore:
-    return served_on_loopback(port)
+def _start_store_until_exit(port: int) -> dist.TCPStore:
+    return start_store_on_loopback(port)

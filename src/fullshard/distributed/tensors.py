@@ -11,12 +11,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_shard(tensor: Tensor) -> Tensor:
+def detached_local_tensor(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor, or any other tensor, detached. The memory is shared."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def shard_like(whole: DTensor, local: Tensor) -> DTensor:
+def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
     """Returns a DTensor with `whole`'s shape, mesh and placements, whose part on this rank is `local`."""
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()

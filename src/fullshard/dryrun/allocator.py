@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fullshard.dryrun.events import Allocate, Event
+from fullshard.dryrun.events import AllocateEvent, Event
 
 _MIB = 1 << 20
 ROUND = 512
@@ -34,50 +34,50 @@ ROUND_SEGMENT = 2 * _MIB
 
 
 @dataclass(frozen=True)
-class LiveBlock:
+class AllocatorPeak:
     """Highest memory use of a sequence of events, in bytes."""
 
     allocated: int  # blocks in use, as `torch.cuda.max_memory_allocated` reports them
     reserved: int  # segments, as `torch.cuda.max_memory_reserved` reports them
 
 
-def simulate(events: Iterable[Event]) -> LiveBlock:
+def simulate_allocator(events: Iterable[Event]) -> AllocatorPeak:
     """Returns the most bytes allocated and reserved at any moment of `events`. See [Note: the rules]."""
-    pools: defaultdict[tuple[int, bool], _Pool] = defaultdict(_Pool)
-    used: dict[int, tuple[_AllocatorBlock, _Pool]] = {}
+    pools: defaultdict[tuple[int, bool], _FreeBlockPool] = defaultdict(_FreeBlockPool)
+    used: dict[int, tuple[_AllocatorBlock, _FreeBlockPool]] = {}
     allocated = reserved = most_allocated = 0
     for event in events:
-        if isinstance(event, Allocate):
-            size = rounded(event.size)
+        if isinstance(event, AllocateEvent):
+            size = rounded_block_bytes(event.size)
             pool = pools[event.stream, size <= SMALL]
-            block = pool.best_fit(size)
+            block = pool.take_best_fit(size)
             if block is None:
-                block = _AllocatorBlock(address=reserved, size=segment_bytes(size))
+                block = _AllocatorBlock(address=reserved, size=new_segment_bytes(size))
                 reserved += block.size
-            pool.split(block, size)
+            pool.split_block(block, size)
             used[event.block] = block, pool
             allocated += block.size
             most_allocated = max(most_allocated, allocated)
         else:
             block, pool = used.pop(event.block)
             allocated -= block.size
-            pool.give_back(block)
-    return LiveBlock(most_allocated, reserved)
+            pool.free_block(block)
+    return AllocatorPeak(most_allocated, reserved)
 
 
-def rounded(size: int) -> int:
+def rounded_block_bytes(size: int) -> int:
     """Returns the bytes of the smallest block that serves a request of `size` bytes."""
-    return max(ROUND, _up(size, ROUND))
+    return max(ROUND, _round_up(size, ROUND))
 
 
-def segment_bytes(size: int) -> int:
+def new_segment_bytes(size: int) -> int:
     """Returns the bytes of the segment requested from the device for a rounded request of `size` bytes."""
     if size <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < BELOW_LARGE else _up(size, ROUND_SEGMENT)
+    return LARGE_SEGMENT if size < BELOW_LARGE else _round_up(size, ROUND_SEGMENT)
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -93,17 +93,17 @@ class _AllocatorBlock:
 
 
 @dataclass
-class _Pool:
+class _FreeBlockPool:
     """Free blocks of one stream and size class, ordered by size, then address."""
 
     order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (size, address)
     blocks: dict[int, _AllocatorBlock] = field(default_factory=dict[int, _AllocatorBlock])  # by address
 
-    def best_fit(self, size: int) -> _AllocatorBlock | None:
+    def take_best_fit(self, size: int) -> _AllocatorBlock | None:
         index = bisect.bisect_left(self.order, (size, -1))
-        return self._take(self.blocks[self.order[index][1]]) if index < len(self.order) else None
+        return self._remove_free_block(self.blocks[self.order[index][1]]) if index < len(self.order) else None
 
-    def split(self, block: _AllocatorBlock, size: int) -> None:
+    def split_block(self, block: _AllocatorBlock, size: int) -> None:
         """Shrinks `block`, which is in use, to `size`, and frees the remainder if it is large enough."""
         left_over = block.size - size
         worth_it = left_over >= ROUND if size <= SMALL else left_over > SMALL
@@ -113,28 +113,28 @@ class _Pool:
         if block.right is not None:
             block.right.left = rest
         block.right, block.size = rest, size
-        self._put(rest)
+        self._add_free_block(rest)
 
-    def give_back(self, block: _AllocatorBlock) -> None:
+    def free_block(self, block: _AllocatorBlock) -> None:
         if block.right is not None and block.right.free:
-            block = _joined(block, self._take(block.right))
+            block = _join_neighbours(block, self._remove_free_block(block.right))
         if block.left is not None and block.left.free:
-            block = _joined(self._take(block.left), block)
-        self._put(block)
+            block = _join_neighbours(self._remove_free_block(block.left), block)
+        self._add_free_block(block)
 
-    def _put(self, block: _AllocatorBlock) -> None:
+    def _add_free_block(self, block: _AllocatorBlock) -> None:
         block.free = True
         self.blocks[block.address] = block
         bisect.insort(self.order, (block.size, block.address))
 
-    def _take(self, block: _AllocatorBlock) -> _AllocatorBlock:
+    def _remove_free_block(self, block: _AllocatorBlock) -> _AllocatorBlock:
         block.free = False
         del self.blocks[block.address]
         del self.order[bisect.bisect_left(self.order, (block.size, block.address))]
         return block
 
 
-def _joined(first: _AllocatorBlock, second: _AllocatorBlock) -> _AllocatorBlock:
+def _join_neighbours(first: _AllocatorBlock, second: _AllocatorBlock) -> _AllocatorBlock:
     """Extends `first` over `second`, its right neighbour, and returns it."""
     first.size += second.size
     first.right = second.right

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Allocate:
+class AllocateEvent:
     """Allocation of one block."""
 
     block: int  # identifies the block
@@ -14,48 +14,48 @@ class Allocate:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeEvent:
     """Release of a block."""
 
     block: int
 
 
-Event = Allocate | Free
+Event = AllocateEvent | FreeEvent
 
 
 @dataclass(frozen=True)
-class Highest:
+class PeakMoment:
     """First moment with the most bytes alive."""
 
     after: int  # number of events before it
     live: dict[int, int]  # bytes of each live block
 
     @property
-    def bytes(self) -> int:
+    def live_bytes(self) -> int:
         return sum(self.live.values())
 
 
-def highest(events: Sequence[Event], *, start: int = 0, end: int | None = None) -> Highest:
+def compute_peak_moment(events: Sequence[Event], *, start: int = 0, end: int | None = None) -> PeakMoment:
     """Returns the moment of most live bytes between events `start` and `end`. Earlier blocks count too."""
-    live = live_after(events[:start])
+    live = live_block_sizes_after(events[:start])
     total = most = sum(live.values())
     after = start
     for index, event in enumerate(events[start:end], start=start + 1):
-        if isinstance(event, Allocate):
+        if isinstance(event, AllocateEvent):
             live[event.block] = event.size
             total += event.size
         else:
             total -= live.pop(event.block)
         if total > most:
             most, after = total, index
-    return Highest(after, live_after(events[:after]))
+    return PeakMoment(after, live_block_sizes_after(events[:after]))
 
 
-def live_after(events: Iterable[Event]) -> dict[int, int]:
+def live_block_sizes_after(events: Iterable[Event]) -> dict[int, int]:
     """Returns the bytes of each block that is alive after all of `events`."""
     live: dict[int, int] = {}
     for event in events:
-        if isinstance(event, Allocate):
+        if isinstance(event, AllocateEvent):
             live[event.block] = event.size
         else:
             del live[event.block]

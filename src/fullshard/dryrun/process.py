@@ -11,12 +11,12 @@ import subprocess
 import sys
 from typing import Any
 
-from fullshard.dryrun.values import DryRun, Program
+from fullshard.dryrun.values import DryRunMemory, Program
 from fullshard.errors import FullshardError, ShardError, SpecError
 from fullshard.spec.plan import Plan
 
 
-def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRun:
+def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRunMemory:
     """Returns the peak memory of `rank`, from a dry run (see `dryrun.step.run_dry_step`).
 
     The default program trains the reference decoder. The step runs in a process of its own, because a process
@@ -41,13 +41,13 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
             why="the model's forward, loss or backward failed on fake tensors, or its process was ended",
             fix="a step of the same model on real tensors, which shows where",
         )
-    answer: DryRun | FullshardError = pickle.loads(child.stdout)
+    answer: DryRunMemory | FullshardError = pickle.loads(child.stdout)
     if isinstance(answer, FullshardError):
         raise answer
     return answer
 
 
-def look_up(name: str) -> Any:
+def import_function(name: str) -> Any:
     """Imports and returns the function `module:function`. Raises SpecError if it does not exist."""
     module, _, function = name.partition(":")
     try:
@@ -65,7 +65,7 @@ def _answer_request() -> None:
     os.dup2(2, 1)
     try:
         plan, program, rank = pickle.load(sys.stdin.buffer)
-        answer = _perform(plan, program, rank=rank)
+        answer = _run_request(plan, program, rank=rank)
     except FullshardError as error:
         error.got = None if error.got is None else str(error.got)  # may be a value that cannot be pickled
         answer = error
@@ -73,20 +73,20 @@ def _answer_request() -> None:
         pickle.dump(answer, file)
 
 
-def _perform(plan: Plan, program: Program, *, rank: int) -> DryRun | FullshardError:
+def _run_request(plan: Plan, program: Program, *, rank: int) -> DryRunMemory | FullshardError:
     import torch
 
     from fullshard.dryrun.step import run_dry_step
 
-    build = look_up(program.model)
+    build = import_function(program.model)
     with torch.device("meta"):
         model = build(plan)
     return run_dry_step(
         model,
         plan,
-        loss=look_up(program.loss),
-        optimizer=look_up(program.optimizer),
-        batch=look_up(program.batch),
+        loss=import_function(program.loss),
+        optimizer=import_function(program.optimizer),
+        batch=import_function(program.batch),
         rank=rank,
     )
 

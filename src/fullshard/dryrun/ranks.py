@@ -16,7 +16,7 @@ _REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
 
 
 @contextmanager
-def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
+def fake_process_group(world_size: int, *, rank: int) -> Generator[None]:
     """Creates the default process group while active, as `rank` of `world_size`. Its collectives do nothing.
 
     Raises ShardError if a process group already exists, or if torch has no fake process group.
@@ -61,7 +61,7 @@ def disable_collectives(model: nn.Module) -> None:
 
 
 @contextmanager
-def lazy_chunks() -> Generator[None]:
+def use_lazy_chunks() -> Generator[None]:
     """Makes `fully_shard` cut only its own chunk of a parameter while active.
 
     FSDP2 cuts the chunks of all ranks, which takes minutes at 16,384 ranks. Its function that does so is
@@ -72,14 +72,14 @@ def lazy_chunks() -> Generator[None]:
     if cut_all is None:
         yield
         return
-    module._chunk_with_empty = Chunks
+    module._chunk_with_empty = LazyChunks
     try:
         yield
     finally:
         module._chunk_with_empty = cut_all
 
 
-class Chunks:
+class LazyChunks:
     """Lazy `torch.chunk(tensor, num_chunks, dim)`, padded to `num_chunks` with empty tensors."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:  # signature: FSDP2's

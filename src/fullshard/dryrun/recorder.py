@@ -1,14 +1,14 @@
 """Records the allocation and release of every storage while a step runs on fake tensors.
 
 A storage is seen when an operation returns it; a weak reference reports its release. Two events are not
-operations and are patched (see `Recorder.record_all`):
+operations and are patched (see `StorageEventRecorder.record_resizes_and_random_states`):
 
 - FSDP2 frees the storages of unsharded parameters, and allocates them again, by resizing them.
 - Recompute saves the random state of each block.
 
 Of the memory that a kernel allocates and frees within one operation, only the largest parts are known: on
-CUDA from `tracing.kernels.transient_bytes`, on the CPU where FSDP2 copies gradients into one buffer. Other
-such memory is not counted.
+CUDA from `tracing.kernels.transient_kernel_bytes`, on the CPU where FSDP2 copies gradients into one buffer.
+Other such memory is not counted.
 """
 
 import re
@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import local_tensor, storage_key
-from fullshard.dryrun.events import Allocate, Event, Free
+from fullshard.dryrun.events import AllocateEvent, Event, FreeEvent
 from fullshard.spec.plan import DeviceType
-from fullshard.tracing.kernels import OpCall, transient_bytes
+from fullshard.tracing.kernels import OpCall, transient_kernel_bytes
 
 # FSDP2 marks its work as ranges of torch's profiler, which begin and end with these operations. It also marks
 # casts of activations, which are not its own memory. `profiler.memory` uses the same rule.
@@ -34,14 +34,14 @@ _RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\))?$")
 _BEGIN, _END = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
 
 
-class Recorder(TorchDispatchMode):
+class StorageEventRecorder(TorchDispatchMode):
     """Records storages in `events` while active. It must be entered inside a FakeTensorMode.
 
     device: the device type whose kernels it simulates. For CUDA, transient kernel memory is counted too, and
         random states are not, since they are on the host.
     events: allocations and frees, in order.
     moments: (number of events before it, name of the phase that starts there).
-    engine: blocks that FSDP2 allocated for itself.
+    fsdp_blocks: blocks that FSDP2 allocated for itself.
 
     Streams are numbered in order of appearance. torch's CPU streams do no work but identify the stream that
     FSDP2 is using. An operation that reads a value (`item()`) returns 1, since fake tensors have none.
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.device: DeviceType = device
         self.events: list[Event] = []
         self.moments: list[tuple[int, str]] = []
-        self.engine: set[int] = set()
+        self.fsdp_blocks: set[int] = set()
         self._phase = ""
         self._ranges: list[str] = []
         self._blocks: dict[int, int] = {}  # storage -> its current block; absent while it has no bytes
@@ -64,97 +64,97 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _one(args[0].dtype)
+            return _scalar_one(args[0].dtype)
         name = func.name().partition(".")[0]
         if name == _BEGIN:
-            self._begin(args[0])
+            self._start_profiler_range(args[0])
         elif name == _END:
             self._ranges.pop()
         # DTensor's sharding propagation runs operations on whole tensors that no rank allocates. It runs
         # inside this call, where the mode is not active.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.track_tensors(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if self.device == "cuda":
-            within = transient_bytes(OpCall(func, args, kwargs))
+            within = transient_kernel_bytes(OpCall(func, args, kwargs))
         else:
-            within = _padding_bytes(func, args, kwargs=kwargs)
+            within = _chunk_cat_padding_bytes(func, args, kwargs=kwargs)
         if within:
-            self.events.append(Free(self._new_block(within)))
+            self.events.append(FreeEvent(self._record_new_block(within)))
         return result
 
-    def note(self, tensors: Iterable[Tensor]) -> set[int]:
+    def track_tensors(self, tensors: Iterable[Tensor]) -> set[int]:
         """Starts tracking the storages of `tensors`; returns their blocks."""
         with torch.no_grad():
-            blocks = [self._track(local_tensor(tensor)) for tensor in tensors]
+            blocks = [self._track_storage(local_tensor(tensor)) for tensor in tensors]
         return {block for block in blocks if block is not None}
 
-    def enter(self, phase: str) -> None:
+    def start_phase(self, phase: str) -> None:
         """Records the start of `phase`, such as "microbatch 1"."""
         self._phase = phase
         self.moments.append((len(self.events), phase))
 
     @contextmanager
-    def record_all(self) -> Generator[None]:
+    def record_resizes_and_random_states(self) -> Generator[None]:
         """Also records resized storages and saved random states, by patching two functions while active."""
         resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
-        def seen_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
-            self._resized(storage)
+            self._record_resize(storage)
             return result
 
-        def seen_random_state() -> Tensor:
+        def get_random_state_and_record() -> Tensor:
             state = random_state()
             if self.device == "cpu":
-                self.note([state])
+                self.track_tensors([state])
             return state
 
-        torch.UntypedStorage.resize_ = seen_resize  # pyright: ignore[reportAttributeAccessIssue]
-        torch.get_rng_state = seen_random_state
+        torch.UntypedStorage.resize_ = resize_and_record  # pyright: ignore[reportAttributeAccessIssue]
+        torch.get_rng_state = get_random_state_and_record
         try:
             yield
         finally:
             torch.UntypedStorage.resize_, torch.get_rng_state = resize, random_state
 
-    def _begin(self, name: str) -> None:
+    def _start_profiler_range(self, name: str) -> None:
         outermost = not any(one.startswith(_ENGINE) for one in self._ranges)
         self._ranges.append(name)
         if outermost and (found := _RANGE.match(name)) and not name.startswith(_ENGINE_CASTS):
             act = found["act"].replace("_", " ") + (f" of {found['unit']}" if found["unit"] else "")
             self.moments.append((len(self.events), f"{self._phase}, {act}"))
 
-    def _track(self, tensor: Tensor) -> int | None:
+    def _track_storage(self, tensor: Tensor) -> int | None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if tensor.device.type == "meta":
             return None
         if key not in self._watched:
-            self._watched[key] = weakref.ref(storage, lambda _reference: self._died(key))
-            self._allocate(key, storage.nbytes())
+            self._watched[key] = weakref.ref(storage, lambda _reference: self._record_release(key))
+            self._record_allocation(key, storage.nbytes())
         return self._blocks.get(key)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _record_resize(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata  # pyright: ignore[reportPrivateUsage]
         if key in self._watched:
-            self._free(key)
-            self._allocate(key, storage.nbytes())
+            self._record_free(key)
+            self._record_allocation(key, storage.nbytes())
 
-    def _died(self, key: int) -> None:
+    def _record_release(self, key: int) -> None:
         del self._watched[key]
-        self._free(key)
+        self._record_free(key)
 
-    def _allocate(self, key: int, size: int) -> None:
+    def _record_allocation(self, key: int, size: int) -> None:
         if size:
-            self._blocks[key] = self._new_block(size)
+            self._blocks[key] = self._record_new_block(size)
 
-    def _new_block(self, size: int) -> int:
+    def _record_new_block(self, size: int) -> int:
         self._count += 1
-        self.events.append(Allocate(self._count, size, self._stream()))
-        if self._in_engine():
-            self.engine.add(self._count)
+        self.events.append(AllocateEvent(self._count, size, self._current_stream_number()))
+        if self._is_inside_fsdp():
+            self.fsdp_blocks.add(self._count)
         return self._count
 
-    def _stream(self) -> int:
+    def _current_stream_number(self) -> int:
         current = torch.cpu.current_stream()
         for index, stream in enumerate(self._streams):
             if stream is current:
@@ -162,16 +162,16 @@ class Recorder(TorchDispatchMode):
         self._streams.append(current)
         return len(self._streams) - 1
 
-    def _free(self, key: int) -> None:
+    def _record_free(self, key: int) -> None:
         if key in self._blocks:
-            self.events.append(Free(self._blocks.pop(key)))
+            self.events.append(FreeEvent(self._blocks.pop(key)))
 
-    def _in_engine(self) -> bool:
+    def _is_inside_fsdp(self) -> bool:
         named = [name for name in self._ranges if name.startswith(_ENGINE)]
         return bool(named) and not named[-1].startswith(_ENGINE_CASTS)
 
 
-def _padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str, Any]) -> int:
+def _chunk_cat_padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str, Any]) -> int:
     """Returns the bytes that the CPU's `chunk_cat` allocates to pad gradients with uneven rows."""
     if func.name() != "fsdp::chunk_cat":
         return 0
@@ -181,7 +181,7 @@ def _padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str, Any]) ->
     return sum(t.nbytes // t.size(dim) * -(-t.size(dim) // count) * count for t in uneven)
 
 
-def _one(dtype: torch.dtype) -> bool | int | float:
+def _scalar_one(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1

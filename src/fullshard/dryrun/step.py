@@ -13,18 +13,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.dryrun.allocator import LiveBlock, simulate
-from fullshard.dryrun.events import highest
-from fullshard.dryrun.ranks import disable_collectives, fake_ranks, lazy_chunks
-from fullshard.dryrun.recorder import Recorder
-from fullshard.dryrun.values import DryRun
+from fullshard.dryrun.allocator import AllocatorPeak, simulate_allocator
+from fullshard.dryrun.events import compute_peak_moment
+from fullshard.dryrun.ranks import disable_collectives, fake_process_group, use_lazy_chunks
+from fullshard.dryrun.recorder import StorageEventRecorder
+from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import apply_fully_shard, finish_sharding, prepare
-from fullshard.sharding.materialize import allocate_fake
+from fullshard.sharding.apply import apply_fully_shard, cast_buffers_and_set_prefetch, prepare_sharding
+from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
-from fullshard.tracing.cuda_kernels import cuda_kernels
+from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.trace import LossFunction
 
 MakeOptimizer = Callable[[nn.Module, Plan], torch.optim.Optimizer]
@@ -35,7 +35,7 @@ OPTIMIZER_STEP = "optimizer step"
 
 def build_decoder(plan: Plan) -> DecoderModel:
     """Builds the reference decoder with the sizes of the plan's run."""
-    return DecoderModel(plan.run.decoder)
+    return DecoderModel(plan.run.decoder_config)
 
 
 def token_batch(plan: Plan) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def run_dry_step(
     batch: MakeBatch = token_batch,
     units: Predicate | None = None,
     rank: int = 0,
-) -> DryRun:
+) -> DryRunMemory:
     """Shards `model` by `plan`, runs two steps on fake tensors, and returns the memory of the second.
 
     The model cannot be used afterwards. The code is that of training, not compiled. For a CUDA plan,
@@ -68,36 +68,40 @@ def run_dry_step(
     Raises ShardError if this process already has a process group, or the model cannot be sharded. An error
     within backward may end the process; `fullshard.dryrun.process.dry_run` guards against that.
     """
-    recorder = Recorder(plan.device)
-    plan = _on_cpu(plan)
-    with fake_ranks(plan.world_size, rank=rank), _eager_modes(recorder):
-        with lazy_chunks():
-            prepared = prepare(model, plan, units=units)
+    recorder = StorageEventRecorder(plan.device)
+    plan = _uncompiled_cpu_plan(plan)
+    with fake_process_group(plan.world_size, rank=rank), _dry_run_modes(recorder):
+        with use_lazy_chunks():
+            prepared = prepare_sharding(model, plan, units=units)
             apply_fully_shard(model, prepared, plan=plan, stands_for=recorder.device)
         disable_collectives(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            allocate_fake(model, prepared.units)
-            finish_sharding(model, prepared.units, plan=plan)
-            recorder.note([*model.parameters(), *model.buffers()])
+            allocate_fake_shards_and_buffers(model, prepared.units)
+            cast_buffers_and_set_prefetch(model, prepared.units, plan=plan)
+            recorder.track_tensors([*model.parameters(), *model.buffers()])
             with recorder:
                 built = optimizer(model, plan)
                 gradients: set[int] = set()
-                built.register_step_pre_hook(lambda *_: gradients.update(_gradients(model, recorder)))
+                built.register_step_pre_hook(lambda *_: gradients.update(_gradient_blocks(model, recorder)))
                 starts: list[int] = []
                 for _ in range(2):
                     starts.append(len(recorder.events))
-                    _run_step(model, plan, optimizer=built, loss=loss, batch=batch, recorder=recorder)
-            return _result(model, built, recorder=recorder, gradients=gradients, start=starts[-1])
+                    _run_fake_training_step(
+                        model, plan, optimizer=built, loss=loss, batch=batch, recorder=recorder
+                    )
+            return _build_dry_run_result(
+                model, built, recorder=recorder, gradients=gradients, start=starts[-1]
+            )
 
 
-def _run_step(
+def _run_fake_training_step(
     model: nn.Module,
     plan: Plan,
     *,
     optimizer: torch.optim.Optimizer,
     loss: LossFunction,
     batch: MakeBatch,
-    recorder: Recorder,
+    recorder: StorageEventRecorder,
 ) -> None:
     """Runs one step with the same calls to FSDP2, in the same order, as `training.step`.
 
@@ -105,33 +109,33 @@ def _run_step(
     """
     sums = torch.zeros(4, dtype=torch.float64)  # ranks add up: loss, count, squared norm, stop
     for index in range(plan.accumulation):
-        recorder.enter(f"microbatch {index + 1}")
+        recorder.start_phase(f"microbatch {index + 1}")
         if isinstance(model, FSDPModule) and plan.accumulation > 1:
-            _set_sync(model, plan, last=index == plan.accumulation - 1)
+            _set_gradient_sync(model, plan, last=index == plan.accumulation - 1)
         given = batch(plan)  # kept until the next batch is created, as in training
         value = loss(model, given)
         total = value[0] if isinstance(value, tuple) else value
         (total * 1.0).backward()
         sums[0] += total.detach()
-    recorder.enter(OPTIMIZER_STEP)
+    recorder.start_phase(OPTIMIZER_STEP)
     optimizer.step()
     model.zero_grad(set_to_none=True)
 
 
-def _set_sync(model: FSDPModule, plan: Plan, *, last: bool) -> None:
+def _set_gradient_sync(model: FSDPModule, plan: Plan, *, last: bool) -> None:
     model.set_requires_gradient_sync(last or plan.sync_each_microbatch)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
 
 
 @contextmanager
-def _eager_modes(recorder: Recorder) -> Generator[None]:
+def _dry_run_modes(recorder: StorageEventRecorder) -> Generator[None]:
     """Activates the torch modes of a dry run. Backward runs on this thread, since modes are per thread."""
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(recorder.record_all())
+        stack.enter_context(recorder.record_resizes_and_random_states())
         if recorder.device == "cuda":
-            stack.enter_context(cuda_kernels())
+            stack.enter_context(emulate_cuda_kernels())
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -143,37 +147,42 @@ def _eager_modes(recorder: Recorder) -> Generator[None]:
             ) from error
 
 
-def _on_cpu(plan: Plan) -> Plan:
+def _uncompiled_cpu_plan(plan: Plan) -> Plan:
     place = plan.run.run.model_copy(update={"compile": False})
     return plan.model_copy(update={"device": "cpu", "run": plan.run.model_copy(update={"run": place})})
 
 
-def _gradients(model: nn.Module, recorder: Recorder) -> set[int]:
-    return recorder.note(p.grad for p in model.parameters() if p.grad is not None)
+def _gradient_blocks(model: nn.Module, recorder: StorageEventRecorder) -> set[int]:
+    return recorder.track_tensors(p.grad for p in model.parameters() if p.grad is not None)
 
 
-def _result(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, recorder: Recorder, gradients: set[int], start: int
-) -> DryRun:
+def _build_dry_run_result(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    recorder: StorageEventRecorder,
+    gradients: set[int],
+    start: int,
+) -> DryRunMemory:
     """Returns the peak from the event `start` on, with the bytes alive at that moment split by owner."""
-    peak = highest(recorder.events, start=start)
+    peak = compute_peak_moment(recorder.events, start=start)
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     parts = {
-        "parameter_shards": recorder.note(model.parameters()),
+        "parameter_shards": recorder.track_tensors(model.parameters()),
         "gradients": gradients,
-        "optimizer_state": recorder.note(state),
-        "buffers": recorder.note(model.buffers()),
-        "units_in_flight": recorder.engine,
+        "optimizer_state": recorder.track_tensors(state),
+        "buffers": recorder.track_tensors(model.buffers()),
+        "units_in_flight": recorder.fsdp_blocks,
     }
     left = dict(peak.live)
     sizes = {name: sum(left.pop(block, 0) for block in blocks) for name, blocks in parts.items()}
     steps = [after for after, name in recorder.moments if name == OPTIMIZER_STEP]
-    held = simulate(recorder.events) if recorder.device == "cuda" else LiveBlock(0, 0)
-    return DryRun(
+    held = simulate_allocator(recorder.events) if recorder.device == "cuda" else AllocatorPeak(0, 0)
+    return DryRunMemory(
         moment=[name for after, name in recorder.moments if after < peak.after][-1],
         **sizes,
         rest=sum(left.values()),
-        optimizer_step_bytes=highest(recorder.events, start=steps[-1]).bytes,
+        optimizer_step_bytes=compute_peak_moment(recorder.events, start=steps[-1]).live_bytes,
         allocated_bytes=held.allocated,
         reserved_bytes=held.reserved,
     )

@@ -19,7 +19,7 @@ class Program(FrozenModel):
     batch: str = "fullshard.dryrun.step:token_batch"
 
 
-class DryRun(MemoryParts):
+class DryRunMemory(MemoryParts):
     """Bytes of live tensors on one rank at the peak of a step, split by owner; `total` is their sum.
 
     The step is the second one, because the first creates the optimizer state.

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.calibration import device as meters
-from fullshard.calibration.collectives import measure_contention, measure_link, measure_unit
-from fullshard.calibration.device import Meter
-from fullshard.calibration.drive import measure_drive
-from fullshard.calibration.sample_steps import measure_step, measure_steps
-from fullshard.profiler.detect import describe_machine, find_gpus
-from fullshard.sharding.mesh import Ranks, process_group
+from fullshard.calibration.collectives import measure_link, measure_matmul_slowdown, measure_unit_hook_seconds
+from fullshard.calibration.device import RateMeter
+from fullshard.calibration.drive import measure_drive_bandwidth
+from fullshard.calibration.sample_steps import measure_sample_steps, measure_step_overhead
+from fullshard.profiler.detect import describe_machine, detect_gpus
+from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.calibration import Calibration, CalibrationSettings
-from fullshard.spec.catalog import find_entry
+from fullshard.spec.catalog import find_catalog_entry
 from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -30,12 +30,12 @@ def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_starte
     del resume, plan, command_started
     settings = CalibrationSettings.load(Path(run.run.dir))
     with process_group(run.run.device) as ranks:
-        found = measure(ranks, seconds=settings.seconds, drive=Path(settings.drive))
+        found = measure_hardware(ranks, seconds=settings.seconds, drive=Path(settings.drive))
         if ranks.rank == 0:
             found.save(Path(run.run.dir))
 
 
-def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
+def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibration:
     """Measures this hardware with all ranks. Collective.
 
     seconds: approximate duration
@@ -45,28 +45,28 @@ def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
     share = seconds / (
         _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
     )
-    meter = Meter(ranks.device)
-    gpus = find_gpus(meter.kind)
+    meter = RateMeter(ranks.device)
+    gpus = detect_gpus(meter.kind)
     known = describe_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
-    context = meters.measure_context(ranks.device)
-    rates = _rates(meter, share=share)
-    links, errors = _links(ranks, share=share)
-    steps = measure_steps(ranks, seconds=_STEPS * share)
+    context = meters.measure_bytes_outside_allocator(ranks.device)
+    rates = _measure_rates(meter, share=share)
+    links, errors = _measure_links(ranks, share=share)
+    steps = measure_sample_steps(ranks, seconds=_STEPS * share)
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     updated: dict[str, object] = {
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
-        "host_bytes_per_second": meters.measure_host_copies(meter, seconds=_COPIES * share),
-        "disk_bytes_per_second": measure_drive(drive, pieces=max(1, min(16, round(seconds / 2)))),
-        "adam_per_second": meters.measure_host_adam(seconds=_HOST_ADAM * share),
+        "host_bytes_per_second": meters.measure_host_copy_bandwidth(meter, seconds=_COPIES * share),
+        "disk_bytes_per_second": measure_drive_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
+        "adam_per_second": meters.measure_host_adamw_rate(seconds=_HOST_ADAM * share),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **links,
     }
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
         mesh = init_device_mesh("cuda", (ranks.world_size,))
-        updated["contention"] = measure_contention(mesh, seconds=_COPIES * share)
-    if find_entry(known.chip) is None:  # not in the catalog, so its peak is unknown
+        updated["contention"] = measure_matmul_slowdown(mesh, seconds=_COPIES * share)
+    if find_catalog_entry(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
         updated["chip"] = known.chip.model_copy(
@@ -77,8 +77,8 @@ def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
     return Calibration(hardware=hardware, fit_errors=errors, steps=steps, took_seconds=took)
 
 
-def _rates(meter: Meter, *, share: float) -> Rates:
-    dtypes = meters.measured_dtypes(meter.device)
+def _measure_rates(meter: RateMeter, *, share: float) -> Rates:
+    dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[ComputeDtype, Curve] = {}
     forward: dict[ComputeDtype, Curve] = {}
     backward: dict[ComputeDtype, Curve] = {}
@@ -91,15 +91,15 @@ def _rates(meter: Meter, *, share: float) -> Rates:
         matmul=matmul,
         attention=forward,
         attention_backward=backward,
-        memory=meters.measure_memory(meter, seconds=_MEMORY * share),
-        optimizer=meters.measure_optimizer(meter, seconds=_OPTIMIZER * share),
-        launch_seconds=meters.measure_launch(meter, seconds=_LAUNCH * share),
-        unit_seconds=measure_unit(mesh, seconds=_UNIT * share),
-        step_seconds=measure_step(mesh, seconds=_UNIT * share),
+        memory=meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share),
+        optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
+        launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
+        unit_seconds=measure_unit_hook_seconds(mesh, seconds=_UNIT * share),
+        step_seconds=measure_step_overhead(mesh, seconds=_UNIT * share),
     )
 
 
-def _links(ranks: Ranks, *, share: float) -> tuple[dict[str, Link], dict[str, float]]:
+def _measure_links(ranks: RankInfo, *, share: float) -> tuple[dict[str, Link], dict[str, float]]:
     """Measures collectives within a node and across nodes; returns both Links, and the fit's errors."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local

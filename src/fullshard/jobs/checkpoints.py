@@ -14,7 +14,7 @@ from fullshard.training.resume import checkpoint_location
 from fullshard.training.state import TrainState
 
 
-class Checkpoints(AbstractContextManager["Checkpoints"]):
+class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     """Saves checkpoints of a run into `directory`, and passes a message about each save to `say`. Collective.
 
     last: the newest checkpoint that was written
@@ -44,31 +44,31 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         A CheckpointError is reported, not raised. Raises OffloadError if the last update failed, because then
         there is no state to train on.
         """
-        state.settle()
+        state.wait_for_updates()
         try:
             if self._background is not None:
                 self._background.save(state)
             else:
-                self._written(self._save_now(state), step=state.step)
+                self._report_saved(self._save_now(state), step=state.step)
         except CheckpointError as error:
-            self._not_written(error, step=state.step)
+            self._report_save_failure(error, step=state.step)
 
     def save_last(self, state: TrainState) -> None:
         """Saves `state` at the end of the run, and returns when the checkpoint is written.
 
         Raises CheckpointError, or OffloadError if the state cannot be read from its drive.
         """
-        state.settle()
-        self.wait()
+        state.wait_for_updates()
+        self.wait_for_saves()
         try:
             path = self._save_now(state)
         except CheckpointError as error:
             if isinstance(cause := error.__cause__, OffloadError):
                 raise type(cause)(error.what, got=error.got, why=error.why, fix=error.fix) from error
             raise
-        self._written(path, step=state.step)
+        self._report_saved(path, step=state.step)
 
-    def report_finished(self) -> None:
+    def report_finished_saves(self) -> None:
         """Reports the background saves that finished since the last call."""
         if self._background is None:
             return
@@ -76,21 +76,21 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             if ended.path is not None:
                 took, waited = format_seconds(ended.seconds), format_seconds(ended.stalled_seconds)
                 how = f" in {took}, while training waited {waited}"
-                self._written(ended.path, step=ended.step, how=how)
+                self._report_saved(ended.path, step=ended.step, how=how)
             if ended.error is not None:
-                self._not_written(ended.error, step=ended.step)
+                self._report_save_failure(ended.error, step=ended.step)
 
-    def wait(self) -> None:
+    def wait_for_saves(self) -> None:
         """Waits until no background save is running, and reports the finished ones."""
         if self._background is not None:
             self._background.wait()
-            self.report_finished()
+            self.report_finished_saves()
 
-    def _written(self, path: Path | str, *, step: int, how: str = "") -> None:
+    def _report_saved(self, path: Path | str, *, step: int, how: str = "") -> None:
         self.last = path
         self._say(f"step {step}: saved {path}{how}")
 
-    def _not_written(self, error: CheckpointError, *, step: int) -> None:
+    def _report_save_failure(self, error: CheckpointError, *, step: int) -> None:
         stops = self._plan.run.checkpoint.on_failure == "stop"
         self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training continues'}\n{error}")
         if stops:

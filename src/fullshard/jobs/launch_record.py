@@ -9,8 +9,8 @@ from typing import Literal, Self
 
 from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel
-from fullshard.system.files import write_whole
-from fullshard.system.process import stat_fields
+from fullshard.system.files import write_file_atomically
+from fullshard.system.process import read_proc_stat_fields
 
 # Names that torchrun gives to a launch without a name.
 _NAMELESS = ("", "none")
@@ -29,9 +29,9 @@ class LaunchRecord(FrozenModel):
 
     def save(self, path: Path) -> None:
         """Writes the record atomically. Without the record, the directory is not recognised as a run's."""
-        write_whole(path, self.model_dump_json() + "\n")
+        write_file_atomically(path, self.model_dump_json() + "\n")
 
-    def describe(self, world_size: int, *, step: int, steps: int) -> str:
+    def resume_message(self, world_size: int, *, step: int, steps: int) -> str:
         """Returns the message that an attempt on `world_size` ranks, after this one, resumes after `step`."""
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         if world_size != self.world_size:
@@ -78,13 +78,13 @@ class LaunchId:
             jobs.add(f"slurm:{job}:{count}")
             earlier |= {f"slurm:{job}:{before}" for before in range(count)}
         return cls(
-            agents=frozenset({f"{_agent()}:{name}"} if name else ()),
+            agents=frozenset({f"{_restarting_agent_id()}:{name}"} if name else ()),
             jobs=frozenset(jobs),
             earlier_jobs=frozenset(earlier),
         )
 
     @classmethod
-    def merge(cls, launches: Sequence[Self]) -> Self:
+    def merge_ranks(cls, launches: Sequence[Self]) -> Self:
         """Combines the launch ids that all ranks have of one launch. Takes the names from rank 0."""
         return cls(
             agents=frozenset().union(*(one.agents for one in launches)),
@@ -93,12 +93,12 @@ class LaunchId:
             world_size=len(launches),
         )
 
-    def record(self) -> LaunchRecord:
+    def make_record(self) -> LaunchRecord:
         return LaunchRecord(
             agents=tuple(sorted(self.agents)), jobs=tuple(sorted(self.jobs)), world_size=self.world_size
         )
 
-    def earlier_attempt(self, path: Path) -> LaunchRecord | None:
+    def find_earlier_attempt(self, path: Path) -> LaunchRecord | None:
         """Returns the record at `path` if an attempt of this launch wrote it, or else None.
 
         A name alone may belong to an older launch, so a finished run is never resumed by name.
@@ -111,17 +111,17 @@ class LaunchId:
         return record if by_agent or by_name else None
 
 
-def _agent() -> str:
+def _restarting_agent_id() -> str:
     """Returns host, process id and start time of the process that starts and restarts this rank.
 
     torchelastic gives every rank its own session, which includes any process between the two (a shell).
     """
     leader = os.getsid(0)
-    agent = os.getppid() if leader == os.getpid() else _stat(leader)[0]
-    return f"{socket.gethostname()}:{agent}:{_stat(agent)[1]}"
+    agent = os.getppid() if leader == os.getpid() else _process_parent_and_start(leader)[0]
+    return f"{socket.gethostname()}:{agent}:{_process_parent_and_start(agent)[1]}"
 
 
-def _stat(process: int) -> tuple[int, int]:
+def _process_parent_and_start(process: int) -> tuple[int, int]:
     """Returns (parent's id, start in clock ticks since boot), or (0, 0) without /proc. man proc_pid_stat."""
-    fields = stat_fields(process)
+    fields = read_proc_stat_fields(process)
     return (int(fields[1]), int(fields[19])) if fields else (0, 0)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.system.terminal import printable
+from fullshard.system.terminal import escape_control_characters
 
 BAR_WIDTH = 16
 REDRAW_SECONDS = 0.1
@@ -52,7 +52,7 @@ class StepMetrics:
         """Tokens per second of all ranks together."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
-    def values(self) -> dict[str, float]:
+    def measured_values(self) -> dict[str, float]:
         """Returns the fields that are not None and `tokens_per_second`, by name, without `step`."""
         fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
         del fields["step"]
@@ -66,15 +66,15 @@ class RunProgress:
         self.steps, self.world_size, self._now = steps, world_size, now
         self._recent: deque[tuple[float, StepMetrics]] = deque(maxlen=RECENT_STEPS)
 
-    def add(self, metrics: StepMetrics) -> None:
+    def add_step(self, metrics: StepMetrics) -> None:
         self._recent.append((self._now(), metrics))
 
     @property
-    def last(self) -> StepMetrics:
+    def last_step_metrics(self) -> StepMetrics:
         return self._recent[-1][1]
 
     @property
-    def tokens_per_second(self) -> float:
+    def recent_tokens_per_second(self) -> float:
         """Tokens per second of all ranks together, over the recent steps."""
         seconds = sum(metrics.seconds for _, metrics in self._recent)
         return sum(metrics.tokens for _, metrics in self._recent) / seconds if seconds > 0 else 0.0
@@ -86,9 +86,9 @@ class RunProgress:
         between = len(self._recent) - 1
         return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
 
-    def status_parts(self, *, width: int | None = None) -> list[str]:
+    def status_line_parts(self, *, width: int | None = None) -> list[str]:
         """Returns the texts of the status line, without the least important ones if it exceeds `width`."""
-        last, rate = self.last, self.tokens_per_second
+        last, rate = self.last_step_metrics, self.recent_tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
             total += f" = {self.world_size} x {format_count(rate / self.world_size)}"
@@ -105,26 +105,26 @@ class RunProgress:
         return [text for _, text in texts]
 
 
-class PlainLines:
+class PlainProgressLines:
     """Prints a plain line for the first and last step, every `every`-th step, and skipped steps."""
 
     def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
         self._course, self._every, self._file = course, every, file
         self._begun = False
 
-    def show(self, metrics: StepMetrics) -> None:
-        self._course.add(metrics)
+    def show_step(self, metrics: StepMetrics) -> None:
+        self._course.add_step(metrics)
         last = metrics.step == self._course.steps
         if not self._begun or last or metrics.step % self._every == 0 or metrics.skipped:
-            self.say("  ".join(self._course.status_parts()))
+            self.print_line("  ".join(self._course.status_line_parts()))
         self._begun = True
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         with suppress(OSError):  # the reader may have closed the pipe: no reason to end a run of days
-            print(printable(text), file=self._file, flush=True)
+            print(escape_control_characters(text), file=self._file, flush=True)
 
 
-class LiveLine:
+class LiveProgressLine:
     """Shows the last step in one line at the bottom of a terminal, which is redrawn after each step."""
 
     def __init__(
@@ -133,7 +133,7 @@ class LiveLine:
         self._course, self._now = course, now
         self._drawn_at = -REDRAW_SECONDS
         self._console = Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True)
-        # Only `show` redraws: a refresh thread would take the interpreter from the training.
+        # Only `show_step` redraws: a refresh thread would take the interpreter from the training.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -141,43 +141,47 @@ class LiveLine:
         )
 
     def start(self) -> None:
-        self._write(self._live.start)
+        self._draw_ignoring_os_errors(self._live.start)
         # The cursor stays visible, because a killed run cannot restore it.
-        self._write(lambda: self._console.show_cursor(True))
+        self._draw_ignoring_os_errors(lambda: self._console.show_cursor(True))
 
     def stop(self) -> None:
-        self._write(self._live.stop)
+        self._draw_ignoring_os_errors(self._live.stop)
 
-    def show(self, metrics: StepMetrics) -> None:
-        self._course.add(metrics)
+    def show_step(self, metrics: StepMetrics) -> None:
+        self._course.add_step(metrics)
         now = self._now()
         if now - self._drawn_at >= REDRAW_SECONDS or metrics.step == self._course.steps:
             self._drawn_at = now
-            self._write(lambda: self._live.update(self._line(), refresh=True))
+            self._draw_ignoring_os_errors(lambda: self._live.update(self._render_status_line(), refresh=True))
 
-    def say(self, text: str) -> None:
-        self._write(lambda: self._console.print(printable(text), markup=False, highlight=False))
+    def print_line(self, text: str) -> None:
+        self._draw_ignoring_os_errors(
+            lambda: self._console.print(escape_control_characters(text), markup=False, highlight=False)
+        )
 
-    def _line(self) -> Table:
+    def _render_status_line(self) -> Table:
         width = self._console.width - 1
         bar = width >= 5 * BAR_WIDTH
-        texts = self._course.status_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
+        texts = self._course.status_line_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
         line = Table.grid(padding=(0, 2, 0, 0))
         text = Text("  ".join(texts), no_wrap=True, overflow="crop")
-        done = ProgressBar(total=self._course.steps, completed=self._course.last.step, width=BAR_WIDTH)
+        done = ProgressBar(
+            total=self._course.steps, completed=self._course.last_step_metrics.step, width=BAR_WIDTH
+        )
         line.add_row(*([done] if bar else []), text)
         return line
 
-    def _write(self, draw: Callable[[], object]) -> None:
+    def _draw_ignoring_os_errors(self, draw: Callable[[], object]) -> None:
         with suppress(OSError):  # the terminal may be gone: no reason to end a run of days
             draw()
 
 
-Progress: TypeAlias = PlainLines | LiveLine
+Progress: TypeAlias = PlainProgressLines | LiveProgressLine
 
 
 @contextmanager
-def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
+def show_progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
     """Context with the progress display of a run of `steps` steps: live on a terminal, else plain lines.
 
     every: number of steps between plain lines
@@ -185,9 +189,9 @@ def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Genera
     course = RunProgress(steps=steps, world_size=world_size)
     # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        yield PlainLines(course, every=every, file=file)
+        yield PlainProgressLines(course, every=every, file=file)
         return
-    line = LiveLine(course, file=file)
+    line = LiveProgressLine(course, file=file)
     line.start()
     try:
         yield line

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
-from fullshard.jobs.run_lock import explained, locked, make
+from fullshard.jobs.run_lock import convert_os_errors, hold_run_lock, make_run_directory
 from fullshard.spec.plan import Plan
 
 CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
@@ -44,7 +44,7 @@ class RunDirectory:
     previous_run: Path | None = None
     previous_attempt: LaunchRecord | None = None
 
-    def note_end(self, *, interrupted: bool) -> None:
+    def record_run_end(self, *, interrupted: bool) -> None:
         """Writes into launch.json whether the run was interrupted or is finished, and so never resumed."""
         record = LaunchRecord.load(self.root / LAUNCH)
         if record is not None:
@@ -53,7 +53,7 @@ class RunDirectory:
 
 
 @contextmanager
-def opened(
+def open_run_directory(
     root: Path,
     *,
     resume: bool,
@@ -74,7 +74,7 @@ def opened(
     resume, or if an earlier run has saved to the `saved_to` of a new run; SpecError if the directory holds
     other files than a run's.
     """
-    require_name(str(root))
+    parse_run_directory(str(root))
     there = (root / LAUNCH).exists() if kept else (root / CHECKPOINTS).is_dir()
     if resume and not saved_to and not there:
         raise CheckpointError(
@@ -83,22 +83,22 @@ def opened(
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
     launch = launch or LaunchId()
-    before = launch.earlier_attempt(root / LAUNCH)
+    before = launch.find_earlier_attempt(root / LAUNCH)
     if not (resume or before):
-        require_free(root, offload_path=offload_path)  # a refused directory stays unchanged
-    with explained(root):
-        make(root)
-        with locked(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
+        check_directory_is_free(root, offload_path=offload_path)  # a refused directory stays unchanged
+    with convert_os_errors(root):
+        make_run_directory(root)
+        with hold_run_lock(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
             if saved_to and not (resume or before):
-                _require_no_checkpoint(saved_to)
-            aside = None if resume or before else set_aside(root, offload_path=offload_path)
-        make(root)  # the lock moved with the directory that was set aside
-        with locked(root):
-            launch.record().save(root / LAUNCH)
+                _check_no_checkpoint(saved_to)
+            aside = None if resume or before else set_aside_earlier_run(root, offload_path=offload_path)
+        make_run_directory(root)  # the lock moved with the directory that was set aside
+        with hold_run_lock(root):
+            launch.make_record().save(root / LAUNCH)
             yield RunDirectory(root, saved_to or root / CHECKPOINTS, aside, before)
 
 
-def require_name(name: str) -> Path:
+def parse_run_directory(name: str) -> Path:
     """Returns `name`, the value of `run.dir`, as a Path.
 
     Raises SpecError for a name that is not a path, and for the working directory, the home directory, and any
@@ -122,12 +122,12 @@ def require_name(name: str) -> Path:
     return Path(name)
 
 
-def require_free(root: Path, *, offload_path: str = "offload") -> None:
+def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> None:
     """Raises SpecError if `root` has contents that a new run may neither add to nor set aside."""
-    entries = _entries(root)
+    entries = _list_entries(root)
     own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
-    if not _holds_run(root):
-        taken = [one.name for one in entries if one.name in _WRITTEN and not _is_empty(one)]
+    if not _has_run_record(root):
+        taken = [one.name for one in entries if one.name in _WRITTEN and not _is_empty_directory(one)]
         if taken:
             raise SpecError(
                 f"{root} holds {', '.join(taken)}, and is not the directory of a run.",
@@ -135,7 +135,7 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
                 why="a run would write over them",
                 fix=f"{_ANOTHER}; or --resume, to continue from the checkpoints that are there",
             )
-        others = [one.name for one in entries if not _may_lie_beside_run(one, own=own)]
+        others = [one.name for one in entries if not _can_lie_beside_run(one, own=own)]
         if others:
             raise SpecError(
                 f"{root} holds other things than a run.",
@@ -144,7 +144,7 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
                 fix=f"{_ANOTHER}; loose files, logs/ and empty directories may lie there",
             )
         return
-    others = [one.name for one in entries if not _may_move_with_run(one, own=own)]
+    others = [one.name for one in entries if not _can_move_with_run(one, own=own)]
     if others:
         raise SpecError(
             f"{root} holds an earlier run, and more.",
@@ -154,10 +154,10 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
         )
 
 
-def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
+def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path | None:
     """Renames `root` to `<name>.1`, or `.2`, if it holds an earlier run. Returns the new path, or None."""
-    require_free(root, offload_path=offload_path)
-    if not _holds_run(root):
+    check_directory_is_free(root, offload_path=offload_path)
+    if not _has_run_record(root):
         return None
     place = Path(os.path.realpath(root)) if root.is_symlink() else root  # the link stays
     number = 1
@@ -167,13 +167,13 @@ def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
     return target
 
 
-def _require_no_checkpoint(saved_to: str) -> None:
+def _check_no_checkpoint(saved_to: str) -> None:
     """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own."""
     from fullshard.checkpoint.location import location_of  # imports torch, which the launcher's checks avoid
-    from fullshard.distributed.agreement import locally
+    from fullshard.distributed.agreement import run_on_this_rank
 
     place = location_of(saved_to)
-    steps = locally(place.steps, doing=f"looking for checkpoints in {saved_to}")
+    steps = run_on_this_rank(place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}")
     if steps:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",
@@ -182,7 +182,7 @@ def _require_no_checkpoint(saved_to: str) -> None:
         )
 
 
-def _holds_run(root: Path) -> bool:
+def _has_run_record(root: Path) -> bool:
     """Returns whether `root` holds a launch record or a plan. Other programs write a launch.json, too."""
     if LaunchRecord.load(root / LAUNCH) is not None:
         return True
@@ -193,23 +193,23 @@ def _holds_run(root: Path) -> bool:
     return True
 
 
-def _may_move_with_run(entry: Path, *, own: set[str]) -> bool:
+def _can_move_with_run(entry: Path, *, own: set[str]) -> bool:
     if entry.name in _REPOSITORY:
         return False
     return entry.name in own if entry.is_dir() else entry.suffix not in _USER_SUFFIXES
 
 
-def _may_lie_beside_run(entry: Path, *, own: set[str]) -> bool:
+def _can_lie_beside_run(entry: Path, *, own: set[str]) -> bool:
     if entry.name in _REPOSITORY:
         return False
-    return not entry.is_dir() or entry.name.startswith(".") or entry.name in own or _is_empty(entry)
+    return not entry.is_dir() or entry.name.startswith(".") or entry.name in own or _is_empty_directory(entry)
 
 
-def _is_empty(entry: Path) -> bool:
+def _is_empty_directory(entry: Path) -> bool:
     return entry.is_dir() and not any(entry.iterdir())
 
 
-def _entries(root: Path) -> list[Path]:
+def _list_entries(root: Path) -> list[Path]:
     if not os.path.exists(root):
         return []
     try:

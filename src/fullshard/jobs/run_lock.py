@@ -8,36 +8,36 @@ from functools import partial
 from pathlib import Path
 
 from fullshard.errors import TrainError
-from fullshard.system.lock import exclusive_lock, lock_holder
+from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
 
 _LOCK = ".lock"
 
 
-def locked(root: Path, *, patience_seconds: float = 0.0) -> AbstractContextManager[None]:
+def hold_run_lock(root: Path, *, patience_seconds: float = 0.0) -> AbstractContextManager[None]:
     """Context in which this process holds the lock of the run's directory `root`.
 
     The kernel releases the lock when the process ends, so a killed run leaves nothing to clean up.
 
     Raises TrainError if another process holds the lock for longer than `patience_seconds`, or OSError.
     """
-    held_error = partial(_held_error, root)
-    return exclusive_lock(root / _LOCK, held_error=held_error, patience_seconds=patience_seconds)
+    held_error = partial(_lock_held_error, root)
+    return hold_exclusive_file_lock(root / _LOCK, held_error=held_error, patience_seconds=patience_seconds)
 
 
-def require_unlocked(root: Path) -> None:
+def check_unlocked(root: Path) -> None:
     """Raises TrainError if another process holds the lock of the directory `root`. Writes nothing."""
-    with explained(root):
-        if holder := lock_holder(root / _LOCK):
-            raise _held_error(root, holder)
+    with convert_os_errors(root):
+        if holder := find_lock_holder(root / _LOCK):
+            raise _lock_held_error(root, holder)
 
 
-def require_writable(root: Path) -> None:
+def check_writable(root: Path) -> None:
     """Raises TrainError if `root` can be neither written nor created. Creates nothing that remains."""
-    with explained(root):
+    with convert_os_errors(root):
         place = Path(os.path.realpath(root))
         missing = [one for one in (place, *place.parents) if not one.exists()]
         try:
-            make(root)
+            make_run_directory(root)
             if not os.access(place, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "this user may not write there", str(place))
         finally:
@@ -46,13 +46,13 @@ def require_writable(root: Path) -> None:
                     one.rmdir()
 
 
-def make(root: Path) -> None:
+def make_run_directory(root: Path) -> None:
     """Creates the directory `root`, or its target if `root` is a symbolic link, unless it exists."""
     Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
-def explained(root: Path) -> Generator[None]:
+def convert_os_errors(root: Path) -> Generator[None]:
     """Context that converts an OSError about a path in `root`, or above `root`, into a TrainError."""
     try:
         yield
@@ -68,7 +68,7 @@ def explained(root: Path) -> Generator[None]:
         ) from error
 
 
-def _held_error(root: Path, holder: str) -> TrainError:
+def _lock_held_error(root: Path, holder: str) -> TrainError:
     return TrainError(
         f"another run is writing {root}.",
         got=holder,

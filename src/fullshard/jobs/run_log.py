@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.jobs.progress import Progress, StepMetrics, progress
-from fullshard.jobs.trackers import Tracker, open_trackers, require_trackers
+from fullshard.jobs.progress import Progress, StepMetrics, show_progress
+from fullshard.jobs.trackers import Tracker, check_trackers_installed, open_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
-from fullshard.system.files import open_regular, replacing
+from fullshard.system.files import atomic_replacement_path, open_regular_file
 from fullshard.training.loop import Step
 
 FILE_NAME = "metrics.jsonl"
@@ -34,35 +34,39 @@ class MetricsLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if after_step and self.path.exists():
-                _keep_until(self.path, after_step)
+                _drop_lines_after_step(self.path, after_step)
             elif self.path.exists() and self.path.stat().st_size:
                 self.path.replace(self.path.with_name(PREVIOUS_FILE_NAME))
             # Unbuffered, so that each line is one write and a crash between two steps loses nothing.
-            self._file = FileIO(self.path, "ab", opener=open_regular)
+            self._file = FileIO(self.path, "ab", opener=open_regular_file)
         except OSError as error:
             raise SpecError(
                 f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
             ) from error
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write_step(self, metrics: StepMetrics) -> None:
         """Appends the line of a step. Raises TrainError if it cannot be written."""
-        line = json.dumps({"step": metrics.step} | {k: _json(v) for k, v in metrics.values().items()})
+        line = json.dumps(
+            {"step": metrics.step} | {k: _json_value(v) for k, v in metrics.measured_values().items()}
+        )
         data = f"{line}\n".encode()
         try:
             written = self._file.write(data)
         except OSError as error:
-            raise _write_failed(self.path, str(error.strerror)) from error
+            raise _write_failed_error(self.path, str(error.strerror)) from error
         if written != len(data):
-            raise _write_failed(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
+            raise _write_failed_error(
+                self.path, f"{written} of {len(data)} bytes were written: the disk is full"
+            )
 
-    def rewind(self, last_step: int) -> None:
+    def drop_steps_after(self, last_step: int) -> None:
         """Drops the lines of steps after `last_step`, which the run repeats. Raises TrainError."""
         self._file.close()
         try:
-            _keep_until(self.path, last_step)
-            self._file = FileIO(self.path, "ab", opener=open_regular)
+            _drop_lines_after_step(self.path, last_step)
+            self._file = FileIO(self.path, "ab", opener=open_regular_file)
         except OSError as error:
-            raise _write_failed(self.path, str(error.strerror)) from error
+            raise _write_failed_error(self.path, str(error.strerror)) from error
 
     def close(self) -> None:
         self._file.close()
@@ -83,7 +87,7 @@ class RunLog:
         self._every, self._peak = every, peak_tokens_per_second
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
 
-    def step(
+    def record_step(
         self, step: Step, *, peak_bytes: int | None = None, validation_loss: float | None = None
     ) -> None:
         """Records and shows a finished step. Raises TrainError if its line cannot be written to disk.
@@ -104,40 +108,40 @@ class RunLog:
             validation_loss=validation_loss,
         )
         if self._metrics is not None:
-            self._metrics.write(metrics)
+            self._metrics.write_step(metrics)
         if step.index % self._every == 0 or validation_loss is not None:
             self._trackers = [
                 one
                 for one in self._trackers
-                if self._try(lambda one=one: one.log(step.index, metrics.values()))
+                if self._try_tracker_call(lambda one=one: one.log(step.index, metrics.measured_values()))
             ]
         if self._progress is not None:
-            self._progress.show(metrics)
+            self._progress.show_step(metrics)
         if validation_loss is not None:
-            self.message(f"step {step.index}: validation loss {validation_loss:.4f}")
+            self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
 
-    def message(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Prints `text` on standard error, for an event between steps such as a saved checkpoint."""
         if self._progress is not None:
-            self._progress.say(text)
+            self._progress.print_line(text)
 
-    def rewind(self, last_step: int) -> None:
+    def drop_steps_after(self, last_step: int) -> None:
         """Drops the steps after `last_step` from metrics.jsonl, because the run repeats them."""
         if self._metrics is not None:
-            self._metrics.rewind(last_step)
+            self._metrics.drop_steps_after(last_step)
 
     def close(self, *, exit_code: int = 0) -> None:
         """Closes the trackers, and passes them the `exit_code` of the run."""
         for one in self._trackers:
-            self._try(lambda one=one: one.close(exit_code=exit_code))
+            self._try_tracker_call(lambda one=one: one.close(exit_code=exit_code))
         self._trackers.clear()
 
-    def _try(self, act: Callable[[], None]) -> bool:
+    def _try_tracker_call(self, act: Callable[[], None]) -> bool:
         """Calls `act`, and returns whether it succeeded. A TrainError is printed, and the run continues."""
         try:
             act()
         except TrainError as error:
-            self.message(f"{error}\n  the run continues without it; metrics.jsonl has everything")
+            self.print_message(f"{error}\n  the run continues without it; metrics.jsonl has everything")
             return False
         return True
 
@@ -160,7 +164,7 @@ def open_run_log(
 
     Raises MissingExtraError on all ranks if a tracker is not installed, SpecError if one does not start.
     """
-    require_trackers(run.log.trackers)
+    check_trackers_installed(run.log.trackers)
     if rank != 0:
         yield RunLog(every=run.log.every)
         return
@@ -169,7 +173,7 @@ def open_run_log(
         at_peak = peak_tokens_per_second(peak, flops_per_token=flops_per_token, world_size=world_size)
     with (
         closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics,
-        progress(
+        show_progress(
             steps=run.train.steps, every=run.log.every, world_size=world_size, file=file or sys.stderr
         ) as shown,
     ):
@@ -191,27 +195,27 @@ def open_run_log(
             log.close(exit_code=exit_code)
 
 
-def _json(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Returns None for NaN and infinity, which JSON does not have, and other values unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _keep_until(path: Path, last_step: int) -> None:
+def _drop_lines_after_step(path: Path, last_step: int) -> None:
     """Rewrites the file without incomplete lines and lines of steps after `last_step`, if it has such."""
 
     def is_kept(line: bytes) -> bool:
-        step = _step_of(line)
+        step = _parse_line_step(line)
         return step is not None and step <= last_step
 
-    with open(path, "rb", opener=open_regular) as old:
+    with open(path, "rb", opener=open_regular_file) as old:
         if all(map(is_kept, old)):
             return
         old.seek(0)
-        with replacing(path) as draft, draft.open("xb") as new:
+        with atomic_replacement_path(path) as draft, draft.open("xb") as new:
             new.writelines(filter(is_kept, old))
 
 
-def _step_of(line: bytes) -> int | None:
+def _parse_line_step(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
@@ -222,7 +226,7 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _write_failed(path: Path, got: str) -> TrainError:
+def _write_failed_error(path: Path, got: str) -> TrainError:
     return TrainError(
         f"{path} cannot be written any more.",
         got=got,

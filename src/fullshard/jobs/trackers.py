@@ -25,7 +25,7 @@ class Tracker(Protocol):
         ...
 
 
-def require_trackers(names: Sequence[str]) -> None:
+def check_trackers_installed(names: Sequence[str]) -> None:
     """Raises MissingExtraError for the first of the named packages that is not installed. Imports none."""
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -58,7 +58,9 @@ class TensorboardTracker:
             self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
         except OSError as error:
             raise SpecError(f"tensorboard cannot write to {directory}.", got=error.strerror) from error
-        self._writer.add_text("run", "\n".join(f"    {name} = {value}" for name, value in _settings(run)))
+        self._writer.add_text(
+            "run", "\n".join(f"    {name} = {value}" for name, value in _iterate_settings(run))
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -80,7 +82,7 @@ class WandbTracker:
                 project=os.environ.get("WANDB_PROJECT", "fullshard"),
                 name=Path(run.run.dir).name,
                 dir=run.run.dir,
-                config=dict(_settings(run)),
+                config=dict(_iterate_settings(run)),
                 settings=wandb.Settings(console="off"),  # the terminal is ours
             )
         except wandb.errors.Error as error:
@@ -110,20 +112,20 @@ class MlflowTracker:
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
         try:
             self._client: Any = mlflow.MlflowClient(tracking_uri=address)
-            self._run_id: str = self._start(run)
+            self._run_id: str = self._create_mlflow_run(run)
         except self._failure as error:
             raise SpecError(
                 "mlflow will not start.", got=str(error), fix="MLFLOW_TRACKING_URI=<address of a server>"
             ) from error
 
-    def _start(self, run: Run) -> str:
+    def _create_mlflow_run(self, run: Run) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fullshard")
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = (
             self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         )
         run_id = self._client.create_run(experiment_id, run_name=Path(run.run.dir).name).info.run_id
-        settings = [self._entities.Param(name, str(value)) for name, value in _settings(run)]
+        settings = [self._entities.Param(name, str(value)) for name, value in _iterate_settings(run)]
         for first in range(0, len(settings), 100):  # a server accepts at most this many at once
             self._client.log_batch(run_id, params=settings[first : first + 100])
         return run_id
@@ -144,7 +146,7 @@ class MlflowTracker:
             raise TrainError("mlflow does not take the end of the run.", got=str(error)) from error
 
 
-def _settings(run: Run) -> Iterator[tuple[str, Any]]:
+def _iterate_settings(run: Run) -> Iterator[tuple[str, Any]]:
     """Yields (`section.key`, value) for every setting of the Run."""
     for section, fields in run.model_dump(mode="json").items():
         for key, value in fields.items():

@@ -13,41 +13,55 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported lat
 from torch import Tensor, nn
 
 from fullshard.checkpoint import location_of
-from fullshard.data.batches import Data
+from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
-from fullshard.data.prefetch import PrefetchingBatches
-from fullshard.distributed.agreement import gathered, on_rank_zero
+from fullshard.data.prefetch import MicrobatchPrefetcher
+from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
-from fullshard.jobs.checkpoints import Checkpoints
+from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.launch_record import LaunchId
-from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
-from fullshard.jobs.run_directory import EXPORT, LAUNCH, MEASUREMENT, PLAN, RunDirectory, opened
+from fullshard.jobs.leftovers import (
+    find_unusable_offload_state,
+    leftover_state_messages,
+    unusable_state_message,
+)
+from fullshard.jobs.run_directory import EXPORT, LAUNCH, MEASUREMENT, PLAN, RunDirectory, open_run_directory
 from fullshard.jobs.run_log import RunLog, open_run_log
-from fullshard.models.build import build_model, flops_per_token
-from fullshard.models.checks import check_positions, check_vocabulary
+from fullshard.models.build import build_model, decoder_flops_per_token
+from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.offload.generation_manifest import SavedRunState
-from fullshard.offload.state import host_bytes_of, offloaded_of
+from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.profiler.clock import find_matmul_peak
-from fullshard.profiler.memory import Peak, live_bytes, measure_peak
-from fullshard.profiler.trace import trace_step
+from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
+from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_count, format_seconds
-from fullshard.sharding.mesh import Ranks, process_group
-from fullshard.spec.measurement import MatmulPeak, Measurement, Pace, PeakBytes, StepSeconds
+from fullshard.sharding.mesh import RankInfo, process_group
+from fullshard.spec.measurement import MatmulPeak, Measurement, PeakBytes, StepSeconds, Throughput
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
-from fullshard.survival.watchdog import watching
-from fullshard.system.files import write_whole
-from fullshard.system.signals import NotedSignals, note_signals
+from fullshard.survival.watchdog import watch_for_hangs
+from fullshard.system.files import write_file_atomically
+from fullshard.system.signals import RecordedSignals, record_signals
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
-from fullshard.training.loss import Loss, loss_of, next_token_loss
+from fullshard.training.loss import Loss, choose_loss, next_token_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import checkpoint_location, pretrained_directory, restore, roll_back
-from fullshard.training.shard import close_offload, directory_of, discard_offloaded, shard
+from fullshard.training.resume import (
+    checkpoint_location,
+    find_pretrained_directory,
+    restore_train_state,
+    roll_back,
+)
+from fullshard.training.shard import (
+    close_offloaded_state,
+    discard_offloaded_files,
+    rank_offload_directory,
+    shard,
+)
 from fullshard.training.state import TrainState
 from fullshard.weights.export import export
 
@@ -62,17 +76,17 @@ class _TrainJob:
     """The state of one `fullshard train` command on this rank, from its start to its Measurement."""
 
     plan: Plan
-    ranks: Ranks
+    ranks: RankInfo
     directory: RunDirectory
     state: TrainState
-    data: Data
+    data: TrainingData
     loss: Loss
     log: RunLog
     matmul_peak: MatmulPeak
     command_started: float
     first_step: int
-    checkpoints: Checkpoints
-    pace: Pace
+    checkpoints: RunCheckpointSaver
+    pace: Throughput
     skipped_before: int
     first_loss: float | None = None
     last: Step | None = None
@@ -82,10 +96,10 @@ class _TrainJob:
     startup_seconds: float | None = None
     sample: str | None = None
     repeated_steps: int = 0
-    signals: NotedSignals = field(default_factory=NotedSignals)
+    signals: RecordedSignals = field(default_factory=RecordedSignals)
 
     @property
-    def run(self) -> Run:
+    def run_settings(self) -> Run:
         return self.plan.run
 
 
@@ -96,69 +110,72 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(
-            process_group(run.run.device, timeout_seconds=run.fault_tolerance.group_timeout_seconds)
+            process_group(run.run.device, timeout_seconds=run.fault_tolerance.process_group_timeout_seconds)
         )
         where = PhaseTracker()
-        stack.enter_context(watching(where, run.fault_tolerance))
-        plan = plan or _plan(run, ranks)
-        job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
+        stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
+        plan = plan or _make_plan(run, ranks)
+        job = _prepare_job(
+            stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started
+        )
         # Signals are only noted until everything is saved, because ranks must agree on how to react.
-        with note_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
-            interrupted = _train(job)
-            _finish(job, interrupted=interrupted)
-            close_offload(job.state.model, plan=job.plan, finished=not interrupted)
+        with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
+            interrupted = _train_steps(job)
+            _save_and_report_end(job, interrupted=interrupted)
+            close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
         if job.checkpoints.failed is not None:
             raise job.checkpoints.failed
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
 
-def _plan(run: Run, ranks: Ranks) -> Plan:
+def _make_plan(run: Run, ranks: RankInfo) -> Plan:
     device: DeviceType = "cuda" if ranks.device.type == "cuda" else "cpu"
     bf16 = torch.cuda.is_bf16_supported() if device == "cuda" else None
     return Plan.from_run(run, world_size=ranks.world_size, device=device, bf16_hardware=bf16)
 
 
-def _start(
-    stack: ExitStack, plan: Plan, *, ranks: Ranks, where: PhaseTracker, resume: bool, command_started: float
+def _prepare_job(
+    stack: ExitStack,
+    plan: Plan,
+    *,
+    ranks: RankInfo,
+    where: PhaseTracker,
+    resume: bool,
+    command_started: float,
 ) -> _TrainJob:
     run = plan.run
     # Before anything is allocated or written. Tokenizing may take hours, and so reports to the watchdog.
     data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
     where.enter(RunPhase.STARTING)
-    directory = _open_directory(stack, plan, ranks=ranks, resume=resume)
+    directory = _open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
-        plan = _plan(run, ranks)  # nodes have left or joined: same settings, current ranks
+        plan = _make_plan(run, ranks)  # nodes have left or joined: same settings, current ranks
     model = build_model(run)
-    check_positions(model, run)
+    check_sequence_length(model, run)
     check_vocabulary(run, tokens=data.vocabulary, model=model)
-    loss = loss_of(run, model)
-    weights = pretrained_directory(run)
+    loss = choose_loss(run, model)
+    weights = find_pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
-    left = find_unusable_state(plan, saved=saved, must_resume=resume)
+    left = find_unusable_offload_state(plan, saved=saved, must_resume=resume)
     if saved is None:
-        discard_offloaded(plan)
+        discard_offloaded_files(plan)
     shard(model, plan, init=None if weights is None else "none")
     state = TrainState(
         model,
         build_optimizer(model, plan),
-        data=stack.enter_context(PrefetchingBatches(data, steps=run.data.prefetch_steps)),
-        saved="trained" if run.adapter.saved_alone else "all",
+        data=stack.enter_context(MicrobatchPrefetcher(data, steps=run.data.prefetch_steps)),
+        saved="trained" if run.adapter.saves_only_adapters else "all",
     )
     state.phase = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; replaced by a checkpoint's own state
-    read = restore(state, plan, weights=weights, saved=saved, must_resume=resume)
+    read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
-    log = stack.enter_context(
-        open_run_log(
-            run,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            after_step=state.step,
-            flops_per_token=_flops_per_token(plan, model),
-            peak=peak,
-        )
-    )
+    flops = _flops_per_token(plan, model)
+    rank, size, step = ranks.rank, ranks.world_size, state.step
+    run_log = open_run_log(run, rank=rank, world_size=size, after_step=step, flops_per_token=flops, peak=peak)
+    log = stack.enter_context(run_log)
+    saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message)
     job = _TrainJob(
         plan=plan,
         ranks=ranks,
@@ -169,47 +186,53 @@ def _start(
         log=log,
         matmul_peak=peak,
         command_started=command_started,
-        first_step=state.step + 1,
-        checkpoints=stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message)),
-        pace=Pace(warmup_steps=run.train.untimed_warmup_steps),
+        first_step=step + 1,
+        checkpoints=stack.enter_context(saver),
+        pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
     )
-    _report_start(job, left=left, read=read, resume=resume)
+    _report_starting_point(job, left=left, read=read, resume=resume)
     return job
 
 
-def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
+def _report_starting_point(
+    job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool
+) -> None:
     """Prints a summary of the run, and whether it resumes.
 
     left: offloaded state on the drive that the run cannot use
     read: message about the weights that were read
     """
-    directory, log, step, steps = job.directory, job.log, job.state.step, job.run.train.steps
+    directory, log, step, steps = job.directory, job.log, job.state.step, job.run_settings.train.steps
     if directory.previous_run:
-        log.message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
-    unused = unusable_message(job.plan, left, step=step) if left is not None else None
+        log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
+    unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
     reported = left.directory if left and unused else None
-    for line in leftover_messages(job.plan, aside=directory.previous_run, reported=reported):
-        log.message(line)
-    for text in (unused, _headline(job), read):
+    for line in leftover_state_messages(job.plan, aside=directory.previous_run, reported=reported):
+        log.print_message(line)
+    for text in (unused, _run_summary_text(job), read):
         if text is not None:
-            log.message(text)
+            log.print_message(text)
     if directory.previous_attempt is not None:
-        log.message(directory.previous_attempt.describe(job.ranks.world_size, step=step, steps=steps))
+        log.print_message(
+            directory.previous_attempt.resume_message(job.ranks.world_size, step=step, steps=steps)
+        )
     elif resume:
-        log.message(f"resumed at step {step} of {steps}")
+        log.print_message(f"resumed at step {step} of {steps}")
 
 
-def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool) -> RunDirectory:
+def _open_directory_on_rank_zero(
+    stack: ExitStack, plan: Plan, *, ranks: RankInfo, resume: bool
+) -> RunDirectory:
     """Opens the run's directory on rank 0, and returns it on all ranks. Collective.
 
     Raises PlanError if the plan is for another number of ranks, unless this launch had an earlier attempt.
     """
     run = plan.run
-    launch = LaunchId.merge(gathered(LaunchId.from_environment()))
+    launch = LaunchId.merge_ranks(all_gather_object(LaunchId.from_environment()))
     if plan.world_size != ranks.world_size:
         record = Path(run.run.dir, LAUNCH)
-        if on_rank_zero(lambda: launch.earlier_attempt(record), doing=f"reading {record}") is None:
+        if run_on_rank_zero(lambda: launch.find_earlier_attempt(record), doing=f"reading {record}") is None:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks.",
                 got=f"{ranks.world_size} ranks",
@@ -217,19 +240,19 @@ def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool)
             )
     found: list[RunDirectory] = []
     if ranks.rank == 0:
-        own = opened(
+        own = open_run_directory(
             Path(run.run.dir),
             resume=resume,
             launch=launch,
             saved_to=run.checkpoint.dir,
-            kept=run.offload.on_disk,
+            kept=run.offload.is_on_drive,
             offload_path=run.offload.path,
         )
         found.append(stack.enter_context(own))
-    return on_rank_zero(lambda: found[0], doing="opening the run's directory")
+    return run_on_rank_zero(lambda: found[0], doing="opening the run's directory")
 
 
-def _headline(job: _TrainJob) -> str:
+def _run_summary_text(job: _TrainJob) -> str:
     plan, model = job.plan, job.state.model
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -244,158 +267,164 @@ def _headline(job: _TrainJob) -> str:
     )
 
 
-def _train(job: _TrainJob) -> bool:
+def _train_steps(job: _TrainJob) -> bool:
     """Runs all steps. Returns True if a signal, or a failed save, ended training before the last step."""
-    steps = _steps(job)
-    metered = min(job.first_step + _METERED, job.run.train.steps)
-    profiled = _profiled(job)
+    steps = _iterate_steps(job)
+    metered = min(job.first_step + _METERED, job.run_settings.train.steps)
+    profiled = _profiled_steps(job)
     while True:
         index = job.state.step + 1
         if index == metered:
-            with measure_peak(job.ranks.device, model=job.state.model, optimizer=job.state.optimizer) as peak:
+            with measure_peak_memory(
+                job.ranks.device, model=job.state.model, optimizer=job.state.optimizer
+            ) as peak:
                 step = next(steps, None)
-            job.peak_bytes = _highest_peak(peak, job)
+            job.peak_bytes = _gather_highest_peak(peak, job)
         elif index in profiled:
-            with trace_step(job.ranks.device) as traced:
+            with profile_step(job.ranks.device) as traced:
                 step = next(steps, None)
             assert traced.seconds is not None, "the block has ended"
             # Only the rank that waited least counts, because the other ranks waited for it.
-            job.profiled.append(min(gathered(traced.seconds), key=lambda seconds: seconds.waiting))
+            job.profiled.append(
+                min(all_gather_object(traced.seconds), key=lambda seconds: seconds.exposed_collective_seconds)
+            )
         else:
             step = next(steps, None)
         if step is None:
             return False
-        if step.rollback and _rolled_back(job, step):
-            steps = _steps(job)
+        if step.rollback and _try_roll_back(job, step):
+            steps = _iterate_steps(job)
             continue
-        _after_step(job, step, measured=index == metered or index in profiled)
-        if step.stopping and step.index < job.run.train.steps:
+        _record_validate_and_save(job, step, measured=index == metered or index in profiled)
+        if step.stopping and step.index < job.run_settings.train.steps:
             return True
 
 
-def _steps(job: _TrainJob) -> Iterator[Step]:
+def _iterate_steps(job: _TrainJob) -> Iterator[Step]:
     return train(
         job.state,
         job.plan,
         loss=job.loss,
-        should_stop=lambda: job.signals.first is not None or job.checkpoints.failed is not None,
+        should_stop=lambda: job.signals.first_signal is not None or job.checkpoints.failed is not None,
     )
 
 
-def _rolled_back(job: _TrainJob, step: Step) -> bool:
+def _try_roll_back(job: _TrainJob, step: Step) -> bool:
     """Rolls back to the newest checkpoint after a spike in `step`. Returns False if there is none yet."""
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
-    job.checkpoints.wait()
+    job.checkpoints.wait_for_saves()
     if not roll_back(job.state, checkpoint_location(job.directory.checkpoints, job.plan), plan=job.plan):
-        job.log.message(f"{met}; left out, for there is no checkpoint yet to go back to")
+        job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
-    job.log.rewind(job.state.step)
-    job.log.message(f"{met}; back to step {job.state.step}, and past the batches since")
+    job.log.drop_steps_after(job.state.step)
+    job.log.print_message(f"{met}; back to step {job.state.step}, and past the batches since")
     return True
 
 
-def _profiled(job: _TrainJob) -> range:
+def _profiled_steps(job: _TrainJob) -> range:
     """Returns the indices of the steps to profile; none, unless at least one more step follows them."""
     first = job.first_step + _PROFILED_FROM
-    steps = range(first, first + job.run.log.profile_steps)
-    return steps if steps.stop <= job.run.train.steps else range(0)
+    steps = range(first, first + job.run_settings.log.profile_steps)
+    return steps if steps.stop <= job.run_settings.train.steps else range(0)
 
 
-def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
+def _record_validate_and_save(job: _TrainJob, step: Step, *, measured: bool) -> None:
     """Records the figures of `step`, validates and saves if due. `measured`: excluded from the pace."""
     if job.startup_seconds is None:
         job.startup_seconds = time.time() - job.command_started
-        job.log.message(f"first step {format_seconds(job.startup_seconds)} after the command")
+        job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
     job.first_loss = job.first_loss if job.first_loss is not None else step.loss
     job.last = step
     job.pace = job.pace.with_step(
         tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, measured=measured
     )
-    train_section, last = job.run.train, step.index == job.run.train.steps
+    train_section, last = job.run_settings.train, step.index == job.run_settings.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
-        job.validation = validation_loss(job.state.model, _validation(job), loss=job.loss)
+        job.validation = validation_loss(job.state.model, _iterate_validation_batches(job), loss=job.loss)
         if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
             job.state.best = (job.validation, step.index)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
-    job.log.step(
+    job.log.record_step(
         step,
         peak_bytes=job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None,
         validation_loss=job.validation if validate else None,
     )
-    job.checkpoints.report_finished()
-    every = job.run.checkpoint.every
+    job.checkpoints.report_finished_saves()
+    every = job.run_settings.checkpoint.every
     if every and step.index % every == 0 and not last and not step.stopping:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save(job.state)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
 
 
-def _validation(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
+def _iterate_validation_batches(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
     """Yields the validation batches. Reports each one to the watchdog, for which it is progress."""
     for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield batch
 
 
-def _finish(job: _TrainJob, *, interrupted: bool) -> None:
+def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
     if job.last is not None:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save_last(job.state)
     else:
-        job.log.message(f"all {job.run.train.steps} steps are done already; nothing was trained")
+        job.log.print_message(
+            f"all {job.run_settings.train.steps} steps are done already; nothing was trained"
+        )
     job.state.phase.enter(RunPhase.FINISHING)
     if interrupted:
-        job.log.message(
+        job.log.print_message(
             f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"
         )
     elif job.last is not None:
-        job.sample = _sample(job)
+        job.sample = _generate_sample(job)
     if job.ranks.rank != 0:
         return
-    job.directory.note_end(interrupted=interrupted)
+    job.directory.record_run_end(interrupted=interrupted)
     if job.last is not None:
         root = job.directory.root
-        write_whole(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
-        _measurement(job).save(root / MEASUREMENT)
-        if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
-            saved = location_of(job.checkpoints.last, key_file=job.run.checkpoint.key_file)
+        write_file_atomically(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
+        _make_measurement(job).save(root / MEASUREMENT)
+        if job.run_settings.checkpoint.export and job.checkpoints.last is not None and not interrupted:
+            saved = location_of(job.checkpoints.last, key_file=job.run_settings.checkpoint.key_file)
             export(saved, root / EXPORT)
-            job.log.message(f"exported {root / EXPORT}")
+            job.log.print_message(f"exported {root / EXPORT}")
 
 
-def _sample(job: _TrainJob) -> str | None:
+def _generate_sample(job: _TrainJob) -> str | None:
     """Returns a text that the model generates; None if no sample is asked for or possible. Collective."""
-    model, count = job.state.model, job.run.log.sample_tokens
+    model, count = job.state.model, job.run_settings.log.sample_tokens
     if not count:
         return None
     if job.loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
-        job.log.message("no sample: nothing says that the model continues a text")
+        job.log.print_message("no sample: nothing says that the model continues a text")
         return None
     prompt = job.data.encode(SAMPLE_PROMPT)
     if not prompt:
         return None
-    tokens = generate(model, prompt, tokens=count, window=job.run.data.sequence_length)
+    tokens = generate(model, prompt, tokens=count, window=job.run_settings.data.sequence_length)
     return job.data.decode(tokens)
 
 
 def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
     """Returns FLOPs per token: by formula for the reference decoder, else the plan's prediction, if any."""
-    own = flops_per_token(model, plan.run)
+    own = decoder_flops_per_token(model, plan.run)
     return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
 
 
-def _measurement(job: _TrainJob) -> Measurement:
-    offloaded = offloaded_of(job.state.model)
+def _make_measurement(job: _TrainJob) -> Measurement:
+    offloaded = find_offloaded_state(job.state.model)
     return Measurement(
         directory=str(job.directory.root),
         strategy=job.plan.strategy,
         world_size=job.plan.world_size,
         device=job.matmul_peak.device,
-        offload=_offload_label(job.plan),
-        drive=None if offloaded is None else offloaded.settings.traffic.median_step(),
+        offload=_offload_target_text(job.plan),
+        drive=None if offloaded is None else offloaded.settings.traffic.median_step_bytes(),
         first_step=job.first_step,
         pace=job.pace,
         skipped_steps=job.state.skipped - job.skipped_before,
@@ -407,14 +436,14 @@ def _measurement(job: _TrainJob) -> Measurement:
         flops_per_token=_flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
-        step_seconds=_step_seconds(job),
+        step_seconds=_step_seconds_by_part(job),
         startup_seconds=job.startup_seconds,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
         sample=job.sample,
     )
 
 
-def _step_seconds(job: _TrainJob) -> StepSeconds | None:
+def _step_seconds_by_part(job: _TrainJob) -> StepSeconds | None:
     """Returns the mean step time, split into parts in proportion to the fastest profiled step's parts."""
     seconds = job.pace.step_seconds
     if seconds is None or not job.profiled:
@@ -422,17 +451,17 @@ def _step_seconds(job: _TrainJob) -> StepSeconds | None:
     return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
 
 
-def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
+def _gather_highest_peak(peak: PeakMemory, job: _TrainJob) -> PeakBytes | None:
     """Returns, on all ranks, the peak memory by part of the rank whose peak is highest. Collective."""
     if peak.parts is None:
         return None
-    offloaded, on_cuda = offloaded_of(job.state.model), job.ranks.device.type == "cuda"
+    offloaded, on_cuda = find_offloaded_state(job.state.model), job.ranks.device.type == "cuda"
     masters, host = 0, None
     if offloaded is not None:
         # The meter counts fp32 masters as shards, and a plan counts them as host memory.
-        masters = live_bytes(offloaded.masters.values())
+        masters = storage_bytes_of_tensors(offloaded.masters.values())
         gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
-        host = host_bytes_of(offloaded) + (gradients if job.plan.gradients_leave else 0)
+        host = offloaded_host_bytes(offloaded) + (gradients if job.plan.copies_gradients_to_host else 0)
     parts = peak.parts.parts() | {"parameter_shards": peak.parts.parameter_shards - masters}
     own = PeakBytes(
         **parts,
@@ -441,13 +470,15 @@ def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
         reserved=peak.reserved_bytes if on_cuda else None,
         host=host,
     )
-    every = gathered(own)
+    every = all_gather_object(own)
     fullest = max(every, key=lambda one: one.total)
     return fullest.model_copy(update={"host": max((one.host for one in every if one.host), default=host)})
 
 
-def _offload_label(plan: Plan) -> str | None:
+def _offload_target_text(plan: Plan) -> str | None:
     section = plan.run.offload
-    if not section.takes_optimizer:
+    if not section.offloads_optimizer:
         return None
-    return section.tier + (f" in {directory_of(plan, rank=0).parent}" if section.on_disk else "")
+    return section.tier + (
+        f" in {rank_offload_directory(plan, rank=0).parent}" if section.is_on_drive else ""
+    )

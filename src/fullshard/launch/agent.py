@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fullshard.errors import LaunchError
-from fullshard.launch.attempts import Attempts, RankOutcome
-from fullshard.launch.environment import quiet_logs
-from fullshard.launch.gc import gc_disabled
+from fullshard.launch.attempts import RankOutcome, RestartPolicy
+from fullshard.launch.environment import set_default_log_levels
+from fullshard.launch.gc import disable_gc
 from fullshard.launch.outcome import ProcessOutcome
-from fullshard.launch.request import Request
-from fullshard.launch.scratch import private_directory
-from fullshard.system.process import is_running
-from fullshard.system.signals import NotedSignals, note_signals
-from fullshard.system.terminal import printable
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.scratch import temporary_private_directory
+from fullshard.system.process import is_process_running
+from fullshard.system.signals import RecordedSignals, record_signals
+from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -33,47 +33,54 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 3.0
 
 
-def run_ranks(request: Request, *, ranks: int) -> int:
+def run_ranks(request: LaunchRequest, *, ranks: int) -> int:
     """Starts `ranks` processes of `fullshard.launch.rank`, waits, and returns the exit code of the launch.
 
     The exit code is 0, 75 if the ranks were interrupted and have saved, or the code of the first rank that
     failed, whose message is printed on standard error. After a failure that may not recur, all ranks are
-    ended and restarted, up to `run.restarts` times: see `fullshard.launch.attempts.restart_helps`.
+    ended and restarted, up to `run.restarts` times: see `fullshard.launch.attempts.can_restart_help`.
 
     The first SIGINT, SIGTERM or SIGHUP is forwarded to the ranks as SIGTERM; saving may then take any time. A
     second SIGINT kills the ranks at once, with exit code 130. Must be called from the main thread. Raises
     LaunchError if ranks cannot be started.
     """
-    quiet_logs(os.environ)
-    attempts = Attempts(restarts=request.run.run.restarts)
+    set_default_log_levels(os.environ)
+    attempts = RestartPolicy(restarts=request.run.run.restarts)
     launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
-    with note_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals, _quiet_torchelastic():
+    with (
+        record_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals,
+        _silence_torchelastic_logs(),
+    ):
         while True:
-            with private_directory() as directory:
+            with temporary_private_directory() as directory:
                 request.save(directory)
-                watch = _Watch(_local_agent(directory, ranks, launch=launch), directory, signals=signals)
+                watch = _RankMonitor(
+                    _build_local_agent(directory, ranks, launch=launch), directory, signals=signals
+                )
                 with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
-                    ended = watch.until_ended(thread)
-            conclusion = attempts.conclude(ended, interrupted_by=signals.first, at_once=watch.ended_at_once)
-            for text in conclusion.said:
-                _say(text)
+                    ended = watch.wait_for_ranks(thread)
+            conclusion = attempts.decide_restart(
+                ended, interrupted_by=signals.first_signal, at_once=watch.ended_at_once
+            )
+            for text in conclusion.messages:
+                _print_to_stderr(text)
             if conclusion.exit_code is not None:
                 return conclusion.exit_code
             request = request.model_copy(update={"command_started": time.time()})
 
 
-def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
-    with gc_disabled():
+def _build_local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
+    with disable_gc():
         from torch.distributed.elastic.agent.server.api import WorkerSpec  # the import takes a second
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-        from fullshard.launch.rendezvous import OneMachine
+        from fullshard.launch.rendezvous import LoopbackRendezvous
 
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
-        rdzv_handler=OneMachine(launch),
+        rdzv_handler=LoopbackRendezvous(launch),
         entrypoint=sys.executable,
         args=("-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
         max_restarts=0,  # we start other attempts ourselves, each with its own agent and store
@@ -82,14 +89,14 @@ def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAg
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(directory / "torchelastic")))
 
 
-class _Watch:
+class _RankMonitor:
     """Watches the ranks of one attempt from start to end.
 
     The agent runs in its own thread, because in the main thread it would install its own handlers, which end
     the ranks.
     """
 
-    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: NotedSignals) -> None:
+    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: RecordedSignals) -> None:
         self._agent = agent
         self._directory = directory
         self._ranks = agent.get_worker_group().spec.local_world_size
@@ -99,63 +106,63 @@ class _Watch:
         self._passed_on = False
         self.ended_at_once = False
 
-    def until_ended(self, thread: ThreadPoolExecutor) -> list[RankOutcome]:
+    def wait_for_ranks(self, thread: ThreadPoolExecutor) -> list[RankOutcome]:
         """Runs the agent in `thread`, watches the ranks until all have ended, and returns their outcomes."""
         run = thread.submit(cast("Callable[[], RunResult]", self._agent.run))
         try:
             while not run.done():
                 wait([run], timeout=POLL_SECONDS)
-                self._look()
+                self._poll_ranks()
         finally:
             if not run.done():
-                self._kill()
-        return self._ended(run)
+                self._kill_ranks()
+        return self._collect_rank_outcomes(run)
 
-    def _look(self) -> None:
-        pids = self._pids()
+    def _poll_ranks(self) -> None:
+        pids = self._rank_pids()
         if len(pids) < self._ranks:
             return  # ranks are still starting: signals wait until they run
         for rank, pid in pids.items():
-            if rank not in self._gone_at and not is_running(pid):
+            if rank not in self._gone_at and not is_process_running(pid):
                 self._gone_at[rank] = time.time()
-        if self._signals.first is not None and not self._passed_on:
-            self._pass_on(self._signals.first)
-        if self._signals.interrupted_twice:
+        if self._signals.first_signal is not None and not self._passed_on:
+            self._forward_signal(self._signals.first_signal)
+        if self._signals.is_interrupted_twice:
             self.ended_at_once = True
-            self._kill()
-        failed_at = self._failed_at()
+            self._kill_ranks()
+        failed_at = self._first_failure_time()
         if failed_at is not None and time.time() > failed_at + GRACE_SECONDS:
-            self._kill()
+            self._kill_ranks()
 
-    def _pids(self) -> dict[int, int]:
+    def _rank_pids(self) -> dict[int, int]:
         workers = self._agent.get_worker_group().workers
         return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
 
-    def _pass_on(self, number: signal.Signals) -> None:
+    def _forward_signal(self, number: signal.Signals) -> None:
         self._passed_on = True
-        _say(f"{number.name}: the ranks finish this step and save (Ctrl-C again ends them now)")
-        for pid in self._pids().values():
+        _print_to_stderr(f"{number.name}: the ranks finish this step and save (Ctrl-C again ends them now)")
+        for pid in self._rank_pids().values():
             with suppress(ProcessLookupError):  # it has exited in the meantime
                 os.kill(pid, signal.SIGTERM)
 
-    def _kill(self) -> None:
-        for rank, pid in self._pids().items():
-            if is_running(pid):
+    def _kill_ranks(self) -> None:
+        for rank, pid in self._rank_pids().items():
+            if is_process_running(pid):
                 self._ended_by_us.add(rank)
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # a rank leads a session of all its children
 
-    def _failed_at(self) -> float | None:
+    def _first_failure_time(self) -> float | None:
         """Returns the time of the first failure so far, in seconds since the epoch, or None."""
-        endings = {rank: self._ending(rank) for rank in range(self._ranks)}
+        endings = {rank: self._load_rank_outcome(rank) for rank in range(self._ranks)}
         times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
         times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
         return min(times, default=None)
 
-    def _ending(self, rank: int) -> ProcessOutcome | None:
+    def _load_rank_outcome(self, rank: int) -> ProcessOutcome | None:
         return ProcessOutcome.load(self._directory / f"rank-{rank}.json")
 
-    def _ended(self, run: "Future[RunResult]") -> list[RankOutcome]:
+    def _collect_rank_outcomes(self, run: "Future[RunResult]") -> list[RankOutcome]:
         try:
             result = run.result()
         except (OSError, RuntimeError) as error:
@@ -166,23 +173,23 @@ class _Watch:
         return [
             RankOutcome(
                 rank=rank,
-                ending=self._ending(rank),
+                ending=self._load_rank_outcome(rank),
                 exit_code=codes.get(rank, 0),
-                seen_at=self._gone_at.get(rank, time.time()),
-                by_us=rank in self._ended_by_us,
+                seen_gone_at=self._gone_at.get(rank, time.time()),
+                killed_by_launcher=rank in self._ended_by_us,
             )
             for rank in range(self._ranks)
         ]
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     """Prints on standard error, at the start of a line, and shows the cursor that a rank may have hidden."""
     restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{restored}{printable(text)}", file=sys.stderr, flush=True)
+    print(f"{restored}{escape_control_characters(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _quiet_torchelastic() -> Generator[None]:
+def _silence_torchelastic_logs() -> Generator[None]:
     """Context that silences torchelastic's report of a failure, because fullshard prints its own."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()

@@ -30,37 +30,37 @@ class RankOutcome:
 
     ending: the outcome that the rank wrote; None if it wrote none
     exit_code: exit code of its process, -n for signal n; None if unknown
-    seen_at: time at which the launcher first saw that its process is gone, in seconds since the epoch
-    by_us: True if the launcher killed it, because of another rank or a second Ctrl-C
+    seen_gone_at: time at which the launcher first saw that its process is gone, in seconds since the epoch
+    killed_by_launcher: True if the launcher killed it, because of another rank or a second Ctrl-C
     """
 
     rank: int
     ending: ProcessOutcome | None
     exit_code: int | None
-    seen_at: float
-    by_us: bool = False
+    seen_gone_at: float
+    killed_by_launcher: bool = False
 
 
 @dataclass(frozen=True)
 class RestartDecision:
     """The decision after an attempt.
 
-    said: messages for standard error
+    messages: messages for standard error
     exit_code: exit code of the launch; None to restart the ranks
     """
 
-    said: tuple[str, ...]
+    messages: tuple[str, ...]
     exit_code: int | None
 
 
 @dataclass
-class Attempts:
+class RestartPolicy:
     """Decides whether a launch restarts its ranks: at most `restarts` times, of which `done` are used."""
 
     restarts: int
     done: int = 0
 
-    def conclude(
+    def decide_restart(
         self, ended: list[RankOutcome], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
     ) -> RestartDecision:
         """Decides to restart the ranks after an attempt, and counts the restart, or to end the launch.
@@ -69,14 +69,14 @@ class Attempts:
         interrupted_by: the first signal that the launcher received
         at_once: the ranks were killed without time to save
         """
-        found = first_failure(ended)
+        found = find_first_failure(ended)
         if at_once:
             return RestartDecision(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
         if found is None:
             codes = {one.ending.exit_code for one in ended if one.ending}
             return RestartDecision((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
         rank, failure = found
-        outcome, text = ended[rank], failure.text(rank)
+        outcome, text = ended[rank], failure.user_message(rank)
         if interrupted_by is not None and outcome.ending is None and outcome.exit_code == -signal.SIGTERM:
             said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
             # A restarted run has trained before, so a scheduler should requeue it.
@@ -86,7 +86,7 @@ class Attempts:
             return RestartDecision((text,), exit_code)
         if self.done == self.restarts:
             said = f"not restarted: it was already, {self.restarts} times (run.restarts)"
-        elif not restart_helps(failure):
+        elif not can_restart_help(failure):
             said = "not restarted: it would fail again"
         elif interrupted_by is not None:
             said = f"{interrupted_by.name}: not restarted; the next start resumes from the newest checkpoint"
@@ -98,7 +98,7 @@ class Attempts:
         return RestartDecision((text, said), exit_code)
 
 
-def restart_helps(failure: FailureReport) -> bool:
+def can_restart_help(failure: FailureReport) -> bool:
     """Returns True if another attempt may succeed.
 
     This is False if the run, the plan, the data or the checkpoints are wrong, or if a drive is full or cannot
@@ -108,7 +108,7 @@ def restart_helps(failure: FailureReport) -> bool:
     return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN
 
 
-class _Cause(IntEnum):
+class _FailureCause(IntEnum):
     """The origin of a rank's failure. Lower values are nearer to the cause of all failures."""
 
     OWN = 0
@@ -116,43 +116,43 @@ class _Cause(IntEnum):
     PEER_LOST = 2
 
 
-def first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
+def find_first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
     """Returns the number of the rank that failed first and its failure, or None if no rank failed.
 
     Failures that only report a lost peer count last, whatever their time: a killed rank writes no report, and
     the launcher sees that it is gone only after its peers have failed.
     """
-    failures = [(rank, *found) for rank in ranks if (found := _failure(rank)) is not None]
+    failures = [(rank, *found) for rank in ranks if (found := _find_rank_failure(rank)) is not None]
     if not failures:
         return None
     rank, _, failure = min(failures, key=lambda one: (one[1], one[2].at))
     return rank.rank, failure
 
 
-def _failure(rank: RankOutcome) -> tuple[_Cause, FailureReport] | None:
+def _find_rank_failure(rank: RankOutcome) -> tuple[_FailureCause, FailureReport] | None:
     ending, code = rank.ending, rank.exit_code
     if ending is not None and ending.failure is not None:
-        return _Cause.PEER_LOST if ending.failure.peer_lost else _Cause.OWN, ending.failure
+        return _FailureCause.PEER_LOST if ending.failure.peer_lost else _FailureCause.OWN, ending.failure
     if ending is not None and ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
         return None  # errors during teardown no longer matter
-    if rank.by_us:
+    if rank.killed_by_launcher:
         return None
     if ending is None and code is not None and code < 0:
-        cause = _Cause.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _Cause.OWN
-        return cause, _at(_killed(rank.rank, -code), rank.seen_at)
+        cause = _FailureCause.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _FailureCause.OWN
+        return cause, _failure_report_at(_killed_by_signal_error(rank.rank, -code), rank.seen_gone_at)
     error = LaunchError(
         f"rank {rank.rank} left early.",
         got=f"exit code {code if ending is None else ending.exit_code}",
         why="something in it called sys.exit or os._exit, or a signal came to it alone",
     )
-    return _Cause.OWN, _at(error, rank.seen_at)
+    return _FailureCause.OWN, _failure_report_at(error, rank.seen_gone_at)
 
 
-def _at(error: LaunchError, seen_at: float) -> FailureReport:
-    return replace(FailureReport.of(error), at=seen_at, traceback="")
+def _failure_report_at(error: LaunchError, seen_at: float) -> FailureReport:
+    return replace(FailureReport.from_exception(error), at=seen_at, traceback="")
 
 
-def _killed(rank: int, number: int) -> LaunchError:
+def _killed_by_signal_error(rank: int, number: int) -> LaunchError:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return LaunchError(

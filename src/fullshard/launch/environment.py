@@ -7,37 +7,37 @@ from collections.abc import Mapping, MutableMapping
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns True if torchrun, or a compatible launcher, has started this process as a rank."""
     return all(name in environment for name in _TORCHRUN)
 
 
-def under_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
+def is_started_by_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns True if a torchrun agent started this rank, and may restart it with fewer or more ranks."""
-    return under_torchrun(environment) and "TORCHELASTIC_RUN_ID" in environment
+    return is_started_by_torchrun(environment) and "TORCHELASTIC_RUN_ID" in environment
 
 
-def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
+def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns True if this process is one of several tasks of a SLURM job step; False in a batch script."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
 
 
-def join_ranks(environment: MutableMapping[str, str] = os.environ) -> bool:
+def prepare_rank_environment(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Sets the log levels, threads and (under srun) torchrun's variables of a rank, before it imports torch.
 
     Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank.
     """
-    if under_srun(environment) and not under_torchrun(environment):
-        environment.update(from_slurm(environment))
-    if not under_torchrun(environment):
+    if is_started_by_srun(environment) and not is_started_by_torchrun(environment):
+        environment.update(torchrun_variables_from_slurm(environment))
+    if not is_started_by_torchrun(environment):
         return False
-    quiet_logs(environment)
-    share_cores(environment)
+    set_default_log_levels(environment)
+    set_default_omp_threads(environment)
     return True
 
 
-def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def torchrun_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns torchrun's environment variables (RANK, WORLD_SIZE, …) for a task of a SLURM job step.
 
     All tasks compute the same port, from the numbers of the job and the step, without communication.
@@ -51,20 +51,22 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks), node)),
-        "MASTER_ADDR": first_host(nodes),
+        "LOCAL_WORLD_SIZE": str(
+            count_slurm_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks), node)
+        ),
+        "MASTER_ADDR": first_slurm_host(nodes),
         # Below the ports that kernels assign automatically (32768 and up).
         "MASTER_PORT": str(10_000 + (job * 31 + step) % 20_000),
     }
 
 
-def first_host(nodes: str) -> str:
+def first_slurm_host(nodes: str) -> str:
     """Returns the first host of a SLURM node list: `gpu[003-006,9],login1` -> `gpu003`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
-def tasks_on_node(tasks_per_node: str, node: int) -> int:
+def count_slurm_tasks_on_node(tasks_per_node: str, node: int) -> int:
     """Returns the number of tasks on node `node`. `2(x3),1` means 2 on each of the nodes 0 to 2, then 1."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
@@ -73,13 +75,13 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def quiet_logs(environment: MutableMapping[str, str]) -> None:
+def set_default_log_levels(environment: MutableMapping[str, str]) -> None:
     """Sets torch's log level to errors and NCCL's to warnings, unless the user has set other levels."""
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("NCCL_DEBUG", "WARN")
 
 
-def share_cores(environment: MutableMapping[str, str]) -> None:
+def set_default_omp_threads(environment: MutableMapping[str, str]) -> None:
     """Sets OMP_NUM_THREADS to the cores per rank of this machine, unless the user has set it."""
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 @contextmanager
-def gc_disabled() -> Generator[None]:
+def disable_gc() -> Generator[None]:
     """Context without garbage collection, for imports and for code that creates little garbage."""
     before = gc.isenabled()
     gc.disable()
@@ -21,13 +21,13 @@ def gc_disabled() -> Generator[None]:
 
 
 @contextmanager
-def gc_frozen_imports() -> Generator[None]:
+def freeze_imports_in_gc() -> Generator[None]:
     """Context without garbage collection. At its end, all living objects are exempt from later collections.
 
     A collection of these objects would take a second, also when the process ends. Use it only for imports of
     libraries, before a user's modules: the last collection closes files that user code leaves open.
     """
-    with gc_disabled():
+    with disable_gc():
         yield
         gc.freeze()
     atexit.unregister(_unfreeze_for_nanobind)
@@ -39,11 +39,11 @@ def _unfreeze_for_nanobind() -> None:
 
     Such a library prints a line for each of its objects that the interpreter does not free.
     """
-    if any(_is_of_nanobind(module) for module in [*sys.modules.values()]):
+    if any(_is_nanobind_module(module) for module in [*sys.modules.values()]):
         gc.unfreeze()
 
 
-def _is_of_nanobind(module: object) -> bool:
+def _is_nanobind_module(module: object) -> bool:
     """Returns True for an extension module that contains a class or function of nanobind's types."""
     if not isinstance(module, ModuleType) or str(vars(module).get("__file__")).endswith(".py"):
         return False

@@ -14,7 +14,7 @@ from typing import Self
 
 from fullshard.errors import FullshardError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
-from fullshard.system.files import write_whole
+from fullshard.system.files import write_file_atomically
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
@@ -51,18 +51,20 @@ class FailureReport:
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Self:
+    def from_exception(cls, error: BaseException) -> Self:
         foreseen = isinstance(error, FullshardError)
         return cls(
             name=type(error).__name__,
-            message=str(error) if foreseen else _unforeseen(error),
+            message=str(error) if foreseen else _unexpected_error_message(error),
             exit_code=error.exit_code if foreseen else 1,
             at=time.time(),
-            peer_lost=any(sign in str(one).lower() for one in _chain(error) for sign in _PEER_LOST),
+            peer_lost=any(
+                sign in str(one).lower() for one in _iterate_exception_chain(error) for sign in _PEER_LOST
+            ),
             traceback="".join(traceback.format_exception(error)),
         )
 
-    def text(self, rank: int | None = None) -> str:
+    def user_message(self, rank: int | None = None) -> str:
         """Returns the message for the user, after the traceback if FULLSHARD_TRACEBACK=1.
 
         rank: the rank to name in the message
@@ -97,14 +99,14 @@ class ProcessOutcome:
         elif isinstance(error, KeyboardInterrupt):
             self.exit_code = CTRL_C_EXIT_CODE
         elif error is not None:
-            self.failure = FailureReport.of(error)
+            self.failure = FailureReport.from_exception(error)
             self.exit_code = self.failure.exit_code
         return True
 
     def save(self, path: Path) -> None:
         """Writes the outcome atomically: another process may read it while this one is killed."""
         failure = asdict(self.failure) if self.failure else None
-        write_whole(path, json.dumps({"exit_code": self.exit_code, "failure": failure}))
+        write_file_atomically(path, json.dumps({"exit_code": self.exit_code, "failure": failure}))
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -118,7 +120,7 @@ class ProcessOutcome:
         return ending
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _iterate_exception_chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -127,15 +129,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def _unforeseen(error: BaseException) -> str:
-    lines = [str(error).strip() or "(it says nothing)", f"  where: {_where(error)}"]
+def _unexpected_error_message(error: BaseException) -> str:
+    lines = [str(error).strip() or "(it says nothing)", f"  where: {_error_location_text(error)}"]
     if type(error).__name__ == "OutOfMemoryError":
         lines.append('  try: a smaller train.microbatch, recompute.mode = "full", or more ranks')
     lines.append(f"  the whole traceback: {TRACEBACK_VARIABLE}=1")
     return "\n".join(lines)
 
 
-def _where(error: BaseException) -> str:
+def _error_location_text(error: BaseException) -> str:
     """Returns `file:line in function` of the innermost frame of the user's code, else of fullshard's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

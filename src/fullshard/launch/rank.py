@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
-from fullshard.launch.environment import join_ranks
-from fullshard.launch.gc import gc_frozen_imports
+from fullshard.launch.environment import prepare_rank_environment
+from fullshard.launch.gc import freeze_imports_in_gc
 from fullshard.launch.outcome import ProcessOutcome
-from fullshard.launch.request import Request
-from fullshard.system.last_words import on_watchdog_exit
-from fullshard.system.terminal import escape_logs
+from fullshard.launch.request import LaunchRequest
+from fullshard.system.last_words import call_on_watchdog_exit
+from fullshard.system.terminal import escape_log_messages
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -25,52 +25,52 @@ def main(argv: Sequence[str]) -> None:
     The process ends with the launcher, whose pid is `argv[1]`.
     """
     directory, launcher = Path(argv[0]), int(argv[1])
-    _end_with(launcher)
-    escape_logs()
-    join_ranks()
+    _end_with_launcher(launcher)
+    escape_log_messages()
+    prepare_rank_environment()
     path = directory / f"rank-{os.environ['RANK']}.json"
     with ProcessOutcome() as ending:
-        request = Request.load(directory)
-        with _off_standard_output(), _last_words(path):
-            with gc_frozen_imports():
-                request.find_job()
-            request.perform()
+        request = LaunchRequest.load(directory)
+        with _redirect_stdout_to_stderr(), _save_watchdog_error(path):
+            with freeze_imports_in_gc():
+                request.import_job()
+            request.call_job()
     ending.save(path)
-    _leave(ending)
+    _exit_if_failed(ending)
 
 
-def perform_here(request: Request) -> int:
+def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     """Runs the request's job in this process, a rank of torchrun or srun. Returns 0, or 75 if interrupted.
 
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
-        _end_with(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
+        _end_with_launcher(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
 
     try:
-        with _off_standard_output():
-            record(request.perform)()
-    except SystemExit:  # `perform` raises no other SystemExit
+        with _redirect_stdout_to_stderr():
+            record(request.call_job)()
+    except SystemExit:  # `call_job` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE
     return 0
 
 
 @contextmanager
-def _last_words(path: Path) -> Generator[None]:
+def _save_watchdog_error(path: Path) -> Generator[None]:
     """Context in which the error of a watchdog, which ends the process at once, is saved for the launcher."""
 
-    def tell(error: TrainError) -> None:
+    def save_error(error: TrainError) -> None:
         with ProcessOutcome() as ending:
             raise error
         ending.save(path)
 
-    with on_watchdog_exit(tell):
+    with call_on_watchdog_exit(save_error):
         yield
 
 
 @contextmanager
-def _off_standard_output() -> Generator[None]:
+def _redirect_stdout_to_stderr() -> Generator[None]:
     """Context that redirects standard output to standard error, including the output of native code."""
     sys.stdout.flush()
     kept = os.dup(1)
@@ -83,7 +83,7 @@ def _off_standard_output() -> Generator[None]:
         os.close(kept)
 
 
-def _end_with(launcher: int) -> None:
+def _end_with_launcher(launcher: int) -> None:
     """Makes the kernel kill this process when its launcher ends (on Linux). Exits if the launcher is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -91,7 +91,7 @@ def _end_with(launcher: int) -> None:
         sys.exit(1)  # the launcher died before the call above
 
 
-def _leave(ending: ProcessOutcome) -> None:
+def _exit_if_failed(ending: ProcessOutcome) -> None:
     """Exits if the rank failed. Returns if it was interrupted, or torchelastic would end the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,10 +3,10 @@
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from fullshard.distributed.loopback import LOOPBACK, served_on_loopback
+from fullshard.distributed.loopback import LOOPBACK, start_store_on_loopback
 
 
-class OneMachine(RendezvousHandler):
+class LoopbackRendezvous(RendezvousHandler):
     """A torchelastic rendezvous of a single agent, whose ranks connect to a store on loopback.
 
     torch's own handlers open a store on every network interface, and unpickle whatever anybody writes there.
@@ -23,7 +23,7 @@ class OneMachine(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store_of_ranks = served_on_loopback()  # lives as long as this agent
+        self._store_of_ranks = start_store_on_loopback()  # lives as long as this agent
         address = RendezvousStoreInfo(LOOPBACK, self._store_of_ranks.port)
         return RendezvousInfo(HashStore(), 0, 1, address)
 

@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import Field
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.gc import gc_disabled
+from fullshard.launch.gc import disable_gc
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
@@ -18,7 +18,7 @@ from fullshard.spec.value import FrozenModel
 FILE_NAME = "request.json"
 
 
-class Request(FrozenModel):
+class LaunchRequest(FrozenModel):
     """A job for all ranks of a launch, with its arguments.
 
     command_started: start of the command, in seconds since the epoch
@@ -42,14 +42,14 @@ class Request(FrozenModel):
         """Reads the request that `save` wrote. Raises SpecError."""
         return cls.read_json(Path(directory, FILE_NAME), what="the request of a launch")
 
-    def perform(self) -> None:
+    def call_job(self) -> None:
         """Calls the job with the request's arguments.
 
         Raises LaunchError if the function does not exist, or if it calls `sys.exit` with any code except
         INTERRUPTED_EXIT_CODE, even 0: unfinished work must not look finished.
         """
-        with gc_disabled():
-            job = self.find_job()
+        with disable_gc():
+            job = self.import_job()
         try:
             job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
         except SystemExit as left:
@@ -62,7 +62,7 @@ class Request(FrozenModel):
                 fix="an exception where it cannot continue; FULLSHARD_TRACEBACK=1 shows who called it",
             ) from left
 
-    def find_job(self) -> Callable[..., object]:
+    def import_job(self) -> Callable[..., object]:
         """Imports and returns the function that `job` names. Raises LaunchError if it does not exist."""
         module, _, name = self.job.partition(":")
         job = getattr(importlib.import_module(module), name, None)

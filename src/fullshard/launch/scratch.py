@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fullshard.system.files import open_regular
+from fullshard.system.files import open_regular_file
 from fullshard.system.lock import try_lock
 from fullshard.system.process import boot_id
 
@@ -18,36 +18,38 @@ _LOCK, _UNLOCKED = "lock", "unlocked"
 
 
 @contextmanager
-def private_directory() -> Generator[Path]:
+def temporary_private_directory() -> Generator[Path]:
     """Context that creates a temporary directory, which only this user can read, and finally removes it.
 
-    First removes the directories that killed processes left: see `remove_abandoned`.
+    First removes the directories that killed processes left: see `remove_abandoned_directories`.
     """
-    remove_abandoned(Path(tempfile.gettempdir()))
+    remove_abandoned_directories(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         directory = Path(name)
         with (directory / _UNLOCKED).open("w") as lock:
-            lock.write(_kernel())
+            lock.write(_running_kernel_id())
             lock.flush()
             # The file gets its final name only once it is locked, so a free lock belongs to a dead process.
-            with suppress(OSError):  # no locks on this file system: `remove_abandoned` skips the directory
+            with suppress(
+                OSError
+            ):  # no locks on this file system: `remove_abandoned_directories` skips the directory
                 try_lock(lock.fileno())
                 (directory / _UNLOCKED).rename(directory / _LOCK)
             yield directory
 
 
-def remove_abandoned(parent: Path) -> None:
+def remove_abandoned_directories(parent: Path) -> None:
     """Removes the private directories in `parent` whose process is certainly dead.
 
     A free lock proves this only for processes of this kernel. Directories of other machines, from before the
     last boot, of other users, or without a lock are kept.
     """
     for directory in parent.glob(f"{_PREFIX}*"):
-        if _is_ours(directory) and _is_free(directory / _LOCK):
+        if _is_own_directory(directory) and _is_lock_of_dead_process(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _is_ours(directory: Path) -> bool:
+def _is_own_directory(directory: Path) -> bool:
     try:
         found = directory.lstat()
     except OSError:  # another launch removed it at the same time
@@ -55,20 +57,20 @@ def _is_ours(directory: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
-def _is_free(lock: Path) -> bool:
+def _is_lock_of_dead_process(lock: Path) -> bool:
     """Returns True if a process of this kernel held the lock file `lock`, and has ended."""
     try:
-        descriptor = open_regular(lock, os.O_RDWR)
+        descriptor = open_regular_file(lock, os.O_RDWR)
     except OSError:
         return False
     try:
-        return os.read(descriptor, 1000) == _kernel().encode() and try_lock(descriptor)
+        return os.read(descriptor, 1000) == _running_kernel_id().encode() and try_lock(descriptor)
     except OSError:
         return False
     finally:
         os.close(descriptor)
 
 
-def _kernel() -> str:
+def _running_kernel_id() -> str:
     """Returns a name that identifies the running kernel."""
     return boot_id() or socket.gethostname()

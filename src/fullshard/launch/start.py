@@ -2,9 +2,9 @@
 
 from fullshard.errors import LaunchError
 from fullshard.launch.agent import run_ranks
-from fullshard.launch.environment import join_ranks
-from fullshard.launch.rank import perform_here
-from fullshard.launch.request import Request
+from fullshard.launch.environment import prepare_rank_environment
+from fullshard.launch.rank import perform_as_torchrun_rank
+from fullshard.launch.request import LaunchRequest
 from fullshard.profiler.detect import may_have_gpus
 from fullshard.spec.plan import DeviceType
 
@@ -12,16 +12,20 @@ from fullshard.spec.plan import DeviceType
 CPU_RANKS = 2
 
 
-def start(request: Request) -> int:
+def perform_request(request: LaunchRequest) -> int:
     """Runs the job of `request` on all ranks, and returns the exit code of the launch (see `run_ranks`).
 
     Under torchrun or srun, this process is one rank: it calls the job itself, and raises its errors.
-    Otherwise it starts ranks on this machine (see `own_ranks`).
+    Otherwise it starts ranks on this machine (see `choose_rank_count_and_device`).
     """
-    return perform_here(request) if join_ranks() else run_ranks(request, ranks=own_ranks(request)[0])
+    return (
+        perform_as_torchrun_rank(request)
+        if prepare_rank_environment()
+        else run_ranks(request, ranks=choose_rank_count_and_device(request)[0])
+    )
 
 
-def own_ranks(request: Request) -> tuple[int, DeviceType]:
+def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceType]:
     """Returns the number of ranks to start on this machine, and their device type.
 
     The number is `run.ranks`, else the plan's, else one per GPU, or two on the CPU. Raises LaunchError for

@@ -22,7 +22,7 @@ ADAPTER = "default"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def add_adapter(
+def insert_adapters(
     model: nn.Module, section: AdapterSection, *, own_dtype: torch.dtype | None = None
 ) -> nn.Module:
     """Inserts adapters into `model`, in place, and freezes other parameters, except in `adapter.trained`.
@@ -34,10 +34,14 @@ def add_adapter(
     if section.rank == 0:
         return model
     peft = _import_peft()
-    targets = _targets(model, section)
-    trained = _named(model, section.trained, key="adapter.trained") if section.trained else []
+    targets = _list_adapter_target_names(model, section)
+    trained = (
+        _find_modules_by_name_ending(model, section.trained, key="adapter.trained") if section.trained else []
+    )
     modules = dict(model.named_modules())
-    config = lora_config(section, targets=targets, turned=any(is_turned(modules[name]) for name in targets))
+    config = make_lora_config(
+        section, targets=targets, turned=any(has_transposed_weight(modules[name]) for name in targets)
+    )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
@@ -51,18 +55,18 @@ def add_adapter(
     for module in trained:
         for parameter in module.parameters():
             parameter.requires_grad_(True)
-    _keep_base_in(model, own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype])
-    _initialise_by_itself(model, gaussian=section.options.get("init_lora_weights") == "gaussian")
+    _cast_frozen_parameters(model, own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype])
+    _set_adapter_initialisers(model, gaussian=section.options.get("init_lora_weights") == "gaussian")
     return model
 
 
-def lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
+def make_lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
     """Returns peft's LoraConfig for `targets`. `turned`: their weights are (in, out). Raises SpecError."""
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
     try:
         return _import_peft().LoraConfig(
             r=section.rank,
-            lora_alpha=_whole(section.alpha),
+            lora_alpha=_as_int_if_whole(section.alpha),
             lora_dropout=section.dropout,
             target_modules=targets,
             fan_in_fan_out=turned,
@@ -78,18 +82,20 @@ def _import_peft() -> Any:
     return import_quietly("peft")
 
 
-def _whole(number: float) -> float | int:
+def _as_int_if_whole(number: float) -> float | int:
     """Returns a whole number as int, which is how peft writes it, and any other number unchanged."""
     return int(number) if number == int(number) else number
 
 
-def _targets(model: nn.Module, section: AdapterSection) -> list[str]:
+def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
     """Returns the full names of the modules that get adapters. Raises SpecError if there are none."""
     if section.targets != "all-linear":
-        found = _named(model, section.targets, key="adapter.targets")
+        found = _find_modules_by_name_ending(model, section.targets, key="adapter.targets")
         names = {module: name for name, module in model.named_modules()}
         return [names[module] for module in found]
-    linear = [name for name, module in model.named_modules() if _is_linear(module) and _in_a_block(name)]
+    linear = [
+        name for name, module in model.named_modules() if _is_linear(module) and _is_in_numbered_block(name)
+    ]
     if not linear:
         raise SpecError(
             f"{type(model).__name__} has no linear module in a repeated block.",
@@ -100,20 +106,20 @@ def _targets(model: nn.Module, section: AdapterSection) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_turned(module)
+    return isinstance(module, nn.Linear) or has_transposed_weight(module)
 
 
-def is_turned(module: nn.Module) -> bool:
+def has_transposed_weight(module: nn.Module) -> bool:
     """Returns True for GPT-2's linear modules, Conv1D, whose weights are transposed: (in, out)."""
     return type(module).__name__ == "Conv1D"
 
 
-def _in_a_block(name: str) -> bool:
+def _is_in_numbered_block(name: str) -> bool:
     """Returns True for the name of a module inside a numbered block, which a head is not."""
     return any(part.isdigit() for part in name.split("."))
 
 
-def _named(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
+def _find_modules_by_name_ending(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
     """Returns the modules whose names end in one of `ends`. Raises SpecError for an end that matches none."""
     modules = {name: module for name, module in model.named_modules() if name}
     found: list[nn.Module] = []
@@ -130,7 +136,7 @@ def _named(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Modu
     return found
 
 
-def _keep_base_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _cast_frozen_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is None:
         return
     for parameter in model.parameters():
@@ -138,22 +144,24 @@ def _keep_base_in(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _initialise_by_itself(model: nn.Module, *, gaussian: bool) -> None:
+def _set_adapter_initialisers(model: nn.Module, *, gaussian: bool) -> None:
     """Sets initialisers of the adapters, apart from the model's. See [Note: initialised alone]."""
     own: set[nn.Module] = set()
-    for module, act in _initialisers(model, gaussian=gaussian):
+    for module, act in _iterate_adapter_initialisers(model, gaussian=gaussian):
         setattr(module, "reset_parameters", act)  # noqa: B010
         own.add(module)
     theirs: Callable[[nn.Module], object] | None = getattr(model, "_init_weights", None)
 
-    def init_weights(module: nn.Module) -> None:
+    def init_weights_except_adapters(module: nn.Module) -> None:
         if theirs is not None and module not in own:
             theirs(module)
 
-    setattr(model, "_init_weights", init_weights)  # noqa: B010
+    setattr(model, "_init_weights", init_weights_except_adapters)  # noqa: B010
 
 
-def _initialisers(model: nn.Module, *, gaussian: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+def _iterate_adapter_initialisers(
+    model: nn.Module, *, gaussian: bool
+) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
     """Yields (module that holds part of an adapter, function that initialises that part as peft does)."""
     for layer in model.modules():
         for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
@@ -163,12 +171,12 @@ def _initialisers(model: nn.Module, *, gaussian: bool) -> Iterator[tuple[nn.Modu
             part = parts[ADAPTER]
             if isinstance(part, nn.Module):
                 std = 1 / cast(dict[str, int], layer.r)[ADAPTER] if gaussian else None
-                yield part, partial(_fill, part, kind, std=std)
+                yield part, partial(_initialise_lora_module, part, kind, std=std)
             else:
-                yield parts, partial(_fill_embedding, parts, kind)
+                yield parts, partial(_initialise_lora_embedding, parts, kind)
 
 
-def _fill(part: Any, kind: str, *, std: float | None) -> None:
+def _initialise_lora_module(part: Any, kind: str, *, std: float | None) -> None:
     if kind == "lora_B":
         nn.init.zeros_(part.weight)
     elif std is not None:
@@ -179,7 +187,7 @@ def _fill(part: Any, kind: str, *, std: float | None) -> None:
         nn.init.zeros_(part.bias)
 
 
-def _fill_embedding(parts: Any, kind: str) -> None:
+def _initialise_lora_embedding(parts: Any, kind: str) -> None:
     if kind == "lora_embedding_A":
         nn.init.zeros_(parts[ADAPTER])
     else:

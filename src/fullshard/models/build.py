@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from fullshard.errors import SpecError
-from fullshard.models.adapters import add_adapter
+from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.huggingface import hf_model, own_dtype
-from fullshard.models.meta_init import without_parameters
-from fullshard.spec.dotted import import_object
+from fullshard.models.huggingface import build_hf_model, weight_dtype_in_config
+from fullshard.models.meta_init import construct_with_meta_parameters
+from fullshard.spec.dotted import import_callable
 from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.model_section import DecoderConfig, PythonModel
 from fullshard.spec.run import Run
@@ -19,17 +19,17 @@ def build_model(run: Run) -> nn.Module:
     section = run.model
     if isinstance(section, DecoderConfig):
         with torch.device("meta"):
-            return add_adapter(DecoderModel(section), run.adapter)
+            return insert_adapters(DecoderModel(section), run.adapter)
     if isinstance(section, PythonModel):
-        return add_adapter(python_model(section), run.adapter)
-    return add_adapter(hf_model(section), run.adapter, own_dtype=own_dtype(section))
+        return insert_adapters(build_python_model(section), run.adapter)
+    return insert_adapters(build_hf_model(section), run.adapter, own_dtype=weight_dtype_in_config(section))
 
 
-def python_model(section: PythonModel) -> nn.Module:
+def build_python_model(section: PythonModel) -> nn.Module:
     """Builds the module that the user's function `model.python` returns, on meta. Raises SpecError."""
-    factory = import_object(section.python, key="model.python")
+    factory = import_callable(section.python, key="model.python")
     try:
-        model = without_parameters(lambda: factory(**section.options))
+        model = construct_with_meta_parameters(lambda: factory(**section.options))
     except TypeError as error:
         raise SpecError(
             f"{section.python} cannot be called with these options.",
@@ -45,7 +45,7 @@ def python_model(section: PythonModel) -> nn.Module:
     return model
 
 
-def flops_per_token(model: nn.Module, run: Run) -> float | None:
+def decoder_flops_per_token(model: nn.Module, run: Run) -> float | None:
     """Returns the reference decoder's FLOP per token; None for other models, which `describe` counts."""
     section = run.model
     if not isinstance(section, DecoderConfig):

@@ -7,13 +7,13 @@ from torch import nn
 from fullshard.errors import SpecError
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
-from fullshard.spec.pretrained import locate, read_config
+from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
 
 _POSITIONS = "max_position_embeddings"
 
 
-def check_positions(model: nn.Module, run: Run) -> None:
+def check_sequence_length(model: nn.Module, run: Run) -> None:
     """Raises SpecError if the run's sequences are longer than the `max_position_embeddings` of the config."""
     if not is_causal_lm(model):
         return  # other models take unknown batches; the reference decoder was checked when the run was read
@@ -37,7 +37,7 @@ def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = 
     tokens: number of tokens that the data may have; None if unknown
     model: the built model, whose config is read; before it is built, [model] and its config.json are read
     """
-    rows = _rows_of(model, run)
+    rows = _find_vocabulary_rows(model, run)
     if rows is None or tokens is None or tokens <= rows:
         return
     key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
@@ -50,7 +50,7 @@ def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = 
     )
 
 
-def _rows_of(model: nn.Module | None, run: Run) -> int | None:
+def _find_vocabulary_rows(model: nn.Module | None, run: Run) -> int | None:
     """Returns the number of rows of the model's token embedding; None if unknown."""
     if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary
@@ -62,7 +62,7 @@ def _rows_of(model: nn.Module | None, run: Run) -> int | None:
         size = getattr(text, "vocab_size", None)
         return size if isinstance(size, int) else None
     try:
-        file = read_config(locate(run.model.hf))
+        file = read_config(locate_config_file(run.model.hf))
     except SpecError:  # data can be prepared on a machine without the model
         return None
     for values in (run.model.options, file):

@@ -148,13 +148,13 @@ class DecoderModel(nn.Module):
         With `documents`, a token attends only to earlier tokens of its document.
         """
         x = self.embedding(tokens)
-        mask = None if documents is None else _same_document(documents)
+        mask = None if documents is None else _causal_document_mask(documents)
         for block in self.blocks:
             x = block(x, self.positions, positions, mask)
         return self.head(self.norm(x))
 
 
-def _same_document(documents: Tensor) -> Tensor:
+def _causal_document_mask(documents: Tensor) -> Tensor:
     """Returns the causal mask within documents: bool (batch, 1, sequence, sequence), True: attended to."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)

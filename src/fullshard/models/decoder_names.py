@@ -5,7 +5,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.spec.model_section import DecoderConfig
-from fullshard.spec.weight_map import Part, Shape, WeightMap, whole
+from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor
 
 _BLOCK = {
     "attention_norm": "input_layernorm",
@@ -63,17 +63,17 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def llama_names(tensors: Mapping[str, Shape]) -> WeightMap:
+def llama_weight_map(tensors: Mapping[str, Shape]) -> WeightMap:
     """Returns the map of the decoder's tensors to Llama's. Raises CheckpointError for one Llama lacks."""
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[BoxCopy, ...]] = {}
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():
-        new = _llama_name(name)
-        parts[new], shapes[new] = whole(name, shape), shape
+        new = _llama_tensor_name(name)
+        parts[new], shapes[new] = map_unchanged_tensor(name, shape), shape
     return WeightMap(parts=parts, shapes=shapes)
 
 
-def _llama_name(name: str) -> str:
+def _llama_tensor_name(name: str) -> str:
     module, _, kind = name.rpartition(".")
     if module in _AROUND:
         return f"{_AROUND[module]}.{kind}"

@@ -23,7 +23,7 @@ def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor]
         return None
     batch: dict[str, Tensor] = {}
     if "pixel_values" in takes:
-        shape = _image(config)
+        shape = _find_image_shape(config)
         if shape is None:
             return None
         batch["pixel_values"] = torch.empty((rows, *shape), device="meta")
@@ -40,7 +40,7 @@ def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor]
     return batch
 
 
-def _image(config: Any) -> tuple[int, int, int] | None:
+def _find_image_shape(config: Any) -> tuple[int, int, int] | None:
     """Returns (channels, height, width) of the model's images; None if unknown."""
     part = getattr(config, "vision_config", config)
     size, channels = getattr(part, "image_size", None), getattr(part, "num_channels", 3)

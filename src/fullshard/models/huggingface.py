@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.models.meta_init import without_parameters
+from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.models.quiet_import import import_quietly
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.spec.pretrained import check_sizes, locate, read_config
-from fullshard.spec.small_files import ForeignErrors
+from fullshard.spec.pretrained import check_config_sizes, locate_config_file, read_config
+from fullshard.spec.small_files import ForeignErrorTranslator
 
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"
@@ -37,12 +37,12 @@ def meta_model(config_path: str | Path) -> nn.Module:
     """Builds the model that `config_path` describes, with parameters on the meta device and real buffers.
 
     `config_path` is a config.json, its directory, or the name of a model in the local cache. Raises the same
-    errors as `hf_model`.
+    errors as `build_hf_model`.
     """
-    return hf_model(HuggingFaceModel(hf=str(config_path)))
+    return build_hf_model(HuggingFaceModel(hf=str(config_path)))
 
 
-def hf_model(section: HuggingFaceModel) -> nn.Module:
+def build_hf_model(section: HuggingFaceModel) -> nn.Module:
     """Builds the transformers model that `section` names, for training: in fp32, without key/value cache.
 
     Parameters are on the meta device. Code that comes with the model is run only with `trust_remote_code`.
@@ -51,21 +51,21 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
     config without a transformers model, an option that the config does not have, and an attention
     implementation that the model does not support.
     """
-    config = hf_config(section)
-    model_class = _model_class(section, config)
+    config = build_hf_config(section)
+    model_class = _choose_model_class(section, config)
     attention = None if section.attention == "auto" else section.attention
     build: Any = getattr(model_class, "_from_config", None)
-    if build is None:  # an auto class; `_model_class` has checked code beside it
+    if build is None:  # an auto class; `_choose_model_class` has checked code beside it
         build = partial(model_class.from_config, trust_remote_code=False)
 
-    def refused(got: str) -> SpecError:
+    def model_build_error(got: str) -> SpecError:
         fix = 'model.attention = "auto" or "eager"' if attention and attention in got else None
         name = getattr(model_class, "__name__", model_class)
-        what = f"{section.source}: transformers cannot build {name} of it."
+        what = f"{section.setting_text}: transformers cannot build {name} of it."
         return SpecError(what, got=got, fix=fix)
 
-    with ForeignErrors(refused):
-        return without_parameters(
+    with ForeignErrorTranslator(model_build_error):
+        return construct_with_meta_parameters(
             lambda: build(config, dtype=torch.float32, attn_implementation=attention)  # None: the model's own
         )
 
@@ -78,53 +78,55 @@ def import_transformers(source: str) -> Any:
     return importlib.import_module("transformers")
 
 
-def hf_config(section: HuggingFaceModel) -> Any:
-    """Returns the transformers config with `model.options` applied. Raises the same errors as `hf_model`."""
-    import_transformers(section.source)
-    path = locate(section.hf)
+def build_hf_config(section: HuggingFaceModel) -> Any:
+    """Returns the transformers config with `model.options` applied. Raises like `build_hf_model`."""
+    import_transformers(section.setting_text)
+    path = locate_config_file(section.hf)
     data = read_config(path)
-    check_sizes(data, source=str(path))
+    check_config_sizes(data, source=str(path))
     kind = data.get("model_type")
     if not isinstance(kind, str):
         raise SpecError(
-            f"{section.source}: {path} is no config.json of a model.",
+            f"{section.setting_text}: {path} is no config.json of a model.",
             got=f"an object with {', '.join(list(data)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text",
         )
-    config_class = _config_class(section, data, path=path)
+    config_class = _choose_config_class(section, data, path=path)
     data.pop("quantization_config", None)  # describes packed weights; training uses unpacked ones
     if not section.trust_remote_code:
-        data = without_code(data)
-    with ForeignErrors(lambda got: SpecError(f"{section.source}: {path} is not valid.", got=got)):
+        data = remove_code_references(data)
+    with ForeignErrorTranslator(
+        lambda got: SpecError(f"{section.setting_text}: {path} is not valid.", got=got)
+    ):
         config = config_class.from_dict(dict(data))
         if section.options:
-            changed = _with_options(data, section, config=config)
-            check_sizes(changed, source=f"{section.source}, with model.options")
+            changed = _apply_config_options(data, section, config=config)
+            check_config_sizes(changed, source=f"{section.setting_text}, with model.options")
             config = config_class.from_dict(changed)
-    for part in _parts(config):
+    for part in _iterate_config_parts(config):
         part.use_cache = False  # only generation needs the key/value cache
     return config
 
 
-def _config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: Path) -> Any:
-    transformers = import_transformers(section.source)
-    kind, beside = str(data["model_type"]), code_beside(data).get("AutoConfig")
+def _choose_config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: Path) -> Any:
+    transformers = import_transformers(section.setting_text)
+    kind, beside = str(data["model_type"]), auto_map_class_references(data).get("AutoConfig")
     if beside is not None and section.trust_remote_code:
-        return class_beside(beside, directory=path.parent, source=section.source)
+        return load_class_from_model_code(beside, directory=path.parent, source=section.setting_text)
     if kind in transformers.CONFIG_MAPPING:
         return transformers.CONFIG_MAPPING[kind]
     if beside is not None:
-        raise not_trusted(section, beside)
+        raise untrusted_model_code_error(section, beside)
     near = difflib.get_close_matches(kind, list(transformers.CONFIG_MAPPING), n=3)
     raise SpecError(
-        f"{section.source}: transformers {transformers.__version__} has no model {kind!r}.",
+        f"{section.setting_text}: transformers {transformers.__version__} has no model {kind!r}.",
         fix=" or ".join([*near, "a newer transformers", 'model.python = "package.module:factory"']),
     )
 
 
-def own_dtype(section: HuggingFaceModel) -> torch.dtype | None:
+def weight_dtype_in_config(section: HuggingFaceModel) -> torch.dtype | None:
     """Returns the dtype of the weights according to config.json; None if it does not define one."""
-    data = read_config(locate(section.hf))
+    data = read_config(locate_config_file(section.hf))
     found = getattr(torch, str(data.get("dtype", data.get("torch_dtype"))), None)
     return found if isinstance(found, torch.dtype) else None
 
@@ -134,12 +136,14 @@ def is_causal_lm(model: nn.Module) -> bool:
     if not hasattr(getattr(model, "config", None), "model_type"):
         return False
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    beside = code_beside(vars(model.config)).get(_CAUSAL, "")
+    beside = auto_map_class_references(vars(model.config)).get(_CAUSAL, "")
     names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), beside.rpartition(".")[2]}
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
-def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
+def _apply_config_options(
+    data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any
+) -> dict[str, Any]:
     """Returns `data`, the values of config.json, with the options of `section` applied.
 
     An option is named as in the config, or by the name common to all models (`num_hidden_layers`). The option
@@ -153,7 +157,7 @@ def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config:
         if not hasattr(config, option):
             near = difflib.get_close_matches(option, list(config.to_dict()), n=2, cutoff=0.5)
             raise SpecError(
-                f"{section.source}: its config has no {option!r}.",
+                f"{section.setting_text}: its config has no {option!r}.",
                 got=f"model.options.{option} = {value!r}",
                 fix=" or ".join(f"model.options.{key}" for key in near) or None,
             )
@@ -161,15 +165,15 @@ def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config:
         part = getattr(config, option)
         if isinstance(value, Mapping) and hasattr(part, "to_dict"):
             inner = section.model_copy(update={"options": dict(value)})
-            changed[key] = _with_options(changed.get(key) or part.to_dict(), inner, config=part)
+            changed[key] = _apply_config_options(changed.get(key) or part.to_dict(), inner, config=part)
             continue
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
-            changed = _with_layers(changed, before=part, now=value)
+            changed = _resize_per_layer_lists(changed, before=part, now=value)
         changed[key] = value
     return changed
 
 
-def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
+def _resize_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
     """Cuts lists with one entry per layer to `now` layers; drops shorter ones, which the config rebuilds."""
     per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
     return {
@@ -179,51 +183,53 @@ def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str,
     }
 
 
-def _parts(config: Any) -> Iterable[Any]:
+def _iterate_config_parts(config: Any) -> Iterable[Any]:
     """Yields the config, and the configs of its parts, such as a text and an image model."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)
         if part is not None:
-            yield from _parts(part)
+            yield from _iterate_config_parts(part)
 
 
-def _model_class(section: HuggingFaceModel, config: Any) -> Any:
-    transformers = import_transformers(section.source)
+def _choose_model_class(section: HuggingFaceModel, config: Any) -> Any:
+    transformers = import_transformers(section.setting_text)
     name = section.architecture
     if name == "auto":
         named: Any = getattr(config, "architectures", None)
         name = str(named[0]) if isinstance(named, list) and named else _CAUSAL
-    path = locate(section.hf)
-    beside = code_beside(read_config(path))
+    path = locate_config_file(section.hf)
+    beside = auto_map_class_references(read_config(path))
     by_class = {reference.rpartition(".")[2]: reference for reference in beside.values()}
     reference = by_class.get(name) or beside.get(name)
     if reference is not None and section.trust_remote_code:
-        return class_beside(reference, directory=path.parent, source=section.source)
+        return load_class_from_model_code(reference, directory=path.parent, source=section.setting_text)
     found: Any = getattr(transformers, name, None)
     is_auto = hasattr(found, "from_config")
     if reference is not None and (found is None or (is_auto and type(config) not in found._model_mapping)):
-        raise not_trusted(section, reference)
+        raise untrusted_model_code_error(section, reference)
     if is_auto or hasattr(found, "_from_config"):
         return found
     models = [one for one in dir(transformers) if one.startswith(name.partition("For")[0]) and "For" in one]
     near = difflib.get_close_matches(name, models or dir(transformers), n=3)
     raise SpecError(
-        f"{section.source}: transformers {transformers.__version__} has no model class {name!r}.",
+        f"{section.setting_text}: transformers {transformers.__version__} has no model class {name!r}.",
         fix=" or ".join(f'model.architecture = "{one}"' for one in near) or "a newer transformers",
     )
 
 
 # Code beside a model #
-def without_code(value: Any) -> Any:
+def remove_code_references(value: Any) -> Any:
     """Returns a config, as JSON values, without the keys that name code to run, at any depth."""
     if isinstance(value, Mapping):
         config = cast(Mapping[str, Any], value)
-        return {key: without_code(part) for key, part in config.items() if key not in _NAMES_CODE}
-    return [without_code(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
+        return {key: remove_code_references(part) for key, part in config.items() if key not in _NAMES_CODE}
+    return (
+        [remove_code_references(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
+    )
 
 
-def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
+def auto_map_class_references(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the config's `auto_map`: auto class -> `file.Class`, a class in a file beside the config."""
     named = config.get(_AUTO_MAP)
     if not isinstance(named, Mapping):
@@ -231,7 +237,7 @@ def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
     return {str(k): v for k, v in cast(Mapping[Any, Any], named).items() if isinstance(v, str)}
 
 
-def class_beside(reference: str, *, directory: Path, source: str) -> Any:
+def load_class_from_model_code(reference: str, *, directory: Path, source: str) -> Any:
     """Runs the file in `directory` that `reference` (`file.Class`) names; returns the class."""
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
@@ -243,10 +249,10 @@ def class_beside(reference: str, *, directory: Path, source: str) -> Any:
         ) from error
 
 
-def not_trusted(section: HuggingFaceModel, needed: str) -> SpecError:
+def untrusted_model_code_error(section: HuggingFaceModel, needed: str) -> SpecError:
     """Returns the error for a model that needs the class `needed` (`file.Class`) but is not trusted."""
     return SpecError(
-        f"{section.source} comes with Python code of its own, which is not run.",
+        f"{section.setting_text} comes with Python code of its own, which is not run.",
         got=f"auto_map names {needed}, and model.trust_remote_code = false",
         why="the code may do whatever you may do on this machine",
         fix="read the code, then model.trust_remote_code = true; "

@@ -32,7 +32,7 @@ _TABLES = (
 _Kept = float | NDArray[np.float64]
 
 
-def without_parameters(
+def construct_with_meta_parameters(
     construct: Callable[[], nn.Module], *, most_parameters: int = _MOST_PARAMETERS
 ) -> nn.Module:
     """Returns the module that `construct()` builds, with parameters on the meta device and real buffers.
@@ -45,16 +45,17 @@ def without_parameters(
     The seed is fixed, so that values are the same on every rank. Raises SpecError for more than
     `most_parameters` or very large tables, before a wrong number in a config uses up all memory.
     """
-    with torch.random.fork_rng(devices=[]), _EmptyOnMeta(most_parameters):
+    with torch.random.fork_rng(devices=[]), _MakeEmptyTensorsOnMeta(most_parameters):
         torch.manual_seed(0)
         model = construct()
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        _let_go(model)
-        setattr(model, "_init_weights", _with_constructed_values(getattr(model, "_init_weights", None)))  # noqa: B010
+        _replace_parameters_by_meta(model)
+        initialise = _constructed_values_initialiser(getattr(model, "_init_weights", None))
+        setattr(model, "_init_weights", initialise)  # noqa: B010
     return model
 
 
-class _EmptyOnMeta(TorchFunctionMode):
+class _MakeEmptyTensorsOnMeta(TorchFunctionMode):
     """Makes `torch.empty` return meta tensors. Limits their number, and the sizes of other new tensors."""
 
     def __init__(self, most_parameters: int) -> None:
@@ -69,10 +70,10 @@ class _EmptyOnMeta(TorchFunctionMode):
             if self.made > self.most:
                 raise SpecError("the model has too many parameters.", got=f"more than {self.most:,} tensors")
         elif func in _TABLES and given.get("device") != "meta":
-            self._check_table(func, args, given=given)
+            self._check_new_tensor_size(func, args, given=given)
         return func(*args, **given)
 
-    def _check_table(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
+    def _check_new_tensor_size(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
         """Raises SpecError if `func` would make a tensor that is too large; runs it on the meta device."""
         planned = func(*args, **{**given, "device": "meta"})
         if planned.nbytes > _MOST_TABLE_BYTES:
@@ -83,7 +84,7 @@ class _EmptyOnMeta(TorchFunctionMode):
             )
 
 
-def _let_go(model: nn.Module) -> None:
+def _replace_parameters_by_meta(model: nn.Module) -> None:
     """Replaces every real parameter by one on the meta device, and keeps its values in the module."""
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -94,12 +95,12 @@ def _let_go(model: nn.Module) -> None:
                 data = torch.empty_like(parameter, device="meta")
                 replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[key] = replaced[id(parameter)]  # pyright: ignore[reportPrivateUsage]
-            value = _kept(parameter.detach())
+            value = _constructed_values_to_keep(parameter.detach())
             if value is not None and not hasattr(module, "reset_parameters"):
                 vars(module).setdefault(_VALUES, {})[key] = value
 
 
-def _kept(value: Tensor) -> _Kept | None:
+def _constructed_values_to_keep(value: Tensor) -> _Kept | None:
     """Returns a parameter's values to keep: a number if all are equal, else an array; None if too many."""
     if value.numel() and bool((value == value.flatten()[0]).all()):
         return float(value.flatten()[0].item())
@@ -107,10 +108,12 @@ def _kept(value: Tensor) -> _Kept | None:
     return value.double().numpy() if value.numel() <= _MOST_KEPT else None
 
 
-def _with_constructed_values(then: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], None]:
+def _constructed_values_initialiser(
+    then: Callable[[nn.Module], object] | None,
+) -> Callable[[nn.Module], None]:
     """Returns an initialiser of one module, which sets the constructor's values, then calls `then`."""
 
-    def initialise(module: nn.Module) -> None:
+    def set_constructed_values(module: nn.Module) -> None:
         values: dict[str, _Kept] = vars(module).get(_VALUES, {})
         with torch.no_grad():
             for key, value in values.items():
@@ -118,4 +121,4 @@ def _with_constructed_values(then: Callable[[nn.Module], object] | None) -> Call
         if then is not None:
             then(module)
 
-    return initialise
+    return set_constructed_values

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fullshard.errors import TrainError
 
 
-def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the model's keyword arguments for positions and documents; empty if `batch` has neither.
 
     batch["positions"] and batch["documents"] are int64 (microbatch, sequence). A transformers model gets
@@ -25,26 +25,26 @@ def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, 
     if not hasattr(config, "model_type"):
         given = {"positions": positions, "documents": documents}
         arguments = {name: tensor for name, tensor in given.items() if tensor is not None}
-        _check_takes(model, arguments)
+        _check_forward_accepts(model, arguments)
         return arguments
     tokens = batch["tokens"]
     if documents is None:
         documents = torch.zeros_like(tokens)  # else the model infers documents from restarting positions
     if positions is None:
-        positions = _positions_of(documents)
+        positions = _positions_within_documents(documents)
     attention = str(getattr(config, "_attn_implementation", "eager"))
     if attention.startswith("flash"):  # finds the documents by restarting positions
-        arguments = {"position_ids": _positions_of(documents)}
+        arguments = {"position_ids": _positions_within_documents(documents)}
     else:
         arguments = {
             "position_ids": positions,
-            "attention_mask": _masks(config, documents, attention=attention),
+            "attention_mask": _attention_masks_by_layer_kind(config, documents, attention=attention),
         }
-    _check_takes(model, arguments)
+    _check_forward_accepts(model, arguments)
     return arguments
 
 
-def _check_takes(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+def _check_forward_accepts(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     takes = inspect.signature(model.forward).parameters
     missing = [name for name in arguments if name not in takes]
     if missing:
@@ -56,7 +56,7 @@ def _check_takes(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _positions_of(documents: Tensor) -> Tensor:
+def _positions_within_documents(documents: Tensor) -> Tensor:
     """Returns (batch, sequence): for each token, the number of earlier tokens of its document."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -64,12 +64,12 @@ def _positions_of(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
+def _attention_masks_by_layer_kind(config: Any, documents: Tensor, *, attention: str) -> Any:
     """Returns one mask for all layers, or a dict with one mask per kind of layer, as the models expect."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
-        return _mask(documents, attention=attention, window=window)
+        return _document_attention_mask(documents, attention=attention, window=window)
     windows = {"full_attention": None, "sliding_attention": window}
     if unknown := kinds - set(windows):
         raise TrainError(
@@ -77,18 +77,21 @@ def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
             got="a batch with documents",
             fix="data.document_mask = false",
         )
-    masks = {kind: _mask(documents, attention=attention, window=windows[kind]) for kind in sorted(kinds)}
+    masks = {
+        kind: _document_attention_mask(documents, attention=attention, window=windows[kind])
+        for kind in sorted(kinds)
+    }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
+def _document_attention_mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
     """Returns the causal mask within documents, over the last `window` tokens if that is set.
 
     `flex_attention` gets a BlockMask. Others get (batch, 1, sequence, sequence): `eager` floats to add to the
     scores, the rest bool, True where attended to.
     """
     if attention == "flex_attention":
-        return _block_mask(documents, window=window)
+        return _flex_attention_block_mask(documents, window=window)
     index = torch.arange(documents.shape[1], device=documents.device)
     distance = index[:, None] - index[None, :]
     near = (distance >= 0) & (distance < window) if window else distance >= 0
@@ -100,14 +103,14 @@ def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
     return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, lowest)
 
 
-def _block_mask(documents: Tensor, *, window: int | None) -> Any:
+def _flex_attention_block_mask(documents: Tensor, *, window: int | None) -> Any:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     rows, length = documents.shape
 
-    def sees(  # signature: torch's mask_mod
+    def is_attended_to(  # signature: torch's mask_mod
         row: Tensor, _head: Tensor, query: Tensor, key: Tensor
     ) -> Tensor:
         same = (documents[row, query] == documents[row, key]) & (query >= key)
         return same & (query - key < window) if window else same
 
-    return flex.create_block_mask(sees, rows, None, length, length, device=documents.device)
+    return flex.create_block_mask(is_attended_to, rows, None, length, length, device=documents.device)

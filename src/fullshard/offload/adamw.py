@@ -12,20 +12,25 @@ from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import SpecError
-from fullshard.offload.device_update import DeviceUpdate, Slice
+from fullshard.offload.device_update import DeviceUpdate, GroupPieceOnDevice
 from fullshard.offload.gather_source import ShardCopies
-from fullshard.offload.gradients import Gradients
+from fullshard.offload.gradients import GradientStore
 from fullshard.offload.lazy_tensor import LazyTensor
-from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
+from fullshard.offload.rounding import (
+    AdamOptions,
+    adamw_with_stochastic_rounding,
+    round_stochastically,
+    shard_index,
+)
 from fullshard.offload.state import OffloadedState
-from fullshard.offload.store import Parts
-from fullshard.spec.groups import Group, Segment
+from fullshard.offload.store import MasterAndMoments
+from fullshard.spec.groups import OffloadGroup, ShardSegment
 
 _CHUNK = 1 << 20  # bf16 moment elements held in fp32 at once
 
 
 @dataclass(frozen=True)
-class _GroupUpdate:
+class _ParameterUpdateInputs:
     """Inputs for the update of one parameter: its flat gradient, step count, options, and rounding seed."""
 
     gradient: Tensor
@@ -52,7 +57,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         params: Iterable[Any],
         offloaded: OffloadedState,
         *,
-        gradients: Gradients,
+        gradients: GradientStore,
         defaults: AdamOptions,
         seed: int = 0,
         on_device: DeviceUpdate | None = None,
@@ -63,9 +68,9 @@ class StreamingAdamW(torch.optim.Optimizer):
         self._on_device = on_device
 
     @property
-    def saved_as(self) -> str:
+    def optimizer_name_in_checkpoint(self) -> str:
         """Name of the optimizer class that resumes from this state without offload, for checkpoints."""
-        masters = {p.dtype for p, *_ in self._parameters()}
+        masters = {p.dtype for p, *_ in self._iterate_parameters_and_options()}
         return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
 
     @property
@@ -82,12 +87,12 @@ class StreamingAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
-        self.settle()
+        self.wait_for_update()
         factor, self.gradient_factor = self.gradient_factor, 1.0
-        names, jobs = self.offloaded.names_of, dict[str, _GroupUpdate]()
-        for place, (parameter, group) in enumerate(self._parameters(), start=1):
+        names, jobs = self.offloaded.names_of, dict[str, _ParameterUpdateInputs]()
+        for place, (parameter, group) in enumerate(self._iterate_parameters_and_options(), start=1):
             name = names.get(parameter)
-            gradient = parameter.grad if name is None else self.gradients.of(name)
+            gradient = parameter.grad if name is None else self.gradients.find_gradient(name)
             if gradient is None:
                 continue
             state = self.state[parameter]
@@ -97,21 +102,21 @@ class StreamingAdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
-            job = _GroupUpdate(local_tensor(gradient).reshape(-1), state["step"], options, seed)
+            job = _ParameterUpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
             else:
-                self._update_here(parameter, job, factor=factor)
+                self._update_parameter_not_offloaded(parameter, job, factor=factor)
 
-        update = partial(_update, jobs, factor=factor)
+        update = partial(_update_group, jobs, factor=factor)
         if self._on_device is not None:
-            update = partial(_update_there, jobs, on_device=self._on_device, factor=factor)
-        self.offloaded.update(update, release=lambda name: jobs.pop(name, None))
+            update = partial(_update_group_on_device, jobs, on_device=self._on_device, factor=factor)
+        self.offloaded.start_update(update, release=lambda name: jobs.pop(name, None))
         return loss
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Waits until the last update has finished. Raises the error of a failed update."""
-        self.offloaded.settle()
+        self.offloaded.wait_for_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -123,9 +128,9 @@ class StreamingAdamW(torch.optim.Optimizer):
         As in torch, the tensors show the results of later steps. Tensors on a drive are read at each use. A
         deep copy, or a saved file, holds the present values.
         """
-        self.settle()
+        self.wait_for_update()
         found = super().state_dict()
-        for index, (parameter, _) in enumerate(self._parameters()):
+        for index, (parameter, _) in enumerate(self._iterate_parameters_and_options()):
             name = self.offloaded.names_of.get(parameter)
             if index in found["state"] and name is not None:
                 found["state"][index] = found["state"][index] | self.offloaded.live_tensors(name)
@@ -138,19 +143,22 @@ class StreamingAdamW(torch.optim.Optimizer):
         of other shapes, before anything is changed, and OffloadError if the drive fails. After an error
         half-way, the state is unusable until a complete state is loaded.
         """
-        self.offloaded.settle(to_load=True)
-        index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters())}
+        self.offloaded.wait_for_update(to_load=True)
+        index = {
+            self.offloaded.names_of.get(p): i
+            for i, (p, _) in enumerate(self._iterate_parameters_and_options())
+        }
         saved: dict[str, dict[str, Tensor]] = {}
         rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
         for name in self.offloaded.names:
             own, now = rest.pop(index[name], {}), self.offloaded.live_tensors(name)
-            new = {key: own[key] for key in Parts._fields if key in own}
-            _require_same_shards(name, new, now=now)
+            new = {key: own[key] for key in MasterAndMoments._fields if key in own}
+            _check_shard_shapes(name, new, now=now)
             saved[name] = {"master": now["master"]} | new
             if "step" in own:
                 rest[index[name]] = {"step": own["step"]}
-        self._take_over(state_dict | {"state": rest})
-        with closing(self.offloaded.refill(keep=True)) as portions:
+        self._load_state_not_offloaded(state_dict | {"state": rest})
+        with closing(self.offloaded.iterate_tensors_to_fill(keep=True)) as portions:
             for portion in portions:
                 for name, new in portion.items():
                     for key, tensor in new.items():
@@ -158,7 +166,7 @@ class StreamingAdamW(torch.optim.Optimizer):
                         target = local_tensor(tensor)
                         target.zero_() if one is None else target.copy_(local_tensor(one))
 
-    def _take_over(self, state_dict: dict[str, Any]) -> None:
+    def _load_state_not_offloaded(self, state_dict: dict[str, Any]) -> None:
         """Loads the state that is not offloaded into its present tensors, which any `state_dict` shares."""
         before = {parameter: dict(state) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
@@ -168,12 +176,14 @@ class StreamingAdamW(torch.optim.Optimizer):
                     own = before.get(parameter, {}).get(key)
                     state[key] = new.clone() if own is None else own.copy_(new)
 
-    def _parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def _iterate_parameters_and_options(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
                 yield parameter, group
 
-    def _update_here(self, parameter: Tensor, job: _GroupUpdate, *, factor: float) -> None:
+    def _update_parameter_not_offloaded(
+        self, parameter: Tensor, job: _ParameterUpdateInputs, *, factor: float
+    ) -> None:
         state = self.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
@@ -182,60 +192,68 @@ class StreamingAdamW(torch.optim.Optimizer):
             torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]
         own = [one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         if parameter.dtype is torch.bfloat16:
-            _rounded(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)
+            _update_bf16_master(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)
         else:
-            steps = [_step(job, parameter.device)]
-            _fused([[one] for one in own], [job.gradient], steps=steps, options=job.options)
+            steps = [_step_count_on_device(job, parameter.device)]
+            _run_fused_adamw([[one] for one in own], [job.gradient], steps=steps, options=job.options)
 
 
-def _update_there(  # signature: as `_update`
-    jobs: Mapping[str, _GroupUpdate], group: Group, parts: Parts, *, on_device: DeviceUpdate, factor: float
+def _update_group_on_device(  # signature: as `_update_group`
+    jobs: Mapping[str, _ParameterUpdateInputs],
+    group: OffloadGroup,
+    parts: MasterAndMoments,
+    *,
+    on_device: DeviceUpdate,
+    factor: float,
 ) -> None:
-    def change(piece: Slice) -> None:
-        _update(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)
+    def update_piece(piece: GroupPieceOnDevice) -> None:
+        _update_group(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)
 
     own = {one.name: job.gradient for one in group.segments if (job := jobs.get(one.name)) is not None}
-    on_device.update(group, parts, gradients=own, change=change)
+    on_device.update_group(group, parts, gradients=own, change=update_piece)
 
 
-def _update(  # signature: bound arguments, and those of `OffloadedState.update`
-    jobs: Mapping[str, _GroupUpdate],
-    group: Group,
-    parts: Parts,
+def _update_group(  # signature: bound arguments, and those of `OffloadedState.update`
+    jobs: Mapping[str, _ParameterUpdateInputs],
+    group: OffloadGroup,
+    parts: MasterAndMoments,
     *,
     factor: float,
     gradient: Tensor | None = None,
 ) -> None:
     """Updates one group. `gradient` is laid out like each part; if None, each job's own gradient is used."""
-    alike: dict[AdamOptions, list[tuple[_GroupUpdate, Segment]]] = defaultdict(list)
+    alike: dict[AdamOptions, list[tuple[_ParameterUpdateInputs, ShardSegment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
         if job is not None:
             alike[job.options].append((job, segment))
     for options, own in alike.items():
         gradients = [
-            job.gradient[one.in_shard] if gradient is None else gradient[one.in_group] for job, one in own
+            job.gradient[one.slice_in_shard] if gradient is None else gradient[one.slice_in_group]
+            for job, one in own
         ]
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
-        cut = [[part[one.in_group] for _, one in own] for part in parts]
+        cut = [[part[one.slice_in_group] for _, one in own] for part in parts]
         if parts.master.dtype is parts.exp_avg.dtype is torch.float32:
-            steps = [_step(job, parts.master.device) for job, _ in own]
-            _fused(cut, gradients, steps=steps, options=options)
+            steps = [_step_count_on_device(job, parts.master.device) for job, _ in own]
+            _run_fused_adamw(cut, gradients, steps=steps, options=options)
             continue
-        change = _with_rounded_moments if parts.master.dtype is torch.float32 else _rounded
+        change = (
+            _update_fp32_master_bf16_moments if parts.master.dtype is torch.float32 else _update_bf16_master
+        )
         for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
             change(job, g, state=tuple(state), begin=one.begin)
 
 
-def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
+def _step_count_on_device(job: _ParameterUpdateInputs, device: torch.device) -> Tensor:
     """Returns the step count on `device` for the fused kernel. `torch.full` avoids a blocking copy."""
     if job.step.device == device:
         return job.step
     return torch.full((), job.step.item(), dtype=torch.float32, device=device)
 
 
-def _fused(
+def _run_fused_adamw(
     state: list[list[Tensor]], gradients: list[Tensor], *, steps: list[Tensor], options: AdamOptions
 ) -> None:
     """Runs torch's fused kernel. `state` lists the values, the first moments and the second moments."""
@@ -258,32 +276,41 @@ def _fused(
     )
 
 
-def _rounded(job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
+def _update_bf16_master(
+    job: _ParameterUpdateInputs, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
+) -> None:
     value, first, second = state
-    generator = _generator(job, begin, device=value.device)
+    generator = _make_rounding_generator(job, begin, device=value.device)
     step = int(job.step.item())
-    adamw_rounded((value, first, second), gradient, step=step, options=job.options, generator=generator)
+    adamw_with_stochastic_rounding(
+        (value, first, second), gradient, step=step, options=job.options, generator=generator
+    )
 
 
-def _with_rounded_moments(
-    job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
+def _update_fp32_master_bf16_moments(
+    job: _ParameterUpdateInputs, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
 ) -> None:
     """Updates an fp32 master with the fused kernel, converting a chunk of its bf16 moments at a time."""
-    generator, step = _generator(job, begin, device=gradient.device), _step(job, gradient.device)
+    generator, step = (
+        _make_rounding_generator(job, begin, device=gradient.device),
+        _step_count_on_device(job, gradient.device),
+    )
     for at in range(0, gradient.numel(), _CHUNK):
         value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))
         exact = first.float(), second.float()
-        _fused([[value], [exact[0]], [exact[1]]], [g], steps=[step], options=job.options)
+        _run_fused_adamw([[value], [exact[0]], [exact[1]]], [g], steps=[step], options=job.options)
         for target, moment in zip((first, second), exact, strict=True):
             round_stochastically(moment, out=target, generator=generator)
 
 
-def _generator(job: _GroupUpdate, begin: int, *, device: torch.device) -> torch.Generator:
+def _make_rounding_generator(
+    job: _ParameterUpdateInputs, begin: int, *, device: torch.device
+) -> torch.Generator:
     seed = job.seed if begin == 0 else hash((job.seed, begin))
     return torch.Generator(device).manual_seed(seed & (2**63 - 1))
 
 
-def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
+def _check_shard_shapes(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
     for key, tensor in new.items():
         own, found = local_tensor(now[key]), local_tensor(tensor) if isinstance(tensor, Tensor) else None
         read = isinstance(found, LazyTensor) or (found is not None and not found.is_meta)

@@ -18,75 +18,75 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.store import Parts, dtypes_of
-from fullshard.spec.groups import Group, Segment, piece_elements
+from fullshard.offload.store import MasterAndMoments, master_and_moment_dtypes
+from fullshard.spec.groups import OffloadGroup, ShardSegment, copy_chunk_elements
 
 _BUFFERS = 2
 
 
-class Slice(NamedTuple):
+class GroupPieceOnDevice(NamedTuple):
     """A piece of a group in device memory, as a group of its own. `gradient` is laid out like each part."""
 
-    group: Group
-    state: Parts
+    group: OffloadGroup
+    state: MasterAndMoments
     gradient: Tensor
 
 
-class CopyStream(Protocol):
+class WorkStream(Protocol):
     """Runs enqueued functions in order, without blocking the host."""
 
-    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         """Enqueues `act`, to run after the events `after` of other streams. Returns the event of its end."""
         ...
 
-    def use(self, memory: Tensor) -> None:
+    def make_memory_safe_to_use(self, memory: Tensor) -> None:
         """Makes memory that was just allocated safe for use by the functions of this stream."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until all enqueued functions have run."""
         ...
 
 
-class CopyStreams(NamedTuple):
+class DeviceUpdateStreams(NamedTuple):
     """The streams that copy pieces to the device, update them, and copy them back."""
 
-    into: CopyStream
-    change: CopyStream
-    out: CopyStream
+    into: WorkStream
+    change: WorkStream
+    out: WorkStream
 
 
-class SyncCopy:
-    """Stream without CUDA: `put` runs the function before it returns."""
+class SynchronousStream:
+    """Stream without CUDA: `enqueue` runs the function before it returns."""
 
-    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         act()
 
-    def use(self, memory: Tensor) -> None: ...
+    def make_memory_safe_to_use(self, memory: Tensor) -> None: ...
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
-class AsyncCopy:
-    """CUDA stream to which any thread may add functions: `put` sets the current device for each."""
+class CudaStream:
+    """CUDA stream to which any thread may add functions: `enqueue` sets the current device for each."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         for event in after:
             self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
             act()
             return self._stream.record_event()
 
-    def use(self, memory: Tensor) -> None:
+    def make_memory_safe_to_use(self, memory: Tensor) -> None:
         # Work enqueued earlier on the current stream may still use this memory, so this stream waits for it.
         # When the memory is freed, the allocator must not reuse it before this stream is done with it.
         self._stream.wait_stream(torch.cuda.current_stream(memory.device))
         memory.record_stream(self._stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._stream.synchronize()
 
 
@@ -99,31 +99,33 @@ class DeviceUpdate:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[OffloadGroup],
         *,
         device: torch.device,
         moments: torch.dtype | None,
-        streams: CopyStreams | None = None,
+        streams: DeviceUpdateStreams | None = None,
     ) -> None:
-        self._elements, self._moments = piece_elements(groups), moments
+        self._elements, self._moments = copy_chunk_elements(groups), moments
         on_gpu = device.type == "cuda"
-        self._streams = streams or CopyStreams(
-            *((AsyncCopy(device) if on_gpu else SyncCopy()) for _ in CopyStreams._fields)
+        self._streams = streams or DeviceUpdateStreams(
+            *((CudaStream(device) if on_gpu else SynchronousStream()) for _ in DeviceUpdateStreams._fields)
         )
-        sizes = [sum(dtype.itemsize for dtype in _dtypes(group, moments)) for group in groups]
+        sizes = [
+            sum(dtype.itemsize for dtype in _part_and_gradient_dtypes(group, moments)) for group in groups
+        ]
         size = max(sizes, default=0) * self._elements
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         for stream in self._streams:
             for buffer in self.buffers:
-                stream.use(buffer)
+                stream.make_memory_safe_to_use(buffer)
 
-    def update(
+    def update_group(
         self,
-        group: Group,
-        parts: Parts,
+        group: OffloadGroup,
+        parts: MasterAndMoments,
         *,
         gradients: Mapping[str, Tensor],
-        change: Callable[[Slice], None],
+        change: Callable[[GroupPieceOnDevice], None],
     ) -> None:
         """Calls `change` on each piece that has a gradient, and returns when the results are in `parts`.
 
@@ -132,62 +134,70 @@ class DeviceUpdate:
         change: updates a piece in place, except its segments without a gradient
         """
         streams, free = self._streams, [list[Any]() for _ in self.buffers]
-        dtypes = _dtypes(group, self._moments)
+        dtypes = _part_and_gradient_dtypes(group, self._moments)
         try:
-            every = pieces(group, self._elements)
+            every = iterate_group_pieces(group, self._elements)
             changing = (one for one in every if any(name in gradients for name in one[1].names))
             for turn, (begin, piece) in enumerate(changing):
                 at = turn % _BUFFERS
-                *state, gradient = self._views(self.buffers[at], dtypes, numel=piece.numel)
-                there = [part[begin : begin + piece.numel] for part in parts]
-                come = partial(_copy_in, there, state, gradients=gradients, piece=piece, into=gradient)
-                arrived = streams.into.put(come, after=free[at])
-                whole = Slice(piece, Parts(*state), gradient)
-                changed = streams.change.put(partial(change, whole), after=[arrived])
-                free[at] = [streams.out.put(partial(_copy, state, there), after=[changed])]
+                *state, gradient = self._part_views_of_buffer(
+                    self.buffers[at], dtypes, numel=piece.padded_numel
+                )
+                there = [part[begin : begin + piece.padded_numel] for part in parts]
+                come = partial(
+                    _copy_piece_to_device, there, state, gradients=gradients, piece=piece, into=gradient
+                )
+                arrived = streams.into.enqueue(come, after=free[at])
+                whole = GroupPieceOnDevice(piece, MasterAndMoments(*state), gradient)
+                changed = streams.change.enqueue(partial(change, whole), after=[arrived])
+                free[at] = [streams.out.enqueue(partial(_copy_tensors, state, there), after=[changed])]
         finally:
             for stream in streams:
-                stream.settle()
+                stream.synchronize()
 
-    def _views(self, buffer: Tensor, dtypes: Sequence[torch.dtype], *, numel: int) -> Iterator[Tensor]:
+    def _part_views_of_buffer(
+        self, buffer: Tensor, dtypes: Sequence[torch.dtype], *, numel: int
+    ) -> Iterator[Tensor]:
         begin = 0
         for dtype in dtypes:
             yield buffer[begin : begin + numel * dtype.itemsize].view(dtype)
             begin += self._elements * dtype.itemsize
 
 
-def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
+def iterate_group_pieces(group: OffloadGroup, elements: int) -> Iterator[tuple[int, OffloadGroup]]:
     """Yields (position in the group, piece) for each run of `elements` elements that contains a segment's."""
-    for begin in range(0, group.numel, elements):
+    for begin in range(0, group.padded_numel, elements):
         segments = tuple(
-            Segment(one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin)
+            ShardSegment(
+                one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin
+            )
             for one in group.segments
             if (first := max(begin, one.offset)) < (last := min(begin + elements, one.offset + one.numel))
         )
         if segments:
-            yield begin, Group(group.index, group.dtype, tuple(one.name for one in segments), segments)
+            yield begin, OffloadGroup(group.index, group.dtype, tuple(one.name for one in segments), segments)
 
 
-def _copy_in(
+def _copy_piece_to_device(
     there: Sequence[Tensor],
     state: Sequence[Tensor],
     *,
     gradients: Mapping[str, Tensor],
-    piece: Group,
+    piece: OffloadGroup,
     into: Tensor,
 ) -> None:
-    _copy(there, state)
+    _copy_tensors(there, state)
     for one in piece.segments:
         if (gradient := gradients.get(one.name)) is not None:
-            into[one.in_group].copy_(gradient[one.in_shard], non_blocking=True)
+            into[one.slice_in_group].copy_(gradient[one.slice_in_shard], non_blocking=True)
 
 
-def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+def _copy_tensors(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     for one, other in zip(source, target, strict=True):
         other.copy_(one, non_blocking=True)
 
 
-def _dtypes(group: Group, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
+def _part_and_gradient_dtypes(group: OffloadGroup, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
     """Returns the dtypes of the three parts, and of the gradient, which has the master's."""
-    state = dtypes_of(group.dtype, moments)
+    state = master_and_moment_dtypes(group.dtype, moments)
     return *state, state[0]

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from fullshard.errors import OffloadError
-from fullshard.offload.drive import SYSTEM, System, os_error
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls, offload_error_from_os_error
 from fullshard.quantities import format_bytes
-from fullshard.system.files import flush, make_directory, replacing
-from fullshard.system.lock import exclusive_lock, lock_holder
+from fullshard.system.files import atomic_replacement_path, fsync_path, make_durable_directory
+from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
 
 IDENTITY = "identity.json"
 LOCK = "lock"
@@ -27,7 +27,7 @@ def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
     return path / run_id / f"rank-{rank:05d}"
 
 
-def leftovers(
+def list_leftover_directories(
     path: Path, *, alive_run_id: str | None = None, alive_ranks: int | None = None
 ) -> list[tuple[Path, int]]:
     """Returns unlocked directories of earlier runs in `offload.path`, and their bytes, the largest first.
@@ -40,17 +40,25 @@ def leftovers(
         for run in sorted(path.iterdir()):
             ranks = sorted(identity.parent for identity in run.glob(f"{RANKS}/{IDENTITY}"))
             if run.name == alive_run_id:
-                past = [] if alive_ranks is None else [one for one in ranks if _number(one) >= alive_ranks]
-                found += [(one, disk_usage(one)) for one in past if not _is_held(one / LOCK)]
-            elif ranks and not any(_is_held(one / LOCK) for one in ranks):
-                found.append((run, sum(disk_usage(one) for one in ranks)))
+                past = (
+                    []
+                    if alive_ranks is None
+                    else [one for one in ranks if _parse_rank_number(one) >= alive_ranks]
+                )
+                found += [
+                    (one, directory_disk_bytes(one))
+                    for one in past
+                    if not _is_locked_by_a_process(one / LOCK)
+                ]
+            elif ranks and not any(_is_locked_by_a_process(one / LOCK) for one in ranks):
+                found.append((run, sum(directory_disk_bytes(one) for one in ranks)))
     return sorted(found, key=lambda one: -one[1])
 
 
 def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
     """Returns the error for a rank's `directory` whose files do not fit. It names the removable leftovers."""
     path, run_id = directory.parent.parent, directory.parent.name
-    left = leftovers(path, alive_run_id=run_id)
+    left = list_leftover_directories(path, alive_run_id=run_id)
     names = ", ".join(f"{one} ({format_bytes(size)})" for one, size in left)
     remove = f"remove what earlier runs have left: {names}; or " if left else ""
     return OffloadError(
@@ -62,25 +70,25 @@ def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> Of
 
 
 @contextmanager
-def exclusive(directory: Path) -> Generator[None]:
+def lock_directory(directory: Path) -> Generator[None]:
     """Makes `directory`, and locks it until the context ends. Raises OffloadError if it is locked."""
     with ExitStack() as stack:
         try:
-            make_directory(directory)
-            lock = exclusive_lock(
+            make_durable_directory(directory)
+            lock = hold_exclusive_file_lock(
                 directory / LOCK,
-                held_error=partial(_held_error, directory),
+                held_error=partial(_directory_locked_error, directory),
                 patience_seconds=_PATIENCE_SECONDS,
                 required=False,
                 mode=0o600,
             )
             stack.enter_context(lock)
         except OSError as error:
-            raise _unusable(directory, error) from error
+            raise _unusable_directory_error(directory, error) from error
         yield
 
 
-def _held_error(directory: Path, holder: str) -> OffloadError:
+def _directory_locked_error(directory: Path, holder: str) -> OffloadError:
     return OffloadError(
         f"another process keeps its state in {directory}.",
         got=holder,
@@ -89,7 +97,7 @@ def _held_error(directory: Path, holder: str) -> OffloadError:
     )
 
 
-def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
+def remove_empty_parents(rank_directory: Path, *, up_to: Path) -> None:
     """Removes the directories above a rank's directory and below `up_to` if they are empty."""
     with suppress(OSError):
         for one in rank_directory.parents:
@@ -98,21 +106,21 @@ def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
             one.rmdir()
 
 
-def remove(path: Path, *, system: System = SYSTEM) -> None:
+def remove_file_and_flush(path: Path, *, system: DriveSystemCalls = SYSTEM) -> None:
     """Removes a file, if it exists, and flushes the removal to the drive."""
     path.unlink(missing_ok=True)
     # Flushed even if the file does not exist: an earlier removal may have failed before its flush.
-    flush(path.parent, fsync=system.fsync)
+    fsync_path(path.parent, fsync=system.fsync)
 
 
-def replace(path: Path, data: bytes, *, system: System) -> None:
+def replace_file_atomically(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
     """Replaces a file atomically: after a crash it has its old content, or all of `data`."""
-    with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
-        overwrite(draft, data, system=system)
-    flush(path.parent, fsync=system.fsync)
+    with atomic_replacement_path(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+        overwrite_file_start(draft, data, system=system)
+    fsync_path(path.parent, fsync=system.fsync)
 
 
-def overwrite(path: Path, data: bytes, *, system: System) -> None:
+def overwrite_file_start(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
     """Writes `data` over the beginning of a file, or a new file, and flushes it. Later bytes stay."""
     descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -130,27 +138,29 @@ def overwrite(path: Path, data: bytes, *, system: System) -> None:
         os.close(descriptor)
 
 
-def _unusable(directory: Path, error: OSError) -> OffloadError:
+def _unusable_directory_error(directory: Path, error: OSError) -> OffloadError:
     """Returns the error for a directory that cannot be made. It names `offload.path` if that is the cause."""
     path = directory.parent.parent
     if os.path.isdir(path):  # `Path.is_dir` raises if a parent cannot be read
-        return os_error(f"{directory} cannot be used.", error)
-    return os_error(f"offload.path = {path} is no directory, and cannot be made one.", error, where=str(path))
+        return offload_error_from_os_error(f"{directory} cannot be used.", error)
+    return offload_error_from_os_error(
+        f"offload.path = {path} is no directory, and cannot be made one.", error, where=str(path)
+    )
 
 
-def _is_held(lock: Path) -> bool:
+def _is_locked_by_a_process(lock: Path) -> bool:
     try:
-        return lock_holder(lock) is not None
+        return find_lock_holder(lock) is not None
     except OSError:  # not a lock file of fullshard, or a file system without locks: counts as held
         return True
 
 
-def _number(rank: Path) -> int:
+def _parse_rank_number(rank: Path) -> int:
     """Returns a rank's number from its directory's name: `rank-00003` -> 3; -1 for any other name."""
     digits = rank.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 
-def disk_usage(directory: Path) -> int:
+def directory_disk_bytes(directory: Path) -> int:
     """Returns the bytes that the files in a directory take on the drive. Raises OSError."""
     return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())

@@ -23,9 +23,9 @@ import numpy as np
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
-from fullshard.system.direct_io import ALIGNMENT, is_direct, leave_direct, open_direct
-from fullshard.system.disk import reason
-from fullshard.system.files import replacing
+from fullshard.system.direct_io import ALIGNMENT, disable_direct_io, is_direct_io_enabled, open_direct
+from fullshard.system.disk import os_error_reason_and_fix
+from fullshard.system.files import atomic_replacement_path
 
 logger = logging.getLogger("fullshard")
 
@@ -50,7 +50,7 @@ def _posix_fallocate(descriptor: int, offset: int, length: int) -> None:  # sign
 
 
 @dataclass(frozen=True)
-class System:
+class DriveSystemCalls:
     """Operating system calls that access a drive. Tests replace some, to simulate a failing drive."""
 
     open: Callable[[Path, int, int], int] = os.open
@@ -63,14 +63,14 @@ class System:
     wait: Callable[[threading.Condition, float], bool] = threading.Condition.wait
 
 
-SYSTEM = System()
+SYSTEM = DriveSystemCalls()
 
 
-def os_error(
+def offload_error_from_os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
     """Returns the OffloadError for an OSError: `what` failed, `where`, the reason, and the fix."""
-    why, fix = reason(error, directory=_SETTING)
+    why, fix = os_error_reason_and_fix(error, directory=_SETTING)
     if error.errno == errno.ENOENT:
         why, fix = "it is not there, and the file system does not make it", f"{_SETTING} that can be written"
     why, fix = why or "the operating system says no more", fix or CHECK_DRIVE
@@ -79,7 +79,7 @@ def os_error(
     return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)
 
 
-def rounded_up(count: int) -> int:
+def round_up_to_blocks(count: int) -> int:
     """Rounds a number of bytes up to whole blocks of 4 KiB."""
     return count + -count % ALIGNMENT
 
@@ -93,17 +93,19 @@ class DriveFile:
     Every error is an OffloadError, and a DamagedOffloadError if the drive has lost written bytes.
     """
 
-    def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: System = SYSTEM) -> None:
+    def __init__(
+        self, path: Path, size_bytes: int, *, descriptor: int, system: DriveSystemCalls = SYSTEM
+    ) -> None:
         """Wraps an open descriptor. Use `create` or `open` instead."""
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
         self._leaving = threading.Lock()
-        self.direct = is_direct(descriptor)
+        self.direct = is_direct_io_enabled(descriptor)
         if not self.direct:
             _warn_no_direct_io(path.parent)
 
     @classmethod
-    def create(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
+    def create(cls, path: Path, size_bytes: int, *, system: DriveSystemCalls = SYSTEM) -> Self:
         """Creates the file with all of its space allocated, so that a full drive fails here, not mid-run.
 
         An existing file of this size is opened and keeps its content. Raises OffloadError if an existing file
@@ -113,14 +115,14 @@ class DriveFile:
         assert size_bytes % ALIGNMENT == 0, "the last block would be a part of one"
         try:
             if not os.path.lexists(path):
-                allocate(path, size_bytes, system=system)
+                allocate_file(path, size_bytes, system=system)
         except OSError as error:
             where = f"{format_bytes(size_bytes)} to allocate"
-            raise os_error(f"{path} cannot be made.", error, where=where) from error
+            raise offload_error_from_os_error(f"{path} cannot be made.", error, where=where) from error
         return cls.open(path, size_bytes, system=system)
 
     @classmethod
-    def open(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
+    def open(cls, path: Path, size_bytes: int, *, system: DriveSystemCalls = SYSTEM) -> Self:
         """Opens an existing file. Raises DamagedOffloadError if it is missing or of another size."""
         try:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -130,11 +132,11 @@ class DriveFile:
                 f"{path} is missing.", why="something else removed it", fix=_START_AGAIN
             ) from error
         except OSError as error:
-            raise os_error(f"{path} cannot be opened.", error) from error
+            raise offload_error_from_os_error(f"{path} cannot be opened.", error) from error
         found = os.fstat(descriptor).st_size
         if found != size_bytes:
             os.close(descriptor)
-            raise _wrong_size(path, found=found, expected=size_bytes)
+            raise _wrong_file_size_error(path, found=found, expected=size_bytes)
         return cls(path, size_bytes, descriptor=descriptor, system=system)
 
     def __enter__(self) -> Self:
@@ -154,19 +156,23 @@ class DriveFile:
         try:
             self._system.fdatasync(self._descriptor)
         except OSError as error:
-            raise os_error(f"{self.path} cannot be flushed to its drive.", error) from error
+            raise offload_error_from_os_error(
+                f"{self.path} cannot be flushed to its drive.", error
+            ) from error
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fills `target` with the bytes from `offset` on. Raises DamagedOffloadError if they are lost."""
-        _require_inside(self, "read", offset=offset, length=target.nbytes)
-        self._transfer(self._read_some, target, offset=offset)
+        _check_range_inside_file(self, "read", offset=offset, length=target.nbytes)
+        self._transfer_all_bytes(self._read_some_bytes, target, offset=offset)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Writes all of `data` at `offset`. `data` must not change until this returns."""
-        _require_inside(self, "written", offset=offset, length=data.nbytes)
-        self._transfer(self._write_some, data, offset=offset)
+        _check_range_inside_file(self, "written", offset=offset, length=data.nbytes)
+        self._transfer_all_bytes(self._write_some_bytes, data, offset=offset)
 
-    def _transfer(self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int) -> None:
+    def _transfer_all_bytes(
+        self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int
+    ) -> None:
         """Calls `some`, which transfers a part and returns its size, until all of `data` is transferred."""
         begin, left = offset, data.cast("B")
         while left.nbytes:
@@ -177,91 +183,91 @@ class DriveFile:
                 continue
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # the file system takes O_DIRECT only at `open`
-                    self._leave_direct()
+                    self._disable_direct_io()
                     continue
-                reading = some == self._read_some
+                reading = some == self._read_some_bytes
                 what = f"{self.path} cannot be {'read' if reading else 'written'}."
                 where = f"{format_bytes(left.nbytes)} at offset {offset}"
                 lost = reading and error.errno in _UNREADABLE
                 kind = DamagedOffloadError if lost else OffloadError
-                raise os_error(what, error, where=where, kind=kind) from error
+                raise offload_error_from_os_error(what, error, where=where, kind=kind) from error
             left, offset = left[count:], offset + count
         if not self.direct and hasattr(os, "posix_fadvise"):  # releases the pages, and starts their writeback
             os.posix_fadvise(self._descriptor, begin, data.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _read_some(self, target: memoryview, offset: int) -> int:
+    def _read_some_bytes(self, target: memoryview, offset: int) -> int:
         if not self.direct:
-            return self._read_once(target[:_CACHED_BYTES], offset)
+            return self._call_preadv(target[:_CACHED_BYTES], offset)
         if _is_aligned(target, offset):
-            return self._read_once(target[: target.nbytes - target.nbytes % ALIGNMENT], offset)
+            return self._call_preadv(target[: target.nbytes - target.nbytes % ALIGNMENT], offset)
         head = offset % ALIGNMENT
-        scratch = _scratch(head + target.nbytes)
-        count = self._read_once(scratch, offset - head) - head
+        scratch = _allocate_scratch_blocks(head + target.nbytes)
+        count = self._call_preadv(scratch, offset - head) - head
         if count <= 0:
-            self._leave_direct()  # the file system ended a transfer within a block
+            self._disable_direct_io()  # the file system ended a transfer within a block
             return 0
         count = min(count, target.nbytes)
-        _copy(scratch[head : head + count], to=target[:count])
+        _copy_bytes(scratch[head : head + count], to=target[:count])
         return count
 
-    def _write_some(self, data: memoryview, offset: int) -> int:
+    def _write_some_bytes(self, data: memoryview, offset: int) -> int:
         if not self.direct:
-            return self._write_once(data[:_CACHED_BYTES], offset)
+            return self._call_pwritev(data[:_CACHED_BYTES], offset)
         if _is_aligned(data, offset):
-            return self._write_once(data[: data.nbytes - data.nbytes % ALIGNMENT], offset)
+            return self._call_pwritev(data[: data.nbytes - data.nbytes % ALIGNMENT], offset)
         head = offset % ALIGNMENT
-        scratch = _scratch(head + data.nbytes)
+        scratch = _allocate_scratch_blocks(head + data.nbytes)
         count = min(scratch.nbytes - head, data.nbytes)
         for edge in {0, scratch.nbytes - ALIGNMENT}:
             if edge < head or edge + ALIGNMENT > head + count:  # some bytes of this block must stay
                 block = scratch[edge : edge + ALIGNMENT]
-                if self._read_once(block, offset - head + edge) < ALIGNMENT:
-                    self._leave_direct()
+                if self._call_preadv(block, offset - head + edge) < ALIGNMENT:
+                    self._disable_direct_io()
                     return 0
-        _copy(data[:count], to=scratch[head : head + count])
-        written = self._write_once(scratch, offset - head) - head
+        _copy_bytes(data[:count], to=scratch[head : head + count])
+        written = self._call_pwritev(scratch, offset - head) - head
         if written <= 0:
-            self._leave_direct()
+            self._disable_direct_io()
             return 0
         return min(written, count)
 
-    def _read_once(self, target: memoryview, offset: int) -> int:
+    def _call_preadv(self, target: memoryview, offset: int) -> int:
         count = self._system.preadv(self._descriptor, [target], offset)
         if not count:
-            raise _wrong_size(
+            raise _wrong_file_size_error(
                 self.path, found=os.fstat(self._descriptor).st_size, expected=self.size_bytes, offset=offset
             )
         return count
 
-    def _write_once(self, data: memoryview, offset: int) -> int:
+    def _call_pwritev(self, data: memoryview, offset: int) -> int:
         count = self._system.pwritev(self._descriptor, [data], offset)
         if not count:
             raise OSError(errno.EIO, "the drive took nothing")
         return count
 
-    def _leave_direct(self) -> None:
+    def _disable_direct_io(self) -> None:
         with self._leaving:
-            leave_direct(self._descriptor)
+            disable_direct_io(self._descriptor)
             self.direct = False
         _warn_no_direct_io(self.path.parent)
 
 
-def allocate(path: Path, size_bytes: int, *, system: System) -> None:
+def allocate_file(path: Path, size_bytes: int, *, system: DriveSystemCalls) -> None:
     """Creates a file of zeros with all of its space allocated on the drive. Raises OSError.
 
     It is allocated under a temporary name and renamed at the end, so that a crash leaves no partial file.
     """
-    with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+    with atomic_replacement_path(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
         # Not direct: where the C library allocates by writing single bytes, those are not aligned.
         descriptor = system.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _fill(descriptor, size_bytes, system=system)
+            _allocate_zeroed_space(descriptor, size_bytes, system=system)
             system.fdatasync(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _fill(descriptor: int, size_bytes: int, *, system: System) -> None:
+def _allocate_zeroed_space(descriptor: int, size_bytes: int, *, system: DriveSystemCalls) -> None:
     try:
         system.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
@@ -274,7 +280,7 @@ def _fill(descriptor: int, size_bytes: int, *, system: System) -> None:
         offset += system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
 
 
-def _require_inside(file: DriveFile, doing: str, *, offset: int, length: int) -> None:
+def _check_range_inside_file(file: DriveFile, doing: str, *, offset: int, length: int) -> None:
     if offset < 0 or offset + length > file.size_bytes:
         raise OffloadError(
             f"bytes past the end of {file.path} were to be {doing}.",
@@ -292,7 +298,9 @@ def _warn_no_direct_io(directory: Path) -> None:
     )
 
 
-def _wrong_size(path: Path, *, found: int, expected: int, offset: int | None = None) -> DamagedOffloadError:
+def _wrong_file_size_error(
+    path: Path, *, found: int, expected: int, offset: int | None = None
+) -> DamagedOffloadError:
     where = "" if offset is None else f"; bytes at offset {offset} were asked for"
     return DamagedOffloadError(
         f"{path} is truncated." if found < expected else f"{path} is not of the size that was planned.",
@@ -308,11 +316,11 @@ def _is_aligned(data: memoryview, offset: int) -> bool:
     return np.frombuffer(data, dtype=np.uint8).ctypes.data % ALIGNMENT == 0
 
 
-def _scratch(least: int) -> memoryview:
+def _allocate_scratch_blocks(least: int) -> memoryview:
     """Returns page-aligned memory of whole blocks for `least` bytes, at most 1 MiB."""
-    return memoryview(mmap.mmap(-1, min(rounded_up(least), _SCRATCH_BYTES)))
+    return memoryview(mmap.mmap(-1, min(round_up_to_blocks(least), _SCRATCH_BYTES)))
 
 
-def _copy(source: memoryview, *, to: memoryview) -> None:
+def _copy_bytes(source: memoryview, *, to: memoryview) -> None:
     """Copies bytes with NumPy, which releases the GIL."""
     np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

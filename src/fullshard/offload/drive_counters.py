@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 from statistics import median_low
 
-from fullshard.offload.drive import System
-from fullshard.spec.measurement import DriveBytes
+from fullshard.offload.drive import DriveSystemCalls
+from fullshard.spec.measurement import DriveTrafficBytes
 
 _STEPS = 1000
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
 class DriveCounters:
-    """Counts bytes that any thread reads and writes, per step, in files opened with `wrap(system)`.
+    """Counts the bytes read and written per step in files opened with `wrap_system_calls(system)`.
 
     steps: bytes of each of the last thousand steps, counted from the step's update to the next update
     """
@@ -23,28 +23,28 @@ class DriveCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._moved: Counter[str] | None = None  # None: before the first update
-        self.steps: deque[DriveBytes] = deque(maxlen=_STEPS)
+        self.steps: deque[DriveTrafficBytes] = deque(maxlen=_STEPS)
 
-    def wrap(self, system: System) -> System:
+    def wrap_system_calls(self, system: DriveSystemCalls) -> DriveSystemCalls:
         """Returns `system` with `preadv` and `pwritev` that count the bytes they transfer."""
         read = partial(self._transfer_and_count, system.preadv, "read")
         return replace(
             system, preadv=read, pwritev=partial(self._transfer_and_count, system.pwritev, "written")
         )
 
-    def begin_update(self) -> None:
+    def mark_update_start(self) -> None:
         """Marks the start of an update. All reads and writes of the previous update must have finished."""
         with self._lock:
             if self._moved is not None:
-                self.steps.append(DriveBytes(read=self._moved["read"], written=self._moved["written"]))
+                self.steps.append(DriveTrafficBytes(read=self._moved["read"], written=self._moved["written"]))
             self._moved = Counter()
 
-    def median_step(self) -> DriveBytes | None:
+    def median_step_bytes(self) -> DriveTrafficBytes | None:
         """Returns the medians of bytes read and written per step; None before the second update."""
         if not self.steps:
             return None
         read, written = (median_low(getattr(one, kind) for one in self.steps) for kind in ("read", "written"))
-        return DriveBytes(read=read, written=written)
+        return DriveTrafficBytes(read=read, written=written)
 
     def _transfer_and_count(  # signature: the system call's, after the bound arguments
         self, transfer: _Transfer, kind: str, descriptor: int, buffers: Sequence[memoryview], offset: int

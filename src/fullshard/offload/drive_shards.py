@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.offload.drive import SYSTEM, DriveFile, System
-from fullshard.offload.fsdp_params import compute_dtype, local_shape, padded_shape
-from fullshard.offload.generation_manifest import digest, other_bytes
-from fullshard.offload.host_memory import allocate_host, as_memoryview
-from fullshard.offload.lazy_tensor import lazy_tensor
-from fullshard.offload.unit_buffers import Buffer, UnitBuffers
-from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
+from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
+from fullshard.offload.fsdp_params import compute_dtype, local_shard_shape, padded_shard_shape
+from fullshard.offload.generation_manifest import digest_mismatch_error, xxh3_digest
+from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
+from fullshard.offload.lazy_tensor import make_lazy_tensor
+from fullshard.offload.unit_buffers import UnitBuffer, UnitBuffers
+from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
 
 
 @dataclass(eq=False)
-class _Unit:
+class _UnitFileRegion:
     """A unit's region of the file.
 
     elements: elements that an update writes
@@ -57,23 +57,23 @@ class DriveShards:
         device: torch.device,
         dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
         verify: bool = False,
-        system: System = SYSTEM,
+        system: DriveSystemCalls = SYSTEM,
     ) -> None:
         self._engine, self._unit_of, self._device, self._verify = engine, units, device, verify
         self._dtype_of = dtype_of
-        self._units: dict[int, _Unit] = {}
+        self._units: dict[int, _UnitFileRegion] = {}
         for name, one in engine.items():
-            unit = self._units.setdefault(units[name], _Unit())
+            unit = self._units.setdefault(units[name], _UnitFileRegion())
             begin = unit.size_bytes
-            unit.size_bytes += part_bytes(padded_shape(one).numel(), dtype_of(one).itemsize)
+            unit.size_bytes += page_aligned_bytes(padded_shard_shape(one).numel(), dtype_of(one).itemsize)
             unit.parts[name] = slice(begin, unit.size_bytes)
-            unit.elements += local_shape(one).numel()
+            unit.elements += local_shard_shape(one).numel()
         end = 0
         for unit in self._units.values():
-            unit.offset, unit.size_bytes = end, part_bytes(max(unit.size_bytes, 1), 1)
+            unit.offset, unit.size_bytes = end, page_aligned_bytes(max(unit.size_bytes, 1), 1)
             end += unit.size_bytes
         largest = max((unit.size_bytes for unit in self._units.values()), default=1)
-        size = max(end, part_bytes(1, 1))
+        size = max(end, page_aligned_bytes(1, 1))
         if path.exists() and path.stat().st_size != size:
             path.unlink()
         self._file = DriveFile.create(path, size, system=system)
@@ -81,104 +81,104 @@ class DriveShards:
         self._buffers = UnitBuffers(count, largest, pinned=device.type == "cuda", wait=system.wait)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-write")
-        self._following = Following()
+        self._following = NextUnitPredictor()
 
     @property
     def host_bytes(self) -> int:
         return self._buffers.host_bytes
 
-    def begin(self) -> None:
-        self._following.begin()
-        self._buffers.begin(number for number, unit in self._units.items() if unit.elements)
+    def prepare_for_update(self) -> None:
+        self._following.start_step()
+        self._buffers.prepare_for_update(number for number, unit in self._units.items() if unit.elements)
 
-    def hurried(self, unit: int | None) -> AbstractContextManager[None]:
-        return self._buffers.hurried(unit)
+    def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
+        return self._buffers.expedite_unit(unit)
 
-    def write(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]
         buffer, begins = self._buffers.buffer_to_fill(number, elements=unit.elements)
         if begins:
             buffer.memory[: unit.size_bytes].zero_()  # padding of the shards
-        target = self._view(buffer, name).view(-1)[begin : begin + values.numel()]
+        target = self._shard_view_in_buffer(buffer, name).view(-1)[begin : begin + values.numel()]
         target.copy_(values)
         buffer.missing -= values.numel()
         if not buffer.missing:
-            self._buffers.finish_filling(buffer, self._start_writing)
+            self._buffers.start_write_to_drive(buffer, self._start_unit_write)
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         number, following = self._unit_of[name], None
-        if not self._buffers.is_in_use(number):
+        if not self._buffers.is_last_gathered_unit(number):
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # its copies have ended, so the buffer is free
-            following = self._following.after(number)
-        buffer = self._buffers.buffer_to_gather(number, self._start_reading)
+            following = self._following.record_gather_and_predict_next(number)
+        buffer = self._buffers.buffer_to_gather(number, self._start_unit_read)
         if following is not None:
-            self._buffers.read_ahead(following, self._start_reading)
+            self._buffers.prefetch_unit(following, self._start_unit_read)
         if buffer.reading is not None:
             buffer.reading.result()
-        shard = self._view(buffer, name)
+        shard = self._shard_view_in_buffer(buffer, name)
         return (shard.to(self._device, non_blocking=True) if self._device.type == "cuda" else shard).to(dtype)
 
-    def whole(self, name: str) -> Tensor:
+    def flat_unpadded_shard(self, name: str) -> Tensor:
         one = self._engine[name]
-        size = torch.Size([local_shape(one).numel()])
-        return lazy_tensor(size, self._dtype_of(one), read=partial(self._read_one, name))
+        size = torch.Size([local_shard_shape(one).numel()])
+        return make_lazy_tensor(size, self._dtype_of(one), read=partial(self._read_flat_shard, name))
 
-    def settle(self) -> None:
-        self._buffers.settle()
+    def wait_for_writes(self) -> None:
+        self._buffers.wait_for_transfers()
 
-    def closing(self) -> Callable[[], None]:
+    def make_close_function(self) -> Callable[[], None]:
         reader, writer, file = self._reader, self._writer, self._file
 
-        def close() -> None:
+        def close_threads_and_file() -> None:
             reader.shutdown(cancel_futures=True)
             writer.shutdown()
             file.close()
 
-        return close
+        return close_threads_and_file
 
-    def _view(self, buffer: Buffer, name: str) -> Tensor:
+    def _shard_view_in_buffer(self, buffer: UnitBuffer, name: str) -> Tensor:
         one, part = self._engine[name], self._units[self._unit_of[name]].parts[name]
-        dtype, shape = self._dtype_of(one), padded_shape(one)
+        dtype, shape = self._dtype_of(one), padded_shard_shape(one)
         return buffer.memory[part][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _start_reading(self, buffer: Buffer, unit: int) -> Future[None]:
-        return self._reader.submit(self._read, buffer, self._units[unit])
+    def _start_unit_read(self, buffer: UnitBuffer, unit: int) -> Future[None]:
+        return self._reader.submit(self._read_unit, buffer, self._units[unit])
 
-    def _start_writing(self, buffer: Buffer, unit: int) -> Future[None]:
-        return self._writer.submit(self._write, buffer, self._units[unit])
+    def _start_unit_write(self, buffer: UnitBuffer, unit: int) -> Future[None]:
+        return self._writer.submit(self._write_unit, buffer, self._units[unit])
 
-    def _read(self, buffer: Buffer, unit: _Unit) -> None:
+    def _read_unit(self, buffer: UnitBuffer, unit: _UnitFileRegion) -> None:
         data = as_memoryview(buffer.memory[: unit.size_bytes])
         self._file.read(data, unit.offset)
         for name in unit.digests:
-            _check(self._file, unit, name=name, data=data[unit.parts[name]])
+            _check_shard_digest(self._file, unit, name=name, data=data[unit.parts[name]])
 
-    def _read_one(self, name: str) -> Tensor:
+    def _read_flat_shard(self, name: str) -> Tensor:
         one, unit = self._engine[name], self._units[self._unit_of[name]]
         part, dtype = unit.parts[name], self._dtype_of(one)
-        memory = allocate_host(part.stop - part.start, pinned=False)
+        memory = allocate_host_memory(part.stop - part.start, pinned=False)
         data = as_memoryview(memory)[: part.stop - part.start]
         self._file.read(data, unit.offset + part.start)
         if name in unit.digests:
-            _check(self._file, unit, name=name, data=data)
-        return memory[: local_shape(one).numel() * dtype.itemsize].view(dtype)
+            _check_shard_digest(self._file, unit, name=name, data=data)
+        return memory[: local_shard_shape(one).numel() * dtype.itemsize].view(dtype)
 
-    def _write(self, buffer: Buffer, unit: _Unit) -> None:
+    def _write_unit(self, buffer: UnitBuffer, unit: _UnitFileRegion) -> None:
         data = as_memoryview(buffer.memory[: unit.size_bytes])
         if self._verify:
-            unit.digests = {name: digest(data[part]) for name, part in unit.parts.items()}
+            unit.digests = {name: xxh3_digest(data[part]) for name, part in unit.parts.items()}
         self._file.write(data, unit.offset)
 
 
-def _check(file: DriveFile, unit: _Unit, *, name: str, data: memoryview) -> None:
-    if digest(data) != unit.digests[name]:
+def _check_shard_digest(file: DriveFile, unit: _UnitFileRegion, *, name: str, data: memoryview) -> None:
+    if xxh3_digest(data) != unit.digests[name]:
         begin = unit.offset + unit.parts[name].start
-        raise other_bytes(file.path, f"bytes {begin} to {begin + data.nbytes} ({name})")
+        raise digest_mismatch_error(file.path, f"bytes {begin} to {begin + data.nbytes} ({name})")
 
 
-class Following:
+class NextUnitPredictor:
     """Predicts which unit is gathered next, from the order of gathers in earlier steps.
 
     If no update ever begins, all gathers count as one step.
@@ -189,11 +189,11 @@ class Following:
         self._pair: tuple[int | None, int] | None = None
         self._count = self._length = 0  # gathers of this step so far, and of the previous step
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Starts a step: its first gather comes after an update, and does not follow the previous gather."""
         self._pair, self._length, self._count = None, self._count, 0
 
-    def after(self, unit: int) -> int | None:
+    def record_gather_and_predict_next(self, unit: int) -> int | None:
         """Records a gather of `unit`. Returns the predicted next unit; None if unknown, or the step ends."""
         before = None if self._pair is None else self._pair[1]
         if self._pair is not None:

@@ -4,8 +4,8 @@
 in the reading thread, for the write of its buffer's previous content, so that no other thread waits. Reads
 and writes have one thread each, and run concurrently with each other and the caller.
 
-Buffers keep their content, so that three groups or fewer are read only once. With more groups, `read_ahead`
-reads the first groups as soon as the last are written, while the drive is idle.
+Buffers keep their content, so that three groups or fewer are read only once. With more groups,
+`prefetch_first_groups` reads the first groups as soon as the last are written, while the drive is idle.
 """
 
 from collections import deque
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import OffloadError
-from fullshard.offload.generations import Generations
-from fullshard.offload.host_memory import allocate_host, as_memoryview
-from fullshard.offload.lazy_tensor import lazy_tensor
-from fullshard.offload.store import GroupLayout, Parts
-from fullshard.spec.groups import Group, Segment
+from fullshard.offload.generations import GenerationFiles
+from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
+from fullshard.offload.lazy_tensor import make_lazy_tensor
+from fullshard.offload.store import GroupLayout, MasterAndMoments
+from fullshard.spec.groups import OffloadGroup, ShardSegment
 
 GROUP_BUFFERS = 3
 
 
 @dataclass(eq=False)  # compared by identity
-class _Buffer:
+class _GroupBuffer:
     """A buffer for one group.
 
     group: index of the group whose newest state is in `memory`
@@ -42,19 +42,21 @@ class _Buffer:
     writing: Future[None] | None = None
 
 
-class _Buffers:
+class _GroupBuffers:
     """`count` buffers of `size_bytes` each, allocated together when the first is taken."""
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool) -> None:
         self._count, self._size_bytes, self._pinned = count, size_bytes, pinned
-        self.all: list[_Buffer] = []
-        self.idle: deque[_Buffer] = deque()  # the buffer that has been idle longest first
+        self.all: list[_GroupBuffer] = []
+        self.idle: deque[_GroupBuffer] = deque()  # the buffer that has been idle longest first
 
-    def take(self, group: Group, *, keep: Collection[int] = ()) -> _Buffer:
+    def take_idle_buffer(self, group: OffloadGroup, *, keep: Collection[int] = ()) -> _GroupBuffer:
         """Takes the idle buffer reserved for the group, or else one not reserved for the groups `keep`."""
         if not self.all:
-            memories = (allocate_host(self._size_bytes, pinned=self._pinned) for _ in range(self._count))
-            self.all = [_Buffer(memory) for memory in memories]
+            memories = (
+                allocate_host_memory(self._size_bytes, pinned=self._pinned) for _ in range(self._count)
+            )
+            self.all = [_GroupBuffer(memory) for memory in memories]
             self.idle.extend(self.all)
         own = (one for one in self.idle if one.reserved_for == group.index)
         others = (one for one in self.idle if one.reserved_for not in keep)
@@ -63,7 +65,7 @@ class _Buffers:
         buffer.reserved_for = group.index
         return buffer
 
-    def forget(self) -> None:
+    def invalidate_all(self) -> None:
         for buffer in self.all:
             buffer.group = buffer.reserved_for = None
 
@@ -76,12 +78,17 @@ class DriveStore:
     """
 
     def __init__(
-        self, groups: Sequence[Group], generations: Generations, *, moments: torch.dtype | None, pinned: bool
+        self,
+        groups: Sequence[OffloadGroup],
+        generations: GenerationFiles,
+        *,
+        moments: torch.dtype | None,
+        pinned: bool,
     ) -> None:
         self.generations = generations
         self._groups = groups
         self._layouts = {group.index: GroupLayout(group, moments=moments) for group in groups}
-        self._places: dict[str, list[tuple[GroupLayout, Segment]]] = {}
+        self._places: dict[str, list[tuple[GroupLayout, ShardSegment]]] = {}
         for layout in self._layouts.values():
             for segment in layout.group.segments:
                 self._places.setdefault(segment.name, []).append((layout, segment))
@@ -89,7 +96,7 @@ class DriveStore:
         self._newest: int | None = None  # the file that holds the newest state; None: no state yet
         self._committed = True
         sizes = [layout.size_bytes for layout in self._layouts.values()]
-        self._buffers = _Buffers(min(GROUP_BUFFERS, len(sizes)), max(sizes, default=0), pinned=pinned)
+        self._buffers = _GroupBuffers(min(GROUP_BUFFERS, len(sizes)), max(sizes, default=0), pinned=pinned)
         self._ahead: dict[int, Future[None]] = {}  # reads of groups not yet requested
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
@@ -98,86 +105,92 @@ class DriveStore:
     def host_bytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self._buffers.all)
 
-    def start_from(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
+    def set_newest_slot(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
         """Sets which slot has the state (None: no state) and if it is committed. Returns the old values."""
         before = self._newest, self._committed
         self._newest, self._committed = file, committed
-        self._wait_and_forget()
+        self._wait_and_invalidate_buffers()
         self._ahead.clear()
         return before
 
-    def stream(self, *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
-        self.settle()
+    def stream_for_update(self, *, fresh: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+        self.wait_for_writes()
         if fresh:
-            self._wait_and_forget()
+            self._wait_and_invalidate_buffers()
             self._ahead.clear()
         else:
-            self.retain_previous()
-        source, target = self._newest, self.generations.begin()
+            self.keep_current_state_readable()
+        source, target = self._newest, self.generations.start_generation()
         if source == target:  # an uncommitted generation is overwritten
             self._newest = None
         try:
-            yield from self._through(source=None if fresh else source, target=target)
+            yield from self._stream_groups(source=None if fresh else source, target=target)
             self._newest, self._committed = target, False
         finally:
             if self._newest != target:  # the buffers' content is of an incomplete generation
-                self._buffers.forget()
+                self._buffers.invalidate_all()
 
-    def read_stream(self, *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
+    def stream_read_only(self, *, verify: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
         if verify:
-            self._wait_and_forget()
+            self._wait_and_invalidate_buffers()
         self._verify = verify
         try:
-            yield from self._through(source=self._newest, target=None)
+            yield from self._stream_groups(source=self._newest, target=None)
         finally:
             self._verify = False
 
-    def retain_previous(self) -> None:
+    def keep_current_state_readable(self) -> None:
         if not self._committed:  # the next generation would overwrite its file
-            self.commit(None, b"")
+            self.commit_generation(None, b"")
 
-    def read_ahead(self) -> None:
+    def prefetch_first_groups(self) -> None:
         first = self._groups[:GROUP_BUFFERS]
         indices = {group.index for group in first}
-        for buffer, group in [(self._buffers.take(group, keep=indices), group) for group in first]:
-            self._ahead[group.index] = self._reader.submit(self._fill, buffer, group, source=self._newest)
+        for buffer, group in [
+            (self._buffers.take_idle_buffer(group, keep=indices), group) for group in first
+        ]:
+            self._ahead[group.index] = self._reader.submit(
+                self._read_group_into_buffer, buffer, group, source=self._newest
+            )
             self._buffers.idle.append(buffer)
 
-    def read_parts(self, name: str) -> Parts | None:
+    def read_parameter_state(self, name: str) -> MasterAndMoments | None:
         places = self._places.get(name)
         if places is None:
             return None
         reads = [
-            partial(_read_part, self.generations, places, part=part, file=self._newest)
-            for part in range(len(Parts._fields))
+            partial(_read_parameter_part, self.generations, places, part=part, file=self._newest)
+            for part in range(len(MasterAndMoments._fields))
         ]
         size, dtypes = torch.Size([places[-1][1].end]), places[0][0].dtypes
         pairs = zip(dtypes, reads, strict=True)
-        return Parts(*(lazy_tensor(size, dtype, read=read) for dtype, read in pairs))
+        return MasterAndMoments(*(make_lazy_tensor(size, dtype, read=read) for dtype, read in pairs))
 
-    def allocate_parts(self, name: str) -> Parts | None:
+    def allocate_parameter_state(self, name: str) -> MasterAndMoments | None:
         places = self._places.get(name)
         if places is None:
             return None
-        return Parts(*(torch.empty(places[-1][1].end, dtype=dtype) for dtype in places[0][0].dtypes))
+        return MasterAndMoments(
+            *(torch.empty(places[-1][1].end, dtype=dtype) for dtype in places[0][0].dtypes)
+        )
 
-    def commit(self, step: int | None, payload: bytes) -> None:
+    def commit_generation(self, step: int | None, payload: bytes) -> None:
         """Commits the last streamed state, with a `payload`, as the generation after `step` steps.
 
         If `step` is None, no run resumes from it: it is committed only so that it stays readable.
         """
-        self.settle()
+        self.wait_for_writes()
         if self._committed:
             return
-        whole = self.generations.whole()
+        whole = self.generations.list_complete_generations()
         if step is None:
             step = max((one.step for one in whole), default=-1) + 1
         for later in (one for one in whole if one.step >= step):
-            self.generations.drop(later.slot)
-        self.generations.commit(step, payload)
+            self.generations.remove_generation(later.slot)
+        self.generations.commit_generation(step, payload)
         self._committed = True
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         for buffer in self._buffers.all:
             if buffer.writing is not None:
                 buffer.writing.result()
@@ -187,35 +200,39 @@ class DriveStore:
         self._writer.shutdown()
         self.generations.close()
 
-    def _through(self, *, source: int | None, target: int | None) -> Iterator[tuple[Group, Parts]]:
+    def _stream_groups(
+        self, *, source: int | None, target: int | None
+    ) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
         """Streams the groups. See [Note: three buffers]."""
         left = deque(self._groups)
-        ahead: deque[tuple[Group, _Buffer, Future[None]]] = deque()
+        ahead: deque[tuple[OffloadGroup, _GroupBuffer, Future[None]]] = deque()
 
-        def read_next() -> None:
+        def start_next_group_read() -> None:
             if left:
                 group = left.popleft()
-                buffer = self._buffers.take(group)
+                buffer = self._buffers.take_idle_buffer(group)
                 before = self._ahead.pop(group.index, None)
-                reading = self._reader.submit(self._fill, buffer, group, source=source, ahead=before)
+                reading = self._reader.submit(
+                    self._read_group_into_buffer, buffer, group, source=source, ahead=before
+                )
                 ahead.append((group, buffer, reading))
 
         for _ in range(GROUP_BUFFERS - 1):
-            read_next()
+            start_next_group_read()
         try:
             while ahead:
                 group, buffer, reading = ahead[0]
                 reading.result()
-                yield group, self._layouts[group.index].parts(buffer.memory)
+                yield group, self._layouts[group.index].part_views(buffer.memory)
                 ahead.popleft()
                 if target is not None:
                     buffer.writing = self._writer.submit(
-                        self.generations.write,
+                        self.generations.write_record,
                         str(group.index),
-                        self._layouts[group.index].memory(buffer.memory),
+                        self._layouts[group.index].group_memoryview(buffer.memory),
                     )
                 self._buffers.idle.append(buffer)
-                read_next()
+                start_next_group_read()
         finally:
             for _, buffer, reading in ahead:  # the caller stopped early, or a read failed
                 reading.cancel()
@@ -223,8 +240,13 @@ class DriveStore:
                 buffer.group = buffer.reserved_for = None
                 self._buffers.idle.append(buffer)
 
-    def _fill(
-        self, buffer: _Buffer, group: Group, *, source: int | None, ahead: Future[None] | None = None
+    def _read_group_into_buffer(
+        self,
+        buffer: _GroupBuffer,
+        group: OffloadGroup,
+        *,
+        source: int | None,
+        ahead: Future[None] | None = None,
     ) -> None:
         """Reads a group into the buffer. If its read `ahead` has failed, raises that error again."""
         if ahead is not None:
@@ -237,18 +259,22 @@ class DriveStore:
         if source is None:
             buffer.memory.zero_()
         else:
-            target = self._layouts[group.index].memory(buffer.memory)
-            self.generations.read(str(group.index), target, slot=source, verify=self._verify)
+            target = self._layouts[group.index].group_memoryview(buffer.memory)
+            self.generations.read_record(str(group.index), target, slot=source, verify=self._verify)
         buffer.group = group.index
 
-    def _wait_and_forget(self) -> None:
+    def _wait_and_invalidate_buffers(self) -> None:
         """Waits for the reads that were submitted, and marks the content of all buffers as invalid."""
         self._reader.submit(lambda: None).result()
-        self._buffers.forget()
+        self._buffers.invalidate_all()
 
 
-def _read_part(
-    generations: Generations, places: Sequence[tuple[GroupLayout, Segment]], *, part: int, file: int | None
+def _read_parameter_part(
+    generations: GenerationFiles,
+    places: Sequence[tuple[GroupLayout, ShardSegment]],
+    *,
+    part: int,
+    file: int | None,
 ) -> Tensor:
     """Reads one part of a parameter's state, flat, from the data file of slot `file`."""
     if file is None:
@@ -259,9 +285,9 @@ def _read_part(
         )
     dtype, numel = places[0][0].dtypes[part], places[-1][1].end
     # Aligned to a page, so that it can be read into directly, bypassing the page cache.
-    whole = allocate_host(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
+    whole = allocate_host_memory(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
     for layout, segment in places:
         begin = layout.begins[part] + segment.offset * dtype.itemsize
-        target = as_memoryview(whole[segment.in_shard].view(torch.uint8))
-        generations.read_part(str(layout.group.index), target, slot=file, offset=begin)
+        target = as_memoryview(whole[segment.slice_in_shard].view(torch.uint8))
+        generations.read_record_part(str(layout.group.index), target, slot=file, offset=begin)
     return whole

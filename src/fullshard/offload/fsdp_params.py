@@ -28,25 +28,25 @@ from torch.distributed.tensor import DTensor
 Source = Callable[[torch.dtype], Tensor]
 
 
-def engine_parameters(module: FSDPModule) -> list[Any]:
+def unit_fsdp_params(module: FSDPModule) -> list[Any]:
     """Returns FSDP2's objects of one unit's parameters, in the order in which it gathers them."""
     group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
     return [] if group is None else list(group.fsdp_params)
 
 
-def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
+def iterate_sharded_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
     """Yields (unit number, name, FSDP2's object) of each sharded parameter, in the order of use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
-        for one in engine_parameters(module):
+        for one in unit_fsdp_params(module):
             yield unit, names[id(one.sharded_param)], one
 
 
-def local_shape(engine_parameter: Any) -> torch.Size:
+def local_shard_shape(engine_parameter: Any) -> torch.Size:
     return engine_parameter.sharded_size
 
 
-def padded_shape(engine_parameter: Any) -> torch.Size:
+def padded_shard_shape(engine_parameter: Any) -> torch.Size:
     """Returns the shape of this rank's shard with the padding that the all-gather sends."""
     return engine_parameter.padded_sharded_param_size
 
@@ -69,26 +69,26 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
-        one = _stand_in(parameter.dtype).to(parameter.device_mesh.device_type)
-        local = one.expand(local_shape(engine_parameter))
-    local = local.view(local_shape(engine_parameter))
+        one = _invalid_placeholder_value(parameter.dtype).to(parameter.device_mesh.device_type)
+        local = one.expand(local_shard_shape(engine_parameter))
+    local = local.view(local_shard_shape(engine_parameter))
 
-    def before(
+    def pre_all_gather(
         mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], None]:  # signature: FSDP2's
         return (source(compute_dtype(engine_parameter)),), None
 
-    def after(  # signature: FSDP2's
+    def post_all_gather(  # signature: FSDP2's
         outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         return (outputs[0], ()) if out is None else None
 
     if engine_parameter.post_forward_mesh_info not in (None, engine_parameter.mesh_info):
-        engine_parameter.__class__ = _kept_over_fewer(type(engine_parameter))
+        engine_parameter.__class__ = _make_post_forward_shard_class(type(engine_parameter))
     engine_parameter._sharded_param_data = local.reshape(-1)
     parameter._local_tensor = local  # pyright: ignore[reportPrivateUsage]
-    local.fsdp_pre_all_gather = before  # pyright: ignore[reportAttributeAccessIssue]
-    local.fsdp_post_all_gather = after  # pyright: ignore[reportAttributeAccessIssue]
+    local.fsdp_pre_all_gather = pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
+    local.fsdp_post_all_gather = post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
@@ -100,31 +100,31 @@ def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
     spec = engine_parameter.sharded_param._spec
     meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
     changed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
-    local = local.view(local_shape(engine_parameter))
+    local = local.view(local_shard_shape(engine_parameter))
 
-    def copied() -> DTensor:
+    def copy_to_cpu() -> DTensor:
         return cast(Any, DTensor)(local.to("cpu", copy=True), changed, requires_grad=False)
 
     shard = cast(Any, DTensor)(local, changed, requires_grad=False)
-    shard.__deepcopy__ = lambda _memo: copied()
-    shard.__reduce_ex__ = lambda protocol: copied().__reduce_ex__(protocol)
+    shard.__deepcopy__ = lambda _memo: copy_to_cpu()
+    shard.__reduce_ex__ = lambda protocol: copy_to_cpu().__reduce_ex__(protocol)
     return shard
 
 
-def _stand_in(dtype: torch.dtype) -> Tensor:
+def _invalid_placeholder_value(dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.tensor(float("nan")).to(dtype)
     return torch.tensor(dtype is not torch.bool and torch.iinfo(dtype).min, dtype=dtype)
 
 
 @cache
-def _kept_over_fewer(cls: type[Any]) -> type[Any]:
+def _make_post_forward_shard_class(cls: type[Any]) -> type[Any]:
     """Returns a subclass of FSDP2's class that gathers from the shard kept after forward, if there is one."""
 
-    class KeptOverFewer(cls):
+    class PostForwardShardParam(cls):
         @property
         def all_gather_inputs(self) -> list[Tensor]:
             kept = getattr(self, "_sharded_post_forward_param_data", None)
             return super().all_gather_inputs if kept is None else [kept]
 
-    return KeptOverFewer
+    return PostForwardShardParam

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import compute_dtype, dtensor_like, local_shape, padded_shape, shard_dtype
-from fullshard.offload.host_memory import allocate_host
+from fullshard.offload.fsdp_params import (
+    compute_dtype,
+    dtensor_like,
+    local_shard_shape,
+    padded_shard_shape,
+    shard_dtype,
+)
+from fullshard.offload.host_memory import allocate_host_memory
 
 
 class GatherSource(Protocol):
@@ -21,73 +27,73 @@ class GatherSource(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def begin(self) -> None:
+    def prepare_for_update(self) -> None:
         """Prepares for an update, which writes all shards in the order of gathers."""
         ...
 
-    def hurried(self, unit: int | None) -> AbstractContextManager[None]:
+    def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
         """While the context is open, an update writes `unit` (None: all) without waiting for gathers."""
         ...
 
-    def write(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         """Sets elements of the flat shard, from `begin` on, to `values`, which have the master's dtype."""
         ...
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         """Returns the padded shard, on the device, in `dtype`. Called once its unit is written."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Waits until all written shards are stored. Raises OffloadError if a transfer has failed."""
         ...
 
-    def closing(self) -> Callable[[], None]:
+    def make_close_function(self) -> Callable[[], None]:
         """Returns a function that closes files and threads. It must not hold a reference to the source."""
         ...
 
 
-class SeparateShards(GatherSource, Protocol):
+class SeparateShardSource(GatherSource, Protocol):
     """Source of shards that are stored apart from the masters, in a dtype of their own."""
 
-    def whole(self, name: str) -> Tensor:
+    def flat_unpadded_shard(self, name: str) -> Tensor:
         """Returns the flat shard without padding, not to be changed. From a drive it is read at each use."""
         ...
 
 
-class _InMemory:
+class _InMemorySource:
     """Base of sources in memory, which never wait and have nothing to close."""
 
     host_bytes = 0
 
-    def begin(self) -> None: ...
+    def prepare_for_update(self) -> None: ...
 
-    def hurried(self, unit: int | None) -> AbstractContextManager[None]:
+    def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def settle(self) -> None: ...
+    def wait_for_writes(self) -> None: ...
 
-    def closing(self) -> Callable[[], None]:
+    def make_close_function(self) -> Callable[[], None]:
         return lambda: None
 
 
-class MasterShards(_InMemory):
+class MasterShards(_InMemorySource):
     """Source whose masters are in device memory: each gather casts them, as FSDP2 does."""
 
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
         self._masters, self._engine = masters, engine
 
-    def write(self, name: str, begin: int, *, values: Tensor) -> None: ...
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None: ...
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one, master = self._engine[name], self._masters[name]
-        if local_shape(one) == padded_shape(one):
-            return master.view(padded_shape(one)).to(dtype)
-        whole = master.new_zeros(padded_shape(one), dtype=dtype)
+        if local_shard_shape(one) == padded_shard_shape(one):
+            return master.view(padded_shard_shape(one)).to(dtype)
+        whole = master.new_zeros(padded_shard_shape(one), dtype=dtype)
         whole.view(-1)[: master.numel()].copy_(master)
         return whole
 
 
-class ShardCopies(_InMemory):
+class ShardCopies(_InMemorySource):
     """Copies of the shards on the device, or in (pinned) host memory, from where each gather copies them.
 
     On a GPU, an update writes copies on a stream of its own, and a gather waits for the event of each shard.
@@ -103,7 +109,7 @@ class ShardCopies(_InMemory):
         dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
     ) -> None:
         self.tensors = {
-            name: _zeros(padded_shape(one).numel(), dtype_of(one), device=home, pinned=pinned)
+            name: _allocate_zeros(padded_shard_shape(one).numel(), dtype_of(one), device=home, pinned=pinned)
             for name, one in engine.items()
         }
         if home.type != device.type:
@@ -113,72 +119,72 @@ class ShardCopies(_InMemory):
         self._events: dict[str, Any] = {}
         self._staged = torch.empty(0)
 
-    def write(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         target = self.tensors[name][begin : begin + values.numel()]
         if self._stream is None:
             target.copy_(values)
             return
         if self._staged.nbytes < target.nbytes:
-            self._staged = allocate_host(target.nbytes, pinned=True)
+            self._staged = allocate_host_memory(target.nbytes, pinned=True)
         staged = self._staged[: target.nbytes].view(target.dtype).copy_(values)
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
             self._events[name] = self._stream.record_event()
         self._stream.synchronize()  # the next copy reuses the staging buffer; only the updating thread waits
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one = self.tensors[name]
         if (event := self._events.get(name)) is not None:
             torch.cuda.current_stream().wait_event(event)
         shard = one.to(self._device, non_blocking=True) if one.device != self._device else one
-        return shard.view(padded_shape(self._engine[name])).to(dtype)
+        return shard.view(padded_shard_shape(self._engine[name])).to(dtype)
 
-    def whole(self, name: str) -> Tensor:
-        return self.tensors[name][: local_shape(self._engine[name]).numel()]
+    def flat_unpadded_shard(self, name: str) -> Tensor:
+        return self.tensors[name][: local_shard_shape(self._engine[name]).numel()]
 
 
-class FrozenParameters:
+class OffloadedFrozenParameters:
     """Offloaded frozen parameters of one sharded model on one rank, in their own dtype.
 
     engine: FSDP2's object of each frozen parameter, by name, in the order of use
     """
 
     def __init__(
-        self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: SeparateShards
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: SeparateShardSource
     ) -> None:
         self.engine, self.shards = engine, shards
         self._names: dict[int, list[str]] = {}
         for name in engine:
             self._names.setdefault(units[name], []).append(name)
 
-    def put(self, values: Mapping[str, Tensor]) -> None:
+    def store_unit_shards(self, values: Mapping[str, Tensor]) -> None:
         """Stores the shards of frozen parameters in `values`, which are a unit's flat shards by name."""
         for name, value in values.items():
             if name in self.engine and value.numel():
-                self.shards.write(name, 0, values=value)
+                self.shards.write_shard_elements(name, 0, values=value)
 
-    def tensor(self, name: str) -> DTensor:
+    def parameter_dtensor(self, name: str) -> DTensor:
         """Returns a parameter's values as a DTensor, not to be changed. From a drive, each use reads them."""
-        return dtensor_like(self.engine[name], self.shards.whole(name))
+        return dtensor_like(self.engine[name], self.shards.flat_unpadded_shard(name))
 
-    def refill(self) -> Iterator[dict[str, Tensor]]:
-        """Yields, one unit at a time, tensors to fill with new values, as `OffloadedState.refill` does."""
-        self.shards.begin()
-        with self.shards.hurried(None):  # no all-gather runs meanwhile
+    def iterate_tensors_to_fill(self) -> Iterator[dict[str, Tensor]]:
+        """Yields tensors to fill with values, unit by unit, like `OffloadedState.iterate_tensors_to_fill`."""
+        self.shards.prepare_for_update()
+        with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
             for names in self._names.values():
                 own = {name: self.engine[name] for name in names}
                 new = {
-                    name: torch.empty(local_shape(one).numel(), dtype=shard_dtype(one))
+                    name: torch.empty(local_shard_shape(one).numel(), dtype=shard_dtype(one))
                     for name, one in own.items()
                 }
                 yield {name: dtensor_like(one, new[name]) for name, one in own.items()}
-                self.put(new)
-        self.shards.settle()
+                self.store_unit_shards(new)
+        self.shards.wait_for_writes()
 
 
-def _zeros(  # signature: a tensor's
+def _allocate_zeros(  # signature: a tensor's
     numel: int, dtype: torch.dtype, *, device: torch.device, pinned: bool
 ) -> Tensor:
     if not pinned:
         return torch.zeros(numel, dtype=dtype, device=device)
-    return allocate_host(numel * dtype.itemsize, pinned=True)[: numel * dtype.itemsize].view(dtype)
+    return allocate_host_memory(numel * dtype.itemsize, pinned=True)[: numel * dtype.itemsize].view(dtype)

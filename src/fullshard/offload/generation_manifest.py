@@ -19,19 +19,25 @@ import xxhash
 from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
-from fullshard.offload.directories import FIRST_RANK, IDENTITY, RANKS, disk_usage, replace
-from fullshard.offload.drive import CHECK_DRIVE, System, rounded_up
+from fullshard.offload.directories import (
+    FIRST_RANK,
+    IDENTITY,
+    RANKS,
+    directory_disk_bytes,
+    replace_file_atomically,
+)
+from fullshard.offload.drive import CHECK_DRIVE, DriveSystemCalls, round_up_to_blocks
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
-from fullshard.system.files import open_regular
+from fullshard.system.files import open_regular_file
 
 SLOTS = (0, 1)
 _MOST_BYTES = 256 << 20
 _FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, discard it: remove the directory"
 
 
-class Identity(FrozenModel):
+class OwnerIdentity(FrozenModel):
     """The owner of a directory's files: a rank of a run.
 
     layout: digest of the names, shapes, dtypes and offsets of all records
@@ -43,7 +49,7 @@ class Identity(FrozenModel):
     layout: str
 
 
-class FileRecord(FrozenModel):
+class DataFileRecord(FrozenModel):
     """A record: a named region of a generation's data file. `offset_bytes` is a multiple of 4096."""
 
     name: str
@@ -60,9 +66,9 @@ class GenerationManifest(FrozenModel):
     """
 
     format: Literal[1] = 1
-    identity: Identity
+    identity: OwnerIdentity
     step: NonNegativeInt
-    records: tuple[FileRecord, ...]
+    records: tuple[DataFileRecord, ...]
     digests: tuple[str, ...]
     payload_bytes: NonNegativeInt
     payload_digest: str
@@ -80,12 +86,14 @@ def manifest_path(directory: Path, slot: int) -> Path:
     return directory / f"state-{slot}.json"
 
 
-def file_bytes(records: Sequence[FileRecord]) -> int:
+def data_file_bytes(records: Sequence[DataFileRecord]) -> int:
     """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
-    return rounded_up(max((record.offset_bytes + record.length_bytes for record in records), default=1))
+    return round_up_to_blocks(
+        max((record.offset_bytes + record.length_bytes for record in records), default=1)
+    )
 
 
-def require_sound(records: Sequence[FileRecord]) -> None:
+def check_record_layout(records: Sequence[DataFileRecord]) -> None:
     """Asserts that records begin at blocks, have unique names, and do not overlap."""
     assert len({record.name for record in records}) == len(records), "two records of one name"
     end = 0
@@ -95,39 +103,41 @@ def require_sound(records: Sequence[FileRecord]) -> None:
         end = record.offset_bytes + record.length_bytes
 
 
-def digest(data: bytes | bytearray | memoryview) -> str:
+def xxh3_digest(data: bytes | bytearray | memoryview) -> str:
     """Returns the 128-bit XXH3 digest as 32 hexadecimal digits. It detects corruption, not tampering."""
     found = xxhash.xxh3_128()
     found.update(data)  # releases the GIL
     return found.hexdigest()
 
 
-def sealed(value: FrozenModel) -> bytes:
+def json_with_digest(value: FrozenModel) -> bytes:
     """Returns the value as JSON, followed by a line with the digest of this JSON."""
     text = value.model_dump_json().encode()
-    return text + b"\n" + digest(text).encode() + b"\n"
+    return text + b"\n" + xxh3_digest(text).encode() + b"\n"
 
 
-def claim(directory: Path, identity: Identity, *, system: System) -> None:
+def claim_directory(directory: Path, identity: OwnerIdentity, *, system: DriveSystemCalls) -> None:
     """Writes `identity` into a new `directory`. Raises ForeignOffloadError if another owner has files there.
 
     If the identity file is damaged, the manifests show the owner instead.
     """
-    text, path = sealed(identity), directory / IDENTITY
+    text, path = json_with_digest(identity), directory / IDENTITY
     if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
-        replace(path, text, system=system)
+        replace_file_atomically(path, text, system=system)
         return
     try:
-        other = Identity.model_validate_json(_read_unsealed(path))
+        other = OwnerIdentity.model_validate_json(_read_json_with_digest(path))
     except (FileNotFoundError, ValidationError, DamagedOffloadError):
-        if any(one.identity == identity for one in sound_manifests(directory)):
-            replace(path, text, system=system)
+        if any(one.identity == identity for one in read_undamaged_manifests(directory)):
+            replace_file_atomically(path, text, system=system)
             return
         got = f"no {IDENTITY} that can be read"
     else:
         if other == identity:
             return
-        differ = [name for name in Identity.model_fields if getattr(other, name) != getattr(identity, name)]
+        differ = [
+            name for name in OwnerIdentity.model_fields if getattr(other, name) != getattr(identity, name)
+        ]
         got = ", ".join(
             f"{name} {getattr(other, name)} there, {getattr(identity, name)} here" for name in differ
         )
@@ -142,16 +152,16 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
 def read_world_size(directory: Path) -> int | None:
     """Returns the number of ranks of the run that wrote the files in `directory`; None if unreadable."""
     with suppress(OSError, ValidationError, DamagedOffloadError):
-        return Identity.model_validate_json(_read_unsealed(directory / IDENTITY)).world_size
+        return OwnerIdentity.model_validate_json(_read_json_with_digest(directory / IDENTITY)).world_size
     return None
 
 
-def sound_manifests(directory: Path) -> list[GenerationManifest]:
+def read_undamaged_manifests(directory: Path) -> list[GenerationManifest]:
     """Returns the undamaged manifests in a rank's directory, for any owner."""
     found: list[GenerationManifest] = []
     for slot in SLOTS:
         with suppress(OSError, ValidationError, DamagedOffloadError):
-            text = _read_unsealed(manifest_path(directory, slot))
+            text = _read_json_with_digest(manifest_path(directory, slot))
             found.append(GenerationManifest.model_validate_json(text))
     return found
 
@@ -170,7 +180,7 @@ class SavedRunState:
     taken_bytes: int
 
 
-def find_saved_state(directory: Path) -> SavedRunState | None:
+def find_saved_run_state(directory: Path) -> SavedRunState | None:
     """Finds the state in a run's directory, `<offload.path>/<run id>`, without checking records.
 
     Returns None if there is no step that a run can resume from, or if this user cannot read the files.
@@ -182,14 +192,16 @@ def find_saved_state(directory: Path) -> SavedRunState | None:
         # Ranks of another world size are leftovers of an earlier run.
         own = [one for one in directory.glob(RANKS) if read_world_size(one) == world_size]
         # No run resumes from a generation without a payload, which was committed during a load.
-        steps = [{one.step for one in sound_manifests(rank) if one.payload_bytes} for rank in own]
+        steps = [{one.step for one in read_undamaged_manifests(rank) if one.payload_bytes} for rank in own]
         if common := set[int].intersection(*steps):
-            return SavedRunState(directory, max(common), world_size, sum(disk_usage(one) for one in own))
+            return SavedRunState(
+                directory, max(common), world_size, sum(directory_disk_bytes(one) for one in own)
+            )
     return None
 
 
 def read_manifest(
-    directory: Path, slot: int, *, identity: Identity, records: Sequence[FileRecord]
+    directory: Path, slot: int, *, identity: OwnerIdentity, records: Sequence[DataFileRecord]
 ) -> GenerationManifest | None:
     """Returns the manifest of a slot after verifying its payload, or None if there is no manifest.
 
@@ -199,7 +211,7 @@ def read_manifest(
     if not os.path.lexists(path):
         return None
     try:
-        manifest = GenerationManifest.model_validate_json(_read_unsealed(path))
+        manifest = GenerationManifest.model_validate_json(_read_json_with_digest(path))
     except ValidationError as error:
         raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
     if manifest.identity != identity or manifest.records != tuple(records):
@@ -215,18 +227,18 @@ def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) ->
     path = payload_path(directory, slot)
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
-    with open(path, "rb", opener=open_regular) as file:
+    with open(path, "rb", opener=open_regular_file) as file:
         data = file.read(min(manifest.payload_bytes, os.fstat(file.fileno()).st_size))
     if len(data) < manifest.payload_bytes:
         raise DamagedOffloadError(
             f"{path} is truncated.", got=f"{len(data)} bytes, {manifest.payload_bytes} expected"
         )
-    if digest(data) != manifest.payload_digest:
-        raise other_bytes(path, f"all {len(data)} bytes")
+    if xxh3_digest(data) != manifest.payload_digest:
+        raise digest_mismatch_error(path, f"all {len(data)} bytes")
     return data
 
 
-def other_bytes(path: Path, what: str) -> DamagedOffloadError:
+def digest_mismatch_error(path: Path, what: str) -> DamagedOffloadError:
     """Returns the error for bytes (`what`) of a file whose digest does not match."""
     return DamagedOffloadError(
         f"{path} holds other bytes than were written.",
@@ -236,10 +248,10 @@ def other_bytes(path: Path, what: str) -> DamagedOffloadError:
     )
 
 
-def _read_unsealed(path: Path) -> bytes:
-    """Returns the JSON of a file that `sealed` made. Raises OSError, and DamagedOffloadError if damaged."""
+def _read_json_with_digest(path: Path) -> bytes:
+    """Returns the JSON of a file that `json_with_digest` made. Raises OSError or DamagedOffloadError."""
     text = read_bytes(path, most_bytes=_MOST_BYTES)
     body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")
-    if text != body + b"\n" + digest(body).encode() + b"\n":
+    if text != body + b"\n" + xxh3_digest(body).encode() + b"\n":
         raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({stated[:40]!r})")
     return body

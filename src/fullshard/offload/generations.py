@@ -24,31 +24,38 @@ import xxhash
 from fullshard.errors import DamagedOffloadError
 from fullshard.offload.directories import (
     LOCK,
-    exclusive,
+    lock_directory,
     no_space_error,
-    overwrite,
-    remove,
-    replace,
+    overwrite_file_start,
+    remove_file_and_flush,
+    replace_file_atomically,
 )
-from fullshard.offload.drive import FULL, SYSTEM, DriveFile, System, allocate, os_error
+from fullshard.offload.drive import (
+    FULL,
+    SYSTEM,
+    DriveFile,
+    DriveSystemCalls,
+    allocate_file,
+    offload_error_from_os_error,
+)
 from fullshard.offload.generation_manifest import (
     SLOTS,
-    FileRecord,
+    DataFileRecord,
     GenerationManifest,
-    Identity,
-    claim,
+    OwnerIdentity,
+    check_record_layout,
+    claim_directory,
+    data_file_bytes,
     data_path,
-    digest,
-    file_bytes,
+    digest_mismatch_error,
+    json_with_digest,
     manifest_path,
-    other_bytes,
     payload_path,
     read_manifest,
     read_payload,
-    require_sound,
-    sealed,
+    xxh3_digest,
 )
-from fullshard.system.files import flush
+from fullshard.system.files import fsync_path
 
 logger = logging.getLogger("fullshard")
 
@@ -66,23 +73,23 @@ class Generation:
     slot: int
 
 
-class Generations:
-    """Reads one generation while it writes the next: `begin`, `write` for every record, `commit`.
+class GenerationFiles:
+    """Reads one generation while it writes the next: `begin`, `write` for every record, `commit_generation`.
 
     Several threads may call `read` and `write` for different records. All other methods are for one thread,
-    while no `read` or `write` runs. Every error is an OffloadError. After an error in `commit`, the new
-    generation can never become complete: call `begin` again, or stop.
+    while no `read` or `write` runs. Every error is an OffloadError. After an error in `commit_generation`,
+    the new generation can never become complete: call `begin` again, or stop.
     """
 
     def __init__(
         self,
         directory: Path,
-        records: Sequence[FileRecord],
+        records: Sequence[DataFileRecord],
         *,
-        identity: Identity,
+        identity: OwnerIdentity,
         check: Check = "asked",
         payload_bytes: int = PAYLOAD_BYTES,
-        system: System = SYSTEM,
+        system: DriveSystemCalls = SYSTEM,
     ) -> None:
         """Locks `directory` for this process, and allocates the files that are missing.
 
@@ -90,7 +97,7 @@ class Generations:
         identity (`discard` removes them), and OffloadError if another process uses the directory or the drive
         has no room.
         """
-        require_sound(records)
+        check_record_layout(records)
         self.directory, self.identity, self.check = directory, identity, check
         self.records = {record.name: record for record in records}
         self._system = system
@@ -99,20 +106,20 @@ class Generations:
         self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
         self._begun: int | None = None  # the slot
         with ExitStack() as stack:
-            stack.enter_context(exclusive(directory))
+            stack.enter_context(lock_directory(directory))
             try:
-                claim(directory, identity, system=system)
-                size_bytes = file_bytes(records)
-                _make(directory, size_bytes, payload_bytes=payload_bytes, system=system)
+                claim_directory(directory, identity, system=system)
+                size_bytes = data_file_bytes(records)
+                _allocate_missing_files(directory, size_bytes, payload_bytes=payload_bytes, system=system)
                 self._files = [
                     stack.enter_context(DriveFile.open(data_path(directory, slot), size_bytes, system=system))
                     for slot in SLOTS
                 ]
-                for slot, manifest in _found(directory, records, identity=identity).items():
+                for slot, manifest in _read_complete_manifests(directory, records, identity=identity).items():
                     self._whole[slot] = manifest
                     self._digests[slot].update(zip(self.records, manifest.digests, strict=True))
             except OSError as error:
-                raise os_error(f"{directory} cannot be used.", error) from error
+                raise offload_error_from_os_error(f"{directory} cannot be used.", error) from error
             # One for the reading thread and one for the writing thread; each digests while its bytes move.
             self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
             stack.callback(self._hashing.shutdown)
@@ -128,57 +135,61 @@ class Generations:
         """Closes the files and unlocks the directory. No thread may still use it. Generations stay."""
         self._resources.close()
 
-    def whole(self) -> list[Generation]:
+    def list_complete_generations(self) -> list[Generation]:
         """Returns the complete generations, at most two, the newest first. Records are not checked."""
         found = [Generation(manifest.step, slot) for slot, manifest in self._whole.items()]
         return sorted(found, key=lambda one: -one.step)
 
-    def payload(self, generation: Generation) -> bytes:
-        """Returns the payload given to `commit`. Raises DamagedOffloadError if the file is damaged."""
+    def read_generation_payload(self, generation: Generation) -> bytes:
+        """Returns the payload given to `commit_generation`. Raises DamagedOffloadError."""
         slot = generation.slot
         try:
             return read_payload(self.directory, slot, manifest=self._whole[slot])
         except OSError as error:
-            raise os_error(f"{payload_path(self.directory, slot)} cannot be read.", error) from error
+            raise offload_error_from_os_error(
+                f"{payload_path(self.directory, slot)} cannot be read.", error
+            ) from error
 
-    def drop(self, slot: int) -> None:
+    def remove_generation(self, slot: int) -> None:
         """Removes the generation in a slot, if there is one, and flushes the removal of its manifest."""
         self._whole.pop(slot, None)
         self._digests[slot].clear()
         self._verified[slot].clear()
         try:
-            remove(manifest_path(self.directory, slot), system=self._system)
+            remove_file_and_flush(manifest_path(self.directory, slot), system=self._system)
         except OSError as error:
-            raise os_error(f"{manifest_path(self.directory, slot)} cannot be removed.", error) from error
+            raise offload_error_from_os_error(
+                f"{manifest_path(self.directory, slot)} cannot be removed.", error
+            ) from error
 
-    def begin(self) -> int:
+    def start_generation(self) -> int:
         """Starts the next generation and returns its slot, which never has the newest complete generation.
 
         The slot's previous generation is lost. With several ranks, call this only once all have committed the
         newest complete generation.
         """
         self._begun = None
-        newest = self.whole()
+        newest = self.list_complete_generations()
         slot = 1 - newest[0].slot if newest else 0
-        self.drop(slot)
+        self.remove_generation(slot)
         self._begun = slot
         return slot
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write_record(self, name: str, data: memoryview) -> None:
         """Writes the record `name` of the started generation. `data` must not change meanwhile."""
         record, slot = self.records[name], self._begun
         assert slot is not None, "no generation was begun"
         assert data.nbytes == record.length_bytes, "a record is written whole"
         self._digests[slot].pop(name, None)
         self._verified[slot].discard(name)
-        hashing = self._hashing.submit(digest, data)
+        hashing = self._hashing.submit(xxh3_digest, data)
         try:
             self._files[slot].write(data, record.offset_bytes)
         finally:  # the digest must have read `data` before the caller reuses it, also after an error
             found = hashing.result()
         self._digests[slot][name] = found
 
-    def read(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
+    def read_record(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
         """Fills `target` with the record `name` of a complete generation, or as written since `begin`.
 
         Checks its digest if `verify` is set, or if `check` is "always". Raises DamagedOffloadError.
@@ -190,31 +201,33 @@ class Generations:
             file.read(target, record.offset_bytes)
             return
         pieces = (target[begin : begin + _PIECE_BYTES] for begin in range(0, target.nbytes, _PIECE_BYTES))
-        self._verify(record, slot, pieces=pieces)
+        self._check_record_digest(record, slot, pieces=pieces)
 
-    def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
+    def read_record_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
         """Fills `target` from `offset` of a record on. If `check` is "always", verifies the record once."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
         if self.check == "always" and name not in self._verified[slot]:
-            self._verify(record, slot, pieces=_scratch(record))
+            self._check_record_digest(record, slot, pieces=_iterate_scratch_pieces(record))
             self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
 
-    def verify(self, generation: Generation) -> None:
+    def check_all_records(self, generation: Generation) -> None:
         """Reads every record. Raises DamagedOffloadError for the first whose digest does not match."""
         for record in self.records.values():
-            self._verify(record, generation.slot, pieces=_scratch(record))
+            self._check_record_digest(record, generation.slot, pieces=_iterate_scratch_pieces(record))
 
-    def commit(self, step: int, payload: bytes) -> Generation:
+    def commit_generation(self, step: int, payload: bytes) -> Generation:
         """Completes the started generation, as the state after `step` steps, and flushes it.
 
         Every record must have been written since `begin`. `payload` is stored with the records.
         """
         slot, self._begun = self._begun, None
         assert slot is not None, "no generation was begun"
-        assert all(one.step < step for one in self.whole()), "a later generation is there: drop it first"
+        assert all(one.step < step for one in self.list_complete_generations()), (
+            "a later generation is there: drop it first"
+        )
         written = self._digests[slot]
         missing = [name for name in self.records if name not in written]
         assert not missing, f"records that were not written: {missing}"
@@ -224,18 +237,24 @@ class Generations:
             records=tuple(self.records.values()),
             digests=tuple(written[name] for name in self.records),
             payload_bytes=len(payload),
-            payload_digest=digest(payload),
+            payload_digest=xxh3_digest(payload),
         )
         self._files[slot].flush()
         try:
-            overwrite(payload_path(self.directory, slot), payload, system=self._system)
-            replace(manifest_path(self.directory, slot), sealed(manifest), system=self._system)
+            overwrite_file_start(payload_path(self.directory, slot), payload, system=self._system)
+            replace_file_atomically(
+                manifest_path(self.directory, slot), json_with_digest(manifest), system=self._system
+            )
         except OSError as error:
-            raise os_error(f"step {step} cannot be kept in {self.directory}.", error) from error
+            raise offload_error_from_os_error(
+                f"step {step} cannot be kept in {self.directory}.", error
+            ) from error
         self._whole[slot] = manifest
         return Generation(step, slot)
 
-    def _verify(self, record: FileRecord, slot: int, *, pieces: Iterable[memoryview]) -> None:
+    def _check_record_digest(
+        self, record: DataFileRecord, slot: int, *, pieces: Iterable[memoryview]
+    ) -> None:
         """Reads a record into `pieces` and checks its digest, digesting a piece while the next is read."""
         file, found, offset = self._files[slot], xxhash.xxh3_128(), record.offset_bytes
         with ExitStack() as last:  # waits for the last digest, also after an error
@@ -245,11 +264,11 @@ class Generations:
                 last.close()
                 last.callback(self._hashing.submit(found.update, piece).result)
         if found.hexdigest() != self._digests[slot][record.name]:
-            raise other_bytes(file.path, f"{record.name}, bytes {record.offset_bytes} to {offset}")
+            raise digest_mismatch_error(file.path, f"{record.name}, bytes {record.offset_bytes} to {offset}")
 
 
-def _found(
-    directory: Path, records: Sequence[FileRecord], *, identity: Identity
+def _read_complete_manifests(
+    directory: Path, records: Sequence[DataFileRecord], *, identity: OwnerIdentity
 ) -> dict[int, GenerationManifest]:
     """Returns the manifests of complete generations, by slot. Logs damaged manifests."""
     found: dict[int, GenerationManifest] = {}
@@ -263,28 +282,32 @@ def _found(
     return found
 
 
-def discard(directory: Path) -> None:
+def discard_rank_directory(directory: Path) -> None:
     """Removes a rank's directory with all of its files. Raises OffloadError if another process uses it."""
     if not os.path.exists(directory):  # also if its parent cannot be read
         return
-    with exclusive(directory):
+    with lock_directory(directory):
         try:
             for slot in SLOTS:
-                remove(manifest_path(directory, slot))
+                remove_file_and_flush(manifest_path(directory, slot))
             for path in directory.iterdir():
                 if path.name != LOCK:
                     path.unlink()
             (directory / LOCK).unlink()
             directory.rmdir()
-            with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty`
-                flush(directory.parent)
+            with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty_parents`
+                fsync_path(directory.parent)
         except OSError as error:
-            raise os_error(f"{directory} cannot be removed.", error) from error
+            raise offload_error_from_os_error(f"{directory} cannot be removed.", error) from error
 
 
-def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: System) -> None:
+def _allocate_missing_files(
+    directory: Path, size_bytes: int, *, payload_bytes: int, system: DriveSystemCalls
+) -> None:
     """Allocates missing data and payload files. Raises OffloadError if they do not fit on the drive."""
-    missing = [slot for slot in SLOTS if not _is_there(directory, slot, size_bytes=size_bytes)]
+    missing = [
+        slot for slot in SLOTS if not _keep_or_remove_data_file(directory, slot, size_bytes=size_bytes)
+    ]
     payloads = [slot for slot in SLOTS if not payload_path(directory, slot).exists()]
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
     free = system.free_bytes(directory)
@@ -292,9 +315,9 @@ def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: Syste
         raise no_space_error(directory, needed_bytes=needed, free_bytes=free)
     try:
         for slot in missing:
-            allocate(data_path(directory, slot), size_bytes, system=system)
+            allocate_file(data_path(directory, slot), size_bytes, system=system)
         for slot in payloads:
-            allocate(payload_path(directory, slot), payload_bytes, system=system)
+            allocate_file(payload_path(directory, slot), payload_bytes, system=system)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -302,7 +325,7 @@ def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: Syste
         raise no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
 
 
-def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
+def _keep_or_remove_data_file(directory: Path, slot: int, *, size_bytes: int) -> bool:
     """Returns True if a slot's data file has this size. Otherwise removes its manifest, and then the file."""
     path, manifest = data_path(directory, slot), manifest_path(directory, slot)
     found = path.stat().st_size if path.exists() else None
@@ -314,12 +337,12 @@ def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
             path,
             "is missing" if found is None else f"holds {found} bytes, {size_bytes} expected",
         )
-    remove(manifest)
-    remove(path)
+    remove_file_and_flush(manifest)
+    remove_file_and_flush(path)
     return False
 
 
-def _scratch(record: FileRecord) -> Iterator[memoryview]:
+def _iterate_scratch_pieces(record: DataFileRecord) -> Iterator[memoryview]:
     """Yields memory for each piece of a record, from two buffers in turn."""
     scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
     halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import dtensor_like, local_shape
-from fullshard.offload.host_memory import allocate_host
+from fullshard.offload.fsdp_params import dtensor_like, local_shard_shape
+from fullshard.offload.host_memory import allocate_host_memory
 
 
-class Gradients(Protocol):
+class GradientStore(Protocol):
     """The gradients of sharded parameters, by name."""
 
-    def of(self, name: str) -> Tensor | None:
+    def find_gradient(self, name: str) -> Tensor | None:
         """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient."""
         ...
 
@@ -30,7 +30,7 @@ class DeviceGradients:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
 
-    def of(self, name: str) -> Tensor | None:
+    def find_gradient(self, name: str) -> Tensor | None:
         return self._parameters[name].grad
 
     def clear(self) -> None:
@@ -49,13 +49,14 @@ class HostGradients:
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
         sizes = {
-            name: local_shape(one).numel() * one.sharded_param.dtype.itemsize for name, one in engine.items()
+            name: local_shard_shape(one).numel() * one.sharded_param.dtype.itemsize
+            for name, one in engine.items()
         }
         begins = dict[str, int]()
         total = 0
         for name, size in sizes.items():
             begins[name], total = total, total + -(-size // 64) * 64
-        memory = allocate_host(total, pinned=pinned)
+        memory = allocate_host_memory(total, pinned=pinned)
         self._engine, self._there = engine, set[str]()
         self._host = {
             name: memory[begins[name] : begins[name] + size].view(engine[name].sharded_param.dtype)
@@ -63,10 +64,10 @@ class HostGradients:
         }
         self._stream = torch.cuda.Stream() if pinned else None
         for name, one in engine.items():
-            take = cast(Callable[[Tensor], None], partial(self._take, name))
+            take = cast(Callable[[Tensor], None], partial(self._move_gradient_to_host, name))
             one.sharded_param.register_post_accumulate_grad_hook(take)
 
-    def of(self, name: str) -> Tensor | None:
+    def find_gradient(self, name: str) -> Tensor | None:
         if name not in self._there:
             return None
         if self._stream is not None:
@@ -77,7 +78,7 @@ class HostGradients:
         self._there.clear()
 
     @torch.no_grad()
-    def _take(self, name: str, parameter: nn.Parameter) -> None:
+    def _move_gradient_to_host(self, name: str, parameter: nn.Parameter) -> None:
         """Moves a gradient to host memory, or adds it there. FSDP2 calls this on the reducing stream."""
         assert isinstance(parameter.grad, DTensor), "the engine reduces sharded gradients"
         gradient, parameter.grad = parameter.grad.to_local(), None

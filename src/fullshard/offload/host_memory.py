@@ -8,17 +8,17 @@ from torch import Tensor
 
 from fullshard.errors import OffloadError
 from fullshard.quantities import format_bytes
-from fullshard.spec.groups import part_bytes
+from fullshard.spec.groups import page_aligned_bytes
 
 
-def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
+def allocate_host_memory(size_bytes: int, *, pinned: bool) -> Tensor:
     """Returns at least `size_bytes` of zeros, in whole pages, as uint8; if `pinned`, registered with CUDA.
 
     The memory is a mapping of its own: torch's pinned allocator rounds up to a power of two, and malloc's
     memory is not aligned to pages and stays with the thread that freed it. Raises OffloadError if there is
     not enough memory.
     """
-    size_bytes = part_bytes(max(1, size_bytes), 1)
+    size_bytes = page_aligned_bytes(max(1, size_bytes), 1)
     try:
         mapping = mmap.mmap(-1, size_bytes)
     except (OSError, ValueError, OverflowError) as error:
@@ -31,7 +31,7 @@ def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     if pinned:
-        _register(tensor)
+        _register_with_cuda(tensor)
     return tensor
 
 
@@ -40,7 +40,7 @@ def as_memoryview(tensor: Tensor) -> memoryview:
     return memoryview(cast(bytearray, tensor.numpy()))
 
 
-def _register(tensor: Tensor) -> None:
+def _register_with_cuda(tensor: Tensor) -> None:
     code = cast(Any, torch.cuda.cudart()).cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(code) != 0:
         raise OffloadError(

@@ -16,7 +16,7 @@ _OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
 class LazyTensor(torch.Tensor):
     """Tensor on the meta device whose elements `read` returns, on the CPU, at each use.
 
-    It cannot be changed in place. `lazy_tensor` makes it.
+    It cannot be changed in place. `make_lazy_tensor` makes it.
     """
 
     read: Callable[[], Tensor]
@@ -39,9 +39,12 @@ class LazyTensor(torch.Tensor):
         if func in _STILL_ON_DRIVE:
             one = cast(LazyTensor, args[0])
             shape = torch.empty(one.shape, device="meta").view(*args[1:] or (one.shape,)).shape
-            return lazy_tensor(shape, one.dtype, read=lambda: one.read().view(shape))
+            return make_lazy_tensor(shape, one.dtype, read=lambda: one.read().view(shape))
         kwargs = kwargs or {}
-        if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves(_changed(func, args, kwargs=kwargs))):
+        if any(
+            isinstance(leaf, LazyTensor)
+            for leaf in tree_leaves(_written_arguments(func, args, kwargs=kwargs))
+        ):
             raise TypeError(f"{func} would change a tensor that is on a drive")
         if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
             # The tensor just read has no other owner, so it is not copied again if nothing changes.
@@ -50,7 +53,7 @@ class LazyTensor(torch.Tensor):
         return func(*read[0], **read[1])
 
 
-def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Any]:
+def _written_arguments(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns the arguments that the torch operation `func` writes to."""
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)
@@ -59,7 +62,7 @@ def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> li
     ]
 
 
-def lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
+def make_lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
     """Returns a tensor on the meta device whose elements `read` returns, for example in `.cpu()`."""
     make = cast(Callable[..., LazyTensor], torch.Tensor._make_wrapper_subclass)
     one = make(LazyTensor, shape, dtype=dtype, device="meta", requires_grad=False)

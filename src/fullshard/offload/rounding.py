@@ -17,7 +17,7 @@ class AdamOptions(NamedTuple):
     weight_decay: float
 
 
-def adamw_rounded(
+def adamw_with_stochastic_rounding(
     state: tuple[Tensor, Tensor, Tensor],
     gradient: Tensor,
     *,

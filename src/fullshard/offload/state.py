@@ -12,39 +12,45 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.tensors import local_shard
+from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import OffloadError
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.fsdp_params import (
     compute_dtype,
     dtensor_like,
-    gathered_parameters,
-    local_shape,
-    padded_shape,
+    iterate_sharded_parameters,
+    local_shard_shape,
+    padded_shard_shape,
     redirect_all_gather,
     shard_dtype,
 )
 from fullshard.offload.gather_source import (
-    FrozenParameters,
     GatherSource,
     MasterShards,
-    SeparateShards,
+    OffloadedFrozenParameters,
+    SeparateShardSource,
     ShardCopies,
 )
-from fullshard.offload.lazy_tensor import lazy_tensor
-from fullshard.offload.store import GroupStore, HostStore, Parts, dtypes_of
+from fullshard.offload.lazy_tensor import make_lazy_tensor
+from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments, master_and_moment_dtypes
 from fullshard.offload.update_thread import (
     UpdateThread,
     frozen_half_loaded_error,
     half_loaded_error,
     not_loaded_error,
 )
-from fullshard.spec.groups import Group, Segment, ShardSize, group_shards, portions
+from fullshard.spec.groups import (
+    OffloadGroup,
+    ShardSegment,
+    ShardSize,
+    group_shards,
+    iterate_whole_parameter_groups,
+)
 
-Update = Callable[[Group, Parts], None]
+Update = Callable[[OffloadGroup, MasterAndMoments], None]
 
 
-class ShardsOnDrive(Protocol):
+class DriveShardsFactory(Protocol):
     """Makes a source of shards on a drive, in their own dtype if `frozen`, otherwise in the compute dtype.
 
     engine: FSDP2's object of each parameter, by name
@@ -53,11 +59,11 @@ class ShardsOnDrive(Protocol):
 
     def __call__(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
-    ) -> SeparateShards: ...
+    ) -> SeparateShardSource: ...
 
 
 @dataclass(frozen=True)
-class Settings:
+class OffloadSettings:
     """Placement and grouping of offloaded state.
 
     device: the device that computes
@@ -73,27 +79,27 @@ class Settings:
     sub_group_parameters: int
     shards_outside: bool = False
     moments: torch.dtype | None = None
-    on_drive: Callable[[Sequence[Group]], GroupStore] | None = None
-    shards_on_drive: ShardsOnDrive | None = None
+    on_drive: Callable[[Sequence[OffloadGroup]], GroupStore] | None = None
+    shards_on_drive: DriveShardsFactory | None = None
     traffic: DriveCounters = field(default_factory=DriveCounters)
 
     @property
-    def on_gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
     @property
-    def is_device(self) -> bool:
+    def is_state_on_device(self) -> bool:
         """True if the state is in the device's own memory, because the device is the host."""
-        return self.on_drive is None and not self.on_gpu
+        return self.on_drive is None and not self.is_on_gpu
 
-    def shards_of(
+    def make_shard_source(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
-    ) -> SeparateShards:
-        """Makes the source from which parameters are gathered. For the arguments, see `ShardsOnDrive`."""
+    ) -> SeparateShardSource:
+        """Makes the source from which parameters are gathered. Arguments: see `DriveShardsFactory`."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
-        pinned, dtype_of = self.on_gpu and self.shards_outside, shard_dtype if frozen else compute_dtype
+        pinned, dtype_of = self.is_on_gpu and self.shards_outside, shard_dtype if frozen else compute_dtype
         return ShardCopies(engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of)
 
 
@@ -110,9 +116,9 @@ class OffloadedState:
     close: waits for running work and closes the drive's files, as dropping the last reference does
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
-        self.groups: tuple[Group, ...] = ()
+        self.groups: tuple[OffloadGroup, ...] = ()
         self.engine: dict[str, Any] = {}
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
@@ -121,110 +127,117 @@ class OffloadedState:
 
     # `fullshard.sharding.apply.ShardSink`
 
-    def start(self, model: nn.Module, *, unset: bool = False) -> None:
+    def start_receiving_shards(self, model: nn.Module, *, unset: bool = False) -> None:
         """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""
         held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
-        for unit, name, one in gathered_parameters(model):
+        for unit, name, one in iterate_sharded_parameters(model):
             if self._units.setdefault(name, unit) != unit:
                 continue
             if not one.sharded_param.requires_grad:
                 frozen[name] = one
                 continue
             self.engine[name] = one
-            numel, most = local_shape(one).numel(), padded_shape(one).numel()
-            held.append(ShardSize(name, numel=numel, most=most, dtype=_dtype_name(one)))
+            numel, most = local_shard_shape(one).numel(), padded_shard_shape(one).numel()
+            held.append(ShardSize(name, numel=numel, max_numel=most, dtype=_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = group_shards(held, sub_group_parameters=self.settings.sub_group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
-        self._make(frozen)
-        self._filling: _Filling | None = None
-        if unset and not self.settings.is_device:
+        self._make_stores_and_thread(frozen)
+        self._filling: _InitialValueWriter | None = None
+        if unset and not self.settings.is_state_on_device:
             self.updates.unusable = not_loaded_error
             self.updates.frozen_unusable = not_loaded_error if self.frozen.engine else None
         else:
-            self._filling = _Filling(self.store.stream(fresh=True), self._publish)
+            self._filling = _InitialValueWriter(
+                self.store.stream_for_update(fresh=True), self._publish_segment
+            )
 
-    def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def put_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Stores the values of one unit's parameters, and frees their memory. Called in the order of use."""
-        engine = fsdp_params(self)
-        own = {n: local_shard(p).reshape(-1) for n, p in parameters.items() if n in engine}
+        engine = offloaded_fsdp_params(self)
+        own = {n: detached_local_tensor(p).reshape(-1) for n, p in parameters.items() if n in engine}
         if self._filling is not None:
-            self._filling.offer(own)
-            self.frozen.put(own)
+            self._filling.write_unit_values(own)
+            self.frozen.store_unit_shards(own)
         for name in own:
             redirect_all_gather(
                 engine[name], partial(self._shard_for_gather, name), local=self.masters.get(name)
             )
 
-    def finish(self) -> None:
+    def finish_receiving_shards(self) -> None:
         """Completes the stores after the last unit, and waits until all values are stored."""
         if self._filling is not None:
-            self._filling.end()
-        self.frozen.shards.settle()
-        self.updates.settle(to_load=True)
+            self._filling.check_all_written()
+        self.frozen.shards.wait_for_writes()
+        self.updates.wait_for_all_work(to_load=True)
 
     # For optimizers and checkpoints
 
-    def update(self, function: Update, *, release: Callable[[str], object]) -> None:
+    def start_update(self, function: Update, *, release: Callable[[str], object]) -> None:
         """Starts `function` on every group, on the update thread: see [Note: the next forward need not wait].
 
         `release` is called with a parameter's name, not on that thread, after its update: when it is
-        gathered, or by `settle`.
+        gathered, or by `wait_for_update`.
         """
-        self.settle()
-        self.settings.traffic.begin_update()
+        self.wait_for_update()
+        self.settings.traffic.mark_update_start()
         self._release = release
         left = Counter(self._units[segment.name] for group in self._own for segment in group.segments)
-        self.shards.begin()
+        self.shards.prepare_for_update()
 
         @torch.no_grad()
-        def update() -> None:
-            for group, parts in self.store.stream():
+        def update_all_groups() -> None:
+            for group, parts in self.store.stream_for_update():
                 function(group, parts)
                 for segment in group.segments:
-                    self._publish(segment, parts)
+                    self._publish_segment(segment, parts)
                     unit = self._units[segment.name]
                     left[unit] -= 1
                     if not left[unit]:
-                        self.updates.unit_done(unit)
-            self.store.read_ahead()
+                        self.updates.mark_unit_updated(unit)
+            self.store.prefetch_first_groups()
 
-        self.updates.begin(update, units=tuple(left))
-        if self.settings.is_device:
-            self.settle()  # the update would only compete with the caller for the processor
+        self.updates.submit_update(update_all_groups, units=tuple(left))
+        if self.settings.is_state_on_device:
+            self.wait_for_update()  # the update would only compete with the caller for the processor
 
-    def settle(self, *, to_load: bool = False) -> None:
-        """Waits until no update is running. Raises as `UpdateThread.settle` does."""
+    def wait_for_update(self, *, to_load: bool = False) -> None:
+        """Waits until no update is running. Raises as `UpdateThread.wait_for_update` does."""
         try:
-            self.updates.settle(to_load=to_load)
+            self.updates.wait_for_all_work(to_load=to_load)
         finally:
             for name in self.names:
                 self._release(name)
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
+    def parameter_state_tensors(self, name: str) -> dict[str, Tensor]:
         """Returns `master`, `exp_avg` and `exp_avg_sq` of a parameter as DTensors, not to be changed.
 
         State on a drive is read when a tensor is used, and stays readable until the second update from now.
         """
-        return self._placed(name, self.store.read_parts(name))
+        return self._parts_as_dtensors(name, self.store.read_parameter_state(name))
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
         """Returns `tensors` that show, at each use, the result of the last update.
 
-        During `refill` they show the old state. A use raises OffloadError once the state is closed.
+        During `iterate_tensors_to_fill` they show the old state. A use raises OffloadError once the state is
+        closed.
         """
-        parts = self.store.read_parts(name)
+        parts = self.store.read_parameter_state(name)
         if parts is not None and self.settings.on_drive is not None:
             # A weak reference: a state dict must not keep the model and the directory's lock alive.
             me: weakref.ref[OffloadedState] = weakref.ref(self)
-            reads = [partial(_now, me, name, part=part) for part in range(len(parts))]
+            reads = [partial(_read_current_part, me, name, part=part) for part in range(len(parts))]
             pairs = zip(parts, reads, strict=True)
-            parts = Parts(*(lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs))
-        return self._placed(name, parts)
+            parts = MasterAndMoments(
+                *(make_lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs)
+            )
+        return self._parts_as_dtensors(name, parts)
 
-    def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
+    def iterate_tensors_to_fill(
+        self, *, keep: bool = False, frozen: bool = False
+    ) -> Generator[dict[str, dict[str, Tensor]]]:
         """Yields tensors to fill with new values, in portions of the state: {name: {key: tensor}}.
 
         The tensors are stored when the next portion is requested. Every rank gets the same portions. After an
@@ -233,110 +246,120 @@ class OffloadedState:
         keep: keeps the old state readable by `live_tensors` meanwhile
         frozen: includes frozen parameters
         """
-        self.settle(to_load=True)
+        self.wait_for_update(to_load=True)
         if keep:
-            self.store.retain_previous()
+            self.store.keep_current_state_readable()
         self.updates.unusable = half_loaded_error
-        self.shards.begin()
-        with self.shards.hurried(None):  # no all-gather runs meanwhile
-            stream = self.store.stream(fresh=True)
-            for portion in portions(self.groups):
+        self.shards.prepare_for_update()
+        with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
+            stream = self.store.stream_for_update(fresh=True)
+            for portion in iterate_whole_parameter_groups(self.groups):
                 names = dict.fromkeys(name for group in portion for name in group.names)
-                new = {name: self.store.allocate_parts(name) for name in names}
-                yield {name: self._placed(name, parts) for name, parts in new.items()}
+                new = {name: self.store.allocate_parameter_state(name) for name in names}
+                yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
                 for _ in filter(lambda group: group.segments, portion):
                     group, parts = next(stream)
                     for segment in group.segments:
-                        _copy(new[segment.name], parts, segment=segment)
-                        self._publish(segment, parts)
+                        _copy_segment(new[segment.name], parts, segment=segment)
+                        self._publish_segment(segment, parts)
             next(stream, None)
-        self.updates.settle(to_load=True)
+        self.updates.wait_for_all_work(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
             self.updates.frozen_unusable = frozen_half_loaded_error
-            for new in self.frozen.refill():
+            for new in self.frozen.iterate_tensors_to_fill():
                 yield {name: {"master": own} for name, own in new.items()}
             self.updates.frozen_unusable = None
 
-    def publish_all(self, *, verify: bool) -> None:
+    def rewrite_shards_from_masters(self, *, verify: bool) -> None:
         """Rewrites all shards from the masters. If `verify`, checks the state against its digests."""
-        self.shards.begin()
-        with self.shards.hurried(None):
-            for group, parts in self.store.read_stream(verify=verify):
+        self.shards.prepare_for_update()
+        with self.shards.expedite_publishing(None):
+            for group, parts in self.store.stream_read_only(verify=verify):
                 for segment in group.segments:
-                    self._publish(segment, parts)
+                    self._publish_segment(segment, parts)
         self.updates.unusable = None
 
-    def _make(self, frozen: Mapping[str, Any]) -> None:
+    def _make_stores_and_thread(self, frozen: Mapping[str, Any]) -> None:
         settings, engine = self.settings, self.engine
         if settings.on_drive is None:
-            self.store: GroupStore = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
+            self.store: GroupStore = HostMemoryStore(
+                self._own, moments=settings.moments, pinned=settings.is_on_gpu
+            )
         else:
             self.store = settings.on_drive(self._own)
         self.masters: dict[str, Tensor] = {}
-        for name, one in engine.items() if settings.is_device else ():
-            parts = self.store.read_parts(name)
+        for name, one in engine.items() if settings.is_state_on_device else ():
+            parts = self.store.read_parameter_state(name)
             empty = torch.empty(0, dtype=shard_dtype(one))
             self.masters[name] = empty if parts is None else parts.master
         with ExitStack() as closing:
             closing.callback(self.store.close)
-            if settings.is_device:
+            if settings.is_state_on_device:
                 self.shards: GatherSource = MasterShards(self.masters, engine)
             else:
-                self.shards = settings.shards_of(engine, self._units)
-            closing.callback(self.shards.closing())
-            stays = settings.is_device or not settings.shards_outside
+                self.shards = settings.make_shard_source(engine, self._units)
+            closing.callback(self.shards.make_close_function())
+            stays = settings.is_state_on_device or not settings.shards_outside
             others = dict[str, Any]() if stays else frozen
-            kept = settings.shards_of(others, self._units, frozen=True)
-            self.frozen = FrozenParameters(others, self._units, shards=kept)
-            closing.callback(self.frozen.shards.closing())
+            kept = settings.make_shard_source(others, self._units, frozen=True)
+            self.frozen = OffloadedFrozenParameters(others, self._units, shards=kept)
+            closing.callback(self.frozen.shards.make_close_function())
             self.updates = UpdateThread(
-                partial(_settle, self.store, self.shards), hurried=self.shards.hurried
+                partial(_wait_for_all_writes, self.store, self.shards),
+                hurried=self.shards.expedite_publishing,
             )
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
             self.close = weakref.finalize(self, closing.pop_all().close)
 
-    def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
+    def _parts_as_dtensors(self, name: str, parts: MasterAndMoments | None) -> dict[str, Tensor]:
         """Returns the parts as DTensors placed like the parameter; empty ones if `parts` is None."""
         one, moments = self.engine[name], self.settings.moments
         if parts is None:
-            parts = Parts(*(torch.empty(0, dtype=dtype) for dtype in dtypes_of(_dtype_name(one), moments)))
+            parts = MasterAndMoments(
+                *(
+                    torch.empty(0, dtype=dtype)
+                    for dtype in master_and_moment_dtypes(_dtype_name(one), moments)
+                )
+            )
         return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
-    def _publish(self, segment: Segment, parts: Parts) -> None:
-        self.shards.write(segment.name, segment.begin, values=parts.master[segment.in_group])
+    def _publish_segment(self, segment: ShardSegment, parts: MasterAndMoments) -> None:
+        self.shards.write_shard_elements(
+            segment.name, segment.begin, values=parts.master[segment.slice_in_group]
+        )
 
     @torch.no_grad()
     def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
         """Returns this rank's shard once its unit is updated. Called by FSDP2 in an all-gather."""
-        self.updates.wait_for(self._units[name])
+        self.updates.wait_for_unit_update(self._units[name])
         if name in self.frozen.engine:
-            return self.frozen.shards.read(name, dtype)
+            return self.frozen.shards.read_padded_shard(name, dtype)
         self._release(name)
-        return self.shards.read(name, dtype)
+        return self.shards.read_padded_shard(name, dtype)
 
 
-def host_bytes_of(offloaded: OffloadedState) -> int:
+def offloaded_host_bytes(offloaded: OffloadedState) -> int:
     """Returns the bytes of host memory that the state takes, without gradients."""
     return offloaded.store.host_bytes + offloaded.shards.host_bytes + offloaded.frozen.shards.host_bytes
 
 
-def fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
+def offloaded_fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
     """Returns FSDP2's objects of all offloaded parameters, trained or frozen, by name."""
     return {**offloaded.engine, **offloaded.frozen.engine}
 
 
 def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
     """Returns the parameters whose values are not in the model's own tensors."""
-    engine = dict[str, Any]() if offloaded.settings.is_device else fsdp_params(offloaded)
+    engine = dict[str, Any]() if offloaded.settings.is_state_on_device else offloaded_fsdp_params(offloaded)
     return {one.sharded_param for one in engine.values()}
 
 
-def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
+def iterate_parameters_to_load(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
     """Yields sets of parameters whose values the caller sets before the next set. Moments become zero."""
-    engine = fsdp_params(offloaded)
-    for portion in offloaded.refill(frozen=True):
+    engine = offloaded_fsdp_params(offloaded)
+    for portion in offloaded.iterate_tensors_to_fill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
         stands = {name: parameter._local_tensor for name, parameter in own.items()}
         for name, new in portion.items():
@@ -350,7 +373,7 @@ def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
                 own[name]._local_tensor = local
 
 
-def _now(reference: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
+def _read_current_part(reference: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
     """Returns one part of a parameter's present state. Raises OffloadError if the state was closed."""
     state = reference()
     if state is None or not state.close.alive:
@@ -359,41 +382,43 @@ def _now(reference: "weakref.ref[OffloadedState]", name: str, *, part: int) -> T
             why="the model that it was of is let go, and each tensor of a state_dict is read when it is used",
             fix="copy.deepcopy(optimizer.state_dict()) while the model is there, or a checkpoint",
         )
-    state.updates.settle(to_load=True)
-    found = state.store.read_parts(name)
+    state.updates.wait_for_all_work(to_load=True)
+    found = state.store.read_parameter_state(name)
     assert found is not None, "the rank has rows of it"
     return found[part].cpu()
 
 
-def _settle(store: GroupStore, shards: GatherSource) -> None:
-    store.settle()
-    shards.settle()
+def _wait_for_all_writes(store: GroupStore, shards: GatherSource) -> None:
+    store.wait_for_writes()
+    shards.wait_for_writes()
 
 
-class _Filling:
+class _InitialValueWriter:
     """Writes initial values into a new store, in the order of its groups. Moments are zero."""
 
     def __init__(
-        self, stream: Iterator[tuple[Group, Parts]], publish: Callable[[Segment, Parts], None]
+        self,
+        stream: Iterator[tuple[OffloadGroup, MasterAndMoments]],
+        publish: Callable[[ShardSegment, MasterAndMoments], None],
     ) -> None:
         self._segments = ((segment, parts) for group, parts in stream for segment in group.segments)
         self._next, self._publish = next(self._segments, None), publish
 
-    def offer(self, values: Mapping[str, Tensor]) -> None:
+    def write_unit_values(self, values: Mapping[str, Tensor]) -> None:
         while self._next is not None and self._next[0].name in values:
             segment, parts = self._next
-            parts.master[segment.in_group].copy_(values[segment.name][segment.in_shard])
+            parts.master[segment.slice_in_group].copy_(values[segment.name][segment.slice_in_shard])
             self._publish(segment, parts)
             self._next = next(self._segments, None)
 
-    def end(self) -> None:
+    def check_all_written(self) -> None:
         assert self._next is None, "every unit was offered, in the order of use"
 
 
-def _copy(new: Parts | None, parts: Parts, *, segment: Segment) -> None:
+def _copy_segment(new: MasterAndMoments | None, parts: MasterAndMoments, *, segment: ShardSegment) -> None:
     assert new is not None, "the rank has rows of it"
     for source, target in zip(new, parts, strict=True):
-        own, into = source[segment.in_shard], target[segment.in_group]
+        own, into = source[segment.slice_in_shard], target[segment.slice_in_group]
         if own.data_ptr() != into.data_ptr():
             into.copy_(own)
 
@@ -405,11 +430,11 @@ def _dtype_name(one: Any) -> str:
 _ATTRIBUTE = "_fullshard_offloaded"  # attribute of the model
 
 
-def attach(model: nn.Module, state: OffloadedState) -> None:
-    """Stores `state` as an attribute of its model, where `offloaded_of` finds it."""
+def attach_offloaded_state(model: nn.Module, state: OffloadedState) -> None:
+    """Stores `state` as an attribute of its model, where `find_offloaded_state` finds it."""
     setattr(model, _ATTRIBUTE, state)
 
 
-def offloaded_of(model: nn.Module) -> OffloadedState | None:
+def find_offloaded_state(model: nn.Module) -> OffloadedState | None:
     """Returns the offloaded state of a model, or None if it has no offloaded state."""
     return getattr(model, _ATTRIBUTE, None)

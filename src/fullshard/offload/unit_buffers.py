@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fullshard.offload.host_memory import allocate_host
+from fullshard.offload.host_memory import allocate_host_memory
 
 HELD_SECONDS = 2.0
 
 
 @dataclass(eq=False)
-class Buffer:
+class UnitBuffer:
     """A buffer for one unit's shards, of which an update has yet to write `missing` elements."""
 
     memory: Tensor
@@ -40,14 +40,14 @@ class Buffer:
         """True while the buffer is being read into or written to the drive."""
         return any(one is not None and not one.done() for one in (self.reading, self.writing))
 
-    def raise_failed(self) -> None:
+    def raise_transfer_error(self) -> None:
         """Raises the error of the last read or write, if it has failed."""
         for done in (self.reading, self.writing):
             if done is not None:
                 done.result()
 
 
-Transfer = Callable[[Buffer, int], Future[None]]  # takes the buffer and the unit's number
+Transfer = Callable[[UnitBuffer, int], Future[None]]  # takes the buffer and the unit's number
 Wait = Callable[[threading.Condition, float], bool]  # at most this many seconds; True if it was notified
 
 
@@ -57,7 +57,7 @@ class UnitBuffers:
     def __init__(self, count: int, size_bytes: int, *, pinned: bool, wait: Wait) -> None:
         self._wait = wait
         self._all = [
-            Buffer(allocate_host(size_bytes, pinned=pinned)) for _ in range(count)
+            UnitBuffer(allocate_host_memory(size_bytes, pinned=pinned)) for _ in range(count)
         ]  # the most recently used last
         self._changed = threading.Condition()
         self._in_use: int | None = None
@@ -70,7 +70,7 @@ class UnitBuffers:
     def host_bytes(self) -> int:
         return sum(one.memory.nbytes for one in self._all)
 
-    def begin(self, units: Iterable[int]) -> None:
+    def prepare_for_update(self, units: Iterable[int]) -> None:
         """Prepares for an update that will make these units, and discards units that are partly made."""
         with self._changed:
             for one in (one for one in self._all if one.missing):
@@ -78,17 +78,17 @@ class UnitBuffers:
             self._due, self._holds = set(units), True
             self._made.clear()
 
-    def settle(self) -> None:
+    def wait_for_transfers(self) -> None:
         """Waits until no read or write runs. Raises OffloadError if one has failed."""
         with self._changed:
             self._holds = False
             while any(one.is_busy for one in self._all):
                 self._changed.wait()
             for one in self._all:
-                one.raise_failed()
+                one.raise_transfer_error()
 
     @contextmanager
-    def hurried(self, unit: int | None) -> Generator[None]:
+    def expedite_unit(self, unit: int | None) -> Generator[None]:
         """While the context is open, an update makes `unit` (None: all units) without waiting for gathers."""
         with self._changed:
             self._waited_for.append(unit)
@@ -99,89 +99,95 @@ class UnitBuffers:
             with self._changed:
                 self._waited_for.remove(unit)
 
-    def buffer_to_fill(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
+    def buffer_to_fill(self, unit: int, *, elements: int) -> tuple[UnitBuffer, bool]:
         """Returns the buffer in which an update makes a unit of `elements`, and True if it is a new one."""
         with self._changed:
-            while (buffer := self._of(unit) or self._spare(made_too=not self._is_held)) is None or (
-                buffer.is_busy
-            ):
+            while (
+                buffer := self._find_buffer_of_unit(unit)
+                or self._choose_buffer_to_reuse(made_too=not self._is_update_held_back)
+            ) is None or (buffer.is_busy):
                 if not self._wait(self._changed, HELD_SECONDS):
                     self._holds = False
             if buffer.missing:
                 return buffer, False
-            self._give_to(unit, buffer)
+            self._assign_buffer_to_unit(unit, buffer)
             buffer.missing = elements
             return buffer, True
 
-    def finish_filling(self, buffer: Buffer, write: Transfer) -> None:
+    def start_write_to_drive(self, buffer: UnitBuffer, write: Transfer) -> None:
         """Marks the buffer's unit as made, and starts its write to the drive."""
         with self._changed:
             assert buffer.unit is not None, "it is made"
-            buffer.writing = _notify_at_end(self._changed, write(buffer, buffer.unit))
+            buffer.writing = _notify_when_done(self._changed, write(buffer, buffer.unit))
             self._due.discard(buffer.unit)
             self._made.append(buffer.unit)
 
-    def is_in_use(self, unit: int) -> bool:
+    def is_last_gathered_unit(self, unit: int) -> bool:
         """Returns True if the unit is the last that `buffer_to_gather` returned."""
         return unit == self._in_use
 
-    def buffer_to_gather(self, unit: int, read: Transfer) -> Buffer:
+    def buffer_to_gather(self, unit: int, read: Transfer) -> UnitBuffer:
         """Returns the buffer of a unit that is about to be gathered. A read into it may still be running."""
         with self._changed:
             if unit in self._made:
                 self._made.remove(unit)
             self._in_use = unit
             self._changed.notify_all()
-            while (buffer := self._of(unit) or self._spare(made_too=True)) is None or (
-                buffer.unit != unit and buffer.is_busy
-            ):
+            while (
+                buffer := self._find_buffer_of_unit(unit) or self._choose_buffer_to_reuse(made_too=True)
+            ) is None or (buffer.unit != unit and buffer.is_busy):
                 self._changed.wait()
             if buffer.unit != unit:
-                self._give_to(unit, buffer)
-                buffer.reading = _notify_at_end(self._changed, read(buffer, unit))
+                self._assign_buffer_to_unit(unit, buffer)
+                buffer.reading = _notify_when_done(self._changed, read(buffer, unit))
             self._all.remove(buffer)
             self._all.append(buffer)
             return buffer
 
-    def read_ahead(self, unit: int, read: Transfer) -> None:
+    def prefetch_unit(self, unit: int, read: Transfer) -> None:
         """Starts to read a unit into an idle buffer, unless an update will make it, or needs the buffer."""
         with self._changed:
-            idle = self._idle()
-            if self._of(unit) is None and unit not in self._due and len(idle) > 1 and not idle[0].is_busy:
-                self._give_to(unit, idle[0])
-                idle[0].reading = _notify_at_end(self._changed, read(idle[0], unit))
+            idle = self._list_reusable_buffers()
+            if (
+                self._find_buffer_of_unit(unit) is None
+                and unit not in self._due
+                and len(idle) > 1
+                and not idle[0].is_busy
+            ):
+                self._assign_buffer_to_unit(unit, idle[0])
+                idle[0].reading = _notify_when_done(self._changed, read(idle[0], unit))
 
     @property
-    def _is_held(self) -> bool:
+    def _is_update_held_back(self) -> bool:
         return self._holds and not any(one is None or one in self._due for one in self._waited_for)
 
-    def _of(self, unit: int) -> Buffer | None:
+    def _find_buffer_of_unit(self, unit: int) -> UnitBuffer | None:
         return next((one for one in self._all if one.unit == unit), None)
 
-    def _idle(self) -> list[Buffer]:
+    def _list_reusable_buffers(self) -> list[UnitBuffer]:
         """Returns the buffers that can be reused once they are not busy, the most recently used last."""
         stays = (self._in_use, *self._made)
         return [one for one in self._all if not one.missing and (one.unit is None or one.unit not in stays)]
 
-    def _spare(self, *, made_too: bool) -> Buffer | None:
-        if idle := self._idle():
+    def _choose_buffer_to_reuse(self, *, made_too: bool) -> UnitBuffer | None:
+        if idle := self._list_reusable_buffers():
             return idle[0]
-        made = (self._of(unit) for unit in reversed(self._made if made_too else ()))
+        made = (self._find_buffer_of_unit(unit) for unit in reversed(self._made if made_too else ()))
         return next((one for one in made if one and one.unit != self._in_use and not one.is_busy), None)
 
-    def _give_to(self, unit: int, buffer: Buffer) -> None:
-        buffer.raise_failed()
+    def _assign_buffer_to_unit(self, unit: int, buffer: UnitBuffer) -> None:
+        buffer.raise_transfer_error()
         if buffer.unit in self._made:
             self._made.remove(buffer.unit)
         buffer.unit, buffer.reading, buffer.writing = unit, None, None
 
 
-def _notify_at_end(changed: threading.Condition, transfer: "Future[None]") -> "Future[None]":
+def _notify_when_done(changed: threading.Condition, transfer: "Future[None]") -> "Future[None]":
     """Makes the end of the transfer wake all threads that wait for `changed`. Returns the transfer."""
 
-    def tell(_: "Future[None]") -> None:
+    def notify_waiting_threads(_: "Future[None]") -> None:
         with changed:
             changed.notify_all()
 
-    transfer.add_done_callback(tell)
+    transfer.add_done_callback(notify_waiting_threads)
     return transfer

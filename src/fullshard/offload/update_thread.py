@@ -19,7 +19,7 @@ Lacking = Callable[[], OffloadError]
 class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
-    settle: waits until all state is stored
+    wait_for_all_work: waits until all state is stored
     hurried: context in which a thread waits for the update of a unit (None: of all units)
     unusable: makes the error of all uses except a load, while values are missing or from two states; or None
     frozen_unusable: makes this error for frozen parameters; or None
@@ -36,29 +36,29 @@ class UpdateThread:
         self._pending: dict[int, threading.Event] = {}
         self._error: BaseException | None = None
 
-    def begin(self, act: Callable[[], None], *, units: Iterable[int]) -> None:
-        """Submits an update, `act`, which calls `unit_done` for each of `units`."""
+    def submit_update(self, act: Callable[[], None], *, units: Iterable[int]) -> None:
+        """Submits an update, `act`, which calls `mark_unit_updated` for each of `units`."""
         self._pending = {unit: threading.Event() for unit in units}
         self.submit(act)
 
     def submit(self, act: Callable[[], None]) -> None:
         """Runs `act` on the thread after all work submitted before, unless that has failed."""
         future = self.thread.submit(lambda: None if self._error else act())
-        future.add_done_callback(self._ended)
+        future.add_done_callback(self._record_failed_work)
         self._running.append(future)
 
-    def unit_done(self, unit: int) -> None:
+    def mark_unit_updated(self, unit: int) -> None:
         self._pending[unit].set()
 
-    def wait_for(self, unit: int) -> None:
+    def wait_for_unit_update(self, unit: int) -> None:
         """Waits until the unit is updated. Raises OffloadError if work failed or the state is unusable."""
         event = self._pending.get(unit)
         if event is not None and not event.is_set():
             with self._hurried(unit):
                 event.wait()
-        self._raise()
+        self._raise_if_unusable()
 
-    def settle(self, *, to_load: bool = False) -> None:
+    def wait_for_all_work(self, *, to_load: bool = False) -> None:
         """Waits until no work is running.
 
         Raises the error of failed work, in this call and every later call; unless `to_load`, also `unusable`
@@ -67,22 +67,22 @@ class UpdateThread:
         running, self._running = self._running, []
         with self._hurried(None):
             for future in running:
-                future.exception()  # waits; `_ended` has recorded the error
+                future.exception()  # waits; `_record_failed_work` has recorded the error
         if self._error is None:
             try:
                 self._settle()
             except OffloadError as error:
                 self._error = error
-        self._raise(to_load=to_load)
+        self._raise_if_unusable(to_load=to_load)
 
-    def _ended(self, future: "Future[None]") -> None:
+    def _record_failed_work(self, future: "Future[None]") -> None:
         error = future.exception()
         if error is not None:
             self._error = error
             for event in self._pending.values():
                 event.set()
 
-    def _raise(self, *, to_load: bool = False) -> None:
+    def _raise_if_unusable(self, *, to_load: bool = False) -> None:
         error = self._error
         lacking = None if to_load else self.unusable or self.frozen_unusable
         if error is None and lacking is not None:

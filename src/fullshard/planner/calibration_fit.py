@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fullshard.planner.step_time import step_seconds
-from fullshard.spec.hardware import CollectiveRate, Hardware, Link, slower
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 
@@ -49,7 +49,7 @@ class RateFactors(NamedTuple):
     waiting: float = 1.0  # time that ranks wait for each other, relative to a first guess
 
 
-class Fit(NamedTuple):
+class FitResult(NamedTuple):
     """Result of a fit of rates to measured steps."""
 
     hardware: Hardware  # the scaled hardware
@@ -57,57 +57,62 @@ class Fit(NamedTuple):
     errors: tuple[float, ...]  # for each step, predicted / measured - 1 on the scaled hardware
 
 
-def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
+def fit_rates(hardware: Hardware, steps: Sequence[StepSample]) -> FitResult:
     """Slows down the rates of `hardware` to match measured `steps`. See [Note: fitting by whole steps]."""
 
-    def cost(point: Sequence[float]) -> float:
-        scaled_by = scaled(hardware, RateFactors(*map(math.exp, point)))
-        errors = sum(math.log1p(error) ** 2 for error in _errors(scaled_by, steps))
+    def fit_error(point: Sequence[float]) -> float:
+        scaled_by = slow_down_hardware(hardware, RateFactors(*map(math.exp, point)))
+        errors = sum(math.log1p(error) ** 2 for error in _relative_errors(scaled_by, steps))
         return errors + PRIOR * sum(value**2 for value in point)
 
-    factors = RateFactors(*map(math.exp, _descend(cost, [0.0] * len(RateFactors._fields))))
-    found = scaled(hardware, factors)
-    return Fit(found, factors, tuple(_errors(found, steps)))
+    factors = RateFactors(*map(math.exp, _coordinate_search(fit_error, [0.0] * len(RateFactors._fields))))
+    found = slow_down_hardware(hardware, factors)
+    return FitResult(found, factors, tuple(_relative_errors(found, steps)))
 
 
-def scaled(hardware: Hardware, factors: RateFactors) -> Hardware:
+def slow_down_hardware(hardware: Hardware, factors: RateFactors) -> Hardware:
     """Returns `hardware` with each kind of work slowed down by its factor."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
     updated = rates.model_copy(
         update={
-            "matmul": {dtype: slower(curve, factors.compute) for dtype, curve in rates.matmul.items()},
-            "attention": {d: slower(curve, factors.compute) for d, curve in rates.attention.items()},
-            "attention_backward": {
-                d: slower(curve, factors.compute) for d, curve in rates.attention_backward.items()
+            "matmul": {
+                dtype: curve_with_slowdown(curve, factors.compute) for dtype, curve in rates.matmul.items()
             },
-            "memory": slower(rates.memory, factors.memory),
-            "optimizer": slower(rates.optimizer, factors.optimizer),
+            "attention": {
+                d: curve_with_slowdown(curve, factors.compute) for d, curve in rates.attention.items()
+            },
+            "attention_backward": {
+                d: curve_with_slowdown(curve, factors.compute)
+                for d, curve in rates.attention_backward.items()
+            },
+            "memory": curve_with_slowdown(rates.memory, factors.memory),
+            "optimizer": curve_with_slowdown(rates.optimizer, factors.optimizer),
             "launch_seconds": launch,
             "watched_seconds": launch * factors.watched,
             "unit_seconds": max(rates.unit_seconds, _LEAST_UNIT) * factors.unit,
         }
     )
-    across = None if hardware.across is None else _slower_link(hardware, hardware.across, factors=factors)
-    within = _slower_link(hardware, hardware.within, factors=factors)
+    across = None if hardware.across is None else _slow_down_link(hardware, hardware.across, factors=factors)
+    within = _slow_down_link(hardware, hardware.within, factors=factors)
     return hardware.model_copy(update={"rates": updated, "within": within, "across": across})
 
 
-def _errors(hardware: Hardware, steps: Sequence[StepSample]) -> list[float]:
+def _relative_errors(hardware: Hardware, steps: Sequence[StepSample]) -> list[float]:
     return [step_seconds(s.spec, s.plan, hardware).total / s.seconds - 1 for s in steps]
 
 
-def _slower_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Link:
+def _slow_down_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Link:
     wait = {"wait_seconds": _FIRST_WAIT[hardware.device] * factors.waiting}
 
-    def in_a_step(rate: CollectiveRate) -> CollectiveRate:
-        return rate.slower(factors.collective).model_copy(update=wait)
+    def slow_down_collective(rate: CollectiveRate) -> CollectiveRate:
+        return rate.with_slowdown(factors.collective).model_copy(update=wait)
 
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    return link.model_copy(update={kind: in_a_step(getattr(link, kind)) for kind in kinds})
+    return link.model_copy(update={kind: slow_down_collective(getattr(link, kind)) for kind in kinds})
 
 
-def _descend(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:
+def _coordinate_search(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:
     """Minimises `cost` along one coordinate at a time. The step is halved when no step of its size helps."""
     point, least, step = list(start), cost(start), _FIRST_STEP
     while step > _LAST_STEP:

@@ -8,8 +8,8 @@ explicit, no recompute before some, uncompiled before compiled, larger microbatc
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from fullshard.planner.offload import faster_update
-from fullshard.planner.tensor_parallel import check_split
+from fullshard.planner.offload import choose_update_device
+from fullshard.planner.tensor_parallel import check_tensor_parallel_split
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -28,7 +28,7 @@ _ORDER = (
 )
 
 
-class Mesh(NamedTuple):
+class ShardingChoice(NamedTuple):
     """A sharding strategy with its degrees."""
 
     strategy: Strategy
@@ -36,20 +36,20 @@ class Mesh(NamedTuple):
     reshard_after_forward: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
-    def kind(self) -> str:
+    def strategy_label(self) -> str:
         """Name of the strategy. With resharding to fewer ranks, `hpz` (full_shard) or ending in `_hpz`."""
         if self.reshard_after_forward is None:
             return str(self.strategy)
         return "hpz" if self.strategy is Strategy.FULL_SHARD else f"{self.strategy}_hpz"
 
     @property
-    def frees(self) -> bool:
+    def frees_parameters_after_forward(self) -> bool:
         """True if unsharded parameters are freed after forward, by the rule of `Plan.from_run`."""
         keeping = (Strategy.ZERO1, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
         return self.reshard_after_forward is not None or self.strategy not in keeping
 
 
-class Batch(NamedTuple):
+class MicrobatchSplit(NamedTuple):
     """Division of a rank's sequences per step into microbatches."""
 
     microbatch: int  # sequences per microbatch
@@ -64,13 +64,13 @@ class OffloadAndTensorParallel(NamedTuple):
     tensor: int = 1
 
     @property
-    def label(self) -> str:
+    def label_suffix(self) -> str:
         """Text to append to the name of the strategy, such as ` optimizer:cpu tp=2`; may be empty."""
         tier = f" {self.tier}" if self.tier != "none" else ""
         return tier + (f" tp={self.tensor}" if self.tensor > 1 else "")
 
 
-class WhatIf(NamedTuple):
+class WhatIfSettings(NamedTuple):
     """Settings to try instead of the run's own; an empty tuple keeps the run's own."""
 
     tiers: tuple[Tier, ...] = ()  # offload targets
@@ -80,8 +80,8 @@ class WhatIf(NamedTuple):
 class Candidate(NamedTuple):
     """One combination of the settings that a search chooses."""
 
-    mesh: Mesh
-    batch: Batch
+    mesh: ShardingChoice
+    batch: MicrobatchSplit
     recompute: RecomputeSection
     compiled: bool
     prefetch: PrefetchSection
@@ -89,13 +89,13 @@ class Candidate(NamedTuple):
     apart: OffloadAndTensorParallel = OffloadAndTensorParallel()
 
     @property
-    def kind(self) -> str:
+    def strategy_label(self) -> str:
         """Label under which a search reports its best plan: strategy, offload target, tensor parallelism."""
-        return self.mesh.kind + self.apart.label
+        return self.mesh.strategy_label + self.apart.label_suffix
 
 
-def candidates(
-    spec: ModelSpec, hardware: Hardware, *, run: Run, what_if: WhatIf | None = None
+def iterate_candidates(
+    spec: ModelSpec, hardware: Hardware, *, run: Run, what_if: WhatIfSettings | None = None
 ) -> Iterator[Candidate]:
     """Yields all combinations of the settings that `run` leaves open, on all ranks of `hardware`.
 
@@ -107,43 +107,47 @@ def candidates(
     degrees = (what_if and what_if.tensor) or (run.sharding.tensor_parallel,)
     for degree in degrees:
         for tier in tiers:
-            yield from _candidates(spec, hardware, run=run, apart=OffloadAndTensorParallel(tier, degree))
+            yield from _iterate_for_target(
+                spec, hardware, run=run, apart=OffloadAndTensorParallel(tier, degree)
+            )
 
 
-def _candidates(
+def _iterate_for_target(
     spec: ModelSpec, hardware: Hardware, *, run: Run, apart: OffloadAndTensorParallel
 ) -> Iterator[Candidate]:
-    run = with_offload(run, apart)
+    run = run_with_offload_and_tp(run, apart)
     world = hardware.world_size // apart.tensor
-    meshes = list(_meshes(run, world))
+    meshes = list(_iterate_sharding_choices(run, world))
     # Building a plan with all pinned settings raises early if they are impossible.
-    check_split(
+    check_tensor_parallel_split(
         spec,
-        Plan.for_prediction(_pinned(run, meshes[0]), world_size=hardware.world_size, device=hardware.device),
+        Plan.from_run_for_prediction(
+            _run_with_sharding(run, meshes[0]), world_size=hardware.world_size, device=hardware.device
+        ),
     )
     compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
     for mesh in meshes:
-        prefetches = _prefetches(run, mesh, units=len(spec.units))
-        for batch in _batches(run, mesh, world=world):
-            double = _is_double(run, mesh, batch=batch, world=world)
-            for recompute in _recomputes(spec, run, microbatch=batch.microbatch, hardware=hardware):
+        prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
+        for batch in _iterate_microbatch_splits(run, mesh, world=world):
+            double = _is_duplicate(run, mesh, batch=batch, world=world)
+            for recompute in _recompute_choices(spec, run, microbatch=batch.microbatch, hardware=hardware):
                 for is_compiled in compiled:
                     for prefetch in prefetches:
                         yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
 
 
-def with_offload(run: Run, apart: OffloadAndTensorParallel) -> Run:
+def run_with_offload_and_tp(run: Run, apart: OffloadAndTensorParallel) -> Run:
     """Returns `run` with the offload target and tensor-parallel degree of `apart`."""
     offload = run.offload.model_copy(update={"tier": apart.tier})
     sharding = run.sharding.model_copy(update={"tensor_parallel": apart.tensor})
     return run.model_copy(update={"offload": offload, "sharding": sharding})
 
 
-def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
+def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """Returns the plan of `run` with all settings of `candidate`."""
     mesh, batch = candidate.mesh, candidate.batch
     train = run.train.model_copy(update={"microbatch": batch.microbatch, "gradient_sync": batch.sync})
-    settled = _pinned(with_offload(run, candidate.apart), mesh).model_copy(
+    settled = _run_with_sharding(run_with_offload_and_tp(run, candidate.apart), mesh).model_copy(
         update={
             "train": train,
             "recompute": candidate.recompute,
@@ -151,7 +155,7 @@ def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
             "run": run.run.model_copy(update={"compile": candidate.compiled}),
         }
     )
-    plan = Plan.for_prediction(
+    plan = Plan.from_run_for_prediction(
         settled,
         world_size=hardware.world_size,
         device=hardware.device,
@@ -159,11 +163,11 @@ def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     )
     if run.offload.update != "auto":
         return plan
-    offload = plan.run.offload.model_copy(update={"update": faster_update(plan, hardware)})
+    offload = plan.run.offload.model_copy(update={"update": choose_update_device(plan, hardware)})
     return plan.model_copy(update={"run": plan.run.model_copy(update={"offload": offload})})
 
 
-def _pinned(run: Run, mesh: Mesh) -> Run:
+def _run_with_sharding(run: Run, mesh: ShardingChoice) -> Run:
     sharding = run.sharding.model_copy(
         update={
             "strategy": mesh.strategy,
@@ -174,28 +178,28 @@ def _pinned(run: Run, mesh: Mesh) -> Run:
     return run.model_copy(update={"sharding": sharding})
 
 
-def divisors(count: int) -> list[int]:
+def divisors_largest_first(count: int) -> list[int]:
     """Returns all divisors of `count`, largest first."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
     return sorted({*small, *(count // d for d in small)}, reverse=True)
 
 
-def _meshes(run: Run, world: int) -> Iterator[Mesh]:
+def _iterate_sharding_choices(run: Run, world: int) -> Iterator[ShardingChoice]:
     section = run.sharding
     if section.strategy != "auto":
         strategies: Sequence[Strategy] = (Strategy(section.strategy),)
     else:
         strategies = _ORDER if section.shard_degree is None else _HYBRID
-    proper = [d for d in divisors(world) if d not in (1, world)]
-    plain: list[Mesh] = []
+    proper = [d for d in divisors_largest_first(world) if d not in (1, world)]
+    plain: list[ShardingChoice] = []
     for strategy in strategies:
         if strategy not in _HYBRID:
-            plain.append(Mesh(strategy, 1 if strategy is Strategy.NO_SHARD else world))
+            plain.append(ShardingChoice(strategy, 1 if strategy is Strategy.NO_SHARD else world))
         elif section.shard_degree is not None:
-            plain.append(Mesh(strategy, section.shard_degree))
+            plain.append(ShardingChoice(strategy, section.shard_degree))
         else:
             degrees = proper if proper or section.strategy == "auto" else [world]
-            plain += [Mesh(strategy, degree) for degree in degrees]
+            plain += [ShardingChoice(strategy, degree) for degree in degrees]
     freeing = [m for m in plain if m.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)]
     if section.reshard_after_forward is not None:
         k = section.reshard_after_forward
@@ -206,22 +210,22 @@ def _meshes(run: Run, world: int) -> Iterator[Mesh]:
     if section.strategy != "auto":
         return  # a named strategy is taken literally
     for mesh in freeing:
-        inner = [d for d in divisors(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
+        inner = [d for d in divisors_largest_first(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
         yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)
 
 
-def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
+def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, world: int) -> Iterator[MicrobatchSplit]:
     each_rank = run.train.global_batch // world
-    sizes = divisors(each_rank) if run.train.microbatch is None else [run.train.microbatch]
+    sizes = divisors_largest_first(each_rank) if run.train.microbatch is None else [run.train.microbatch]
     if run.optimizer.in_backward:  # supports only one microbatch per step
         sizes = [each_rank]
     for microbatch in sizes:
         accumulation = each_rank // microbatch
-        for sync in _syncs(run, mesh, accumulation=accumulation):
-            yield Batch(microbatch, accumulation, sync)
+        for sync in _gradient_sync_choices(run, mesh, accumulation=accumulation):
+            yield MicrobatchSplit(microbatch, accumulation, sync)
 
 
-def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[GradientSync, ...]:
+def _gradient_sync_choices(run: Run, mesh: ShardingChoice, *, accumulation: int) -> tuple[GradientSync, ...]:
     pinned = run.train.gradient_sync
     if pinned != "auto":
         return (pinned,)
@@ -233,7 +237,9 @@ def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[GradientSync, ..
     return ("every_microbatch", "last_microbatch")
 
 
-def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
+def _recompute_choices(
+    spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware
+) -> list[RecomputeSection]:
     """Returns the pinned setting, or all that `spec` was traced with and `hardware` can run."""
     if run.recompute.mode != "auto":
         return [run.recompute]
@@ -242,13 +248,13 @@ def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardwar
         moves = trace.recompute.mode == "offload"
         if moves and (hardware.device == "cpu" or hardware.host_bytes_per_second is None):
             continue
-        if trace.holds_for(trace.recompute, microbatch) and trace.recompute not in known:
+        if trace.is_valid_for(trace.recompute, microbatch) and trace.recompute not in known:
             known.append(trace.recompute)
     order = ("none", "full", "every", "selective", "offload", "auto")
-    return sorted(known, key=lambda section: (order.index(section.mode), section.period))
+    return sorted(known, key=lambda section: (order.index(section.mode), section.block_period))
 
 
-def _prefetches(run: Run, mesh: Mesh, *, units: int) -> list[PrefetchSection]:
+def _prefetch_choices(run: Run, mesh: ShardingChoice, *, units: int) -> list[PrefetchSection]:
     if run.prefetch.mode != "auto":
         return [run.prefetch]
     implicit = PrefetchSection(mode="implicit")
@@ -259,7 +265,7 @@ def _prefetches(run: Run, mesh: Mesh, *, units: int) -> list[PrefetchSection]:
     return [implicit, PrefetchSection(mode="none"), *ahead]
 
 
-def _is_double(run: Run, mesh: Mesh, *, batch: Batch, world: int) -> bool:
+def _is_duplicate(run: Run, mesh: ShardingChoice, *, batch: MicrobatchSplit, world: int) -> bool:
     if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
         return False
     same_as_full = world == 1 and mesh.strategy is Strategy.NO_SHARD

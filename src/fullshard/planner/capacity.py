@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import divisors
-from fullshard.planner.search import prediction_of, search
+from fullshard.planner.candidates import divisors_largest_first
+from fullshard.planner.search import plan_prediction, search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -16,7 +16,7 @@ from fullshard.spec.value import FrozenModel
 _SECONDS_A_DAY = 86_400
 
 
-class ClusterSize(FrozenModel):
+class ClusterPlan(FrozenModel):
     """A number of nodes and ranks, with the best plan on them."""
 
     nodes: int
@@ -25,34 +25,34 @@ class ClusterSize(FrozenModel):
     days: float  # days that the plan takes for the requested tokens
 
 
-class Largest(FrozenModel):
+class LargestFittingSize(FrozenModel):
     """The largest value of a setting that fits in memory, with the best plan for it."""
 
     size: int  # a microbatch, or a sequence length
     plan: Plan
 
 
-def fewest_ranks(
+def fewest_ranks_for_deadline(
     spec: ModelSpec, hardware: Hardware, *, run: Run, tokens: int, days: float, most_nodes: int = 4096
-) -> ClusterSize:
+) -> ClusterPlan:
     """Returns the fewest ranks of this hardware that process `tokens` in `days`.
 
     More ranks are not always faster, since a smaller batch per rank hides less communication. So each number
     of ranks over which `train.global_batch` can be divided is tried, the smallest first. Raises PlanError,
     which names the fastest, if none is fast enough.
     """
-    nearest: ClusterSize | None = None
+    nearest: ClusterPlan | None = None
     got = "not even at the chips' peak"
-    for nodes, ranks in _fleets(hardware, run, most_nodes=most_nodes):
-        fleet = hardware.on(nodes=nodes, ranks_per_node=ranks)
-        if _least_days(spec, fleet, tokens=tokens) > days:
+    for nodes, ranks in _list_node_and_rank_counts(hardware, run, most_nodes=most_nodes):
+        fleet = hardware.with_rank_counts(nodes=nodes, ranks_per_node=ranks)
+        if _least_days_at_peak_flops(spec, fleet, tokens=tokens) > days:
             continue
         best = search(spec, fleet, run).best
         if best is None:
             got = "nothing fits"
             continue
-        needed = tokens / prediction_of(best).tokens_per_second / _SECONDS_A_DAY
-        found = ClusterSize(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
+        needed = tokens / plan_prediction(best).tokens_per_second / _SECONDS_A_DAY
+        found = ClusterPlan(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
         if needed <= days:
             return found
         if nearest is None or needed < nearest.days:
@@ -67,27 +67,27 @@ def fewest_ranks(
     )
 
 
-def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Largest:
+def largest_fitting_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> LargestFittingSize:
     """Returns the largest microbatch with which any plan of `run` fits. Raises PlanError if none fits."""
     each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
-    for microbatch in divisors(each_rank) if each_rank else []:
+    for microbatch in divisors_largest_first(each_rank) if each_rank else []:
         train = run.train.model_copy(update={"microbatch": microbatch})
         best = search(spec, hardware, run.model_copy(update={"train": train})).best
         if best is not None:
-            return Largest(size=microbatch, plan=best)
-    raise _none_fits("microbatch", f"divisors of {each_rank} sequences a rank")
+            return LargestFittingSize(size=microbatch, plan=best)
+    raise _nothing_fits_error("microbatch", f"divisors of {each_rank} sequences a rank")
 
 
-def largest_sequence(
+def largest_fitting_sequence_length(
     describe: Callable[[Run], ModelSpec], hardware: Hardware, *, run: Run, lengths: Sequence[int]
-) -> Largest:
+) -> LargestFittingSize:
     """Returns the largest of the sequence lengths `lengths` that fits. Raises PlanError if none fits.
 
     `describe` returns the spec of a run. The runs passed to it have another sequence length, and a
     `model.max_sequence` that is at least as large.
     """
 
-    def best_at(length: int) -> Plan | None:
+    def best_plan_at_length(length: int) -> Plan | None:
         data = run.data.model_copy(update={"sequence_length": length})
         model = run.model
         if isinstance(model, DecoderConfig):
@@ -96,33 +96,33 @@ def largest_sequence(
         return search(describe(longer), hardware, longer).best
 
     ordered = sorted(set(lengths))
-    found: Largest | None = None
+    found: LargestFittingSize | None = None
     low, high = 0, len(ordered) - 1
     while low <= high:
         middle = (low + high) // 2
-        best = best_at(ordered[middle])
+        best = best_plan_at_length(ordered[middle])
         if best is None:
             high = middle - 1
         else:
-            found, low = Largest(size=ordered[middle], plan=best), middle + 1
+            found, low = LargestFittingSize(size=ordered[middle], plan=best), middle + 1
     if found is None:
-        raise _none_fits(
+        raise _nothing_fits_error(
             "sequence length", f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
         )
     return found
 
 
-def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:
+def _list_node_and_rank_counts(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:
     per_node, batch = hardware.ranks_per_node, run.train.global_batch
     most = most_nodes if hardware.across is not None else 1
-    sizes = [(1, ranks) for ranks in sorted(divisors(per_node))]
+    sizes = [(1, ranks) for ranks in sorted(divisors_largest_first(per_node))]
     sizes += [(nodes, per_node) for nodes in range(2, most + 1)]
     at_once, split = run.train.microbatch or 1, run.sharding.tensor_parallel
     whole = [(nodes, ranks) for nodes, ranks in sizes if nodes * ranks % split == 0]
     return [(nodes, ranks) for nodes, ranks in whole if batch % (nodes * ranks // split * at_once) == 0]
 
 
-def _least_days(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:
+def _least_days_at_peak_flops(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:
     """Returns the days for `tokens` at the chip's highest peak FLOP/s; 0 if no peak is known."""
     peak = max(hardware.chip.flops_per_second.values(), default=0.0)
     if not peak or spec.flops_per_token is None:
@@ -132,5 +132,5 @@ def _least_days(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:
     return needed / (peak * hardware.world_size) / _SECONDS_A_DAY
 
 
-def _none_fits(what: str, tried: str) -> PlanError:
+def _nothing_fits_error(what: str, tried: str) -> PlanError:
     return PlanError(f"no {what} fits.", got=f"tried: {tried}", fix="more ranks, or a smaller model")

@@ -24,7 +24,7 @@ from fullshard.spec.hardware import CollectiveRate, Hardware
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
-class CollectiveGroup(NamedTuple):
+class CollectiveLayout(NamedTuple):
     """Number of ranks in a collective, and their layout on nodes."""
 
     ranks: int
@@ -32,32 +32,32 @@ class CollectiveGroup(NamedTuple):
     nodes: int
 
 
-def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGroup:
+def shard_group_layout(degree: int, *, per_node: int, world_size: int) -> CollectiveLayout:
     """Returns the slowest node layout among all groups of `degree` consecutive ranks."""
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
-        return CollectiveGroup(degree, degree, 1)
+        return CollectiveLayout(degree, degree, 1)
     if degree % per_node == 0:
-        return CollectiveGroup(degree, per_node, degree // per_node)
-    worst = CollectiveGroup(degree, degree, 1)
+        return CollectiveLayout(degree, per_node, degree // per_node)
+    worst = CollectiveLayout(degree, degree, 1)
     for start in range(0, min(world_size, degree * per_node), degree):
         first = min(per_node - start % per_node, degree)
         last = (start + degree - 1) % per_node + 1 if first < degree else degree
         nodes = (start + degree - 1) // per_node - start // per_node + 1
         fewest = min(first, last)
-        worst = CollectiveGroup(degree, min(worst.in_node, fewest), max(worst.nodes, nodes))
+        worst = CollectiveLayout(degree, min(worst.in_node, fewest), max(worst.nodes, nodes))
     return worst
 
 
-def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> CollectiveGroup:
+def replicate_group_layout(replicas: int, shard_degree: int, *, per_node: int) -> CollectiveLayout:
     """Returns the node layout of a group of `replicas` ranks at distance `shard_degree`."""
     if replicas * shard_degree <= per_node:
-        return CollectiveGroup(replicas, replicas, 1)
+        return CollectiveLayout(replicas, replicas, 1)
     in_node = min(max(1, per_node // shard_degree), replicas)
-    return CollectiveGroup(replicas, in_node, ceil(replicas / in_node))
+    return CollectiveLayout(replicas, in_node, ceil(replicas / in_node))
 
 
 def collective_seconds(
-    kind: Collective, count: float, *, group: CollectiveGroup, hardware: Hardware
+    kind: Collective, count: float, *, group: CollectiveLayout, hardware: Hardware
 ) -> float:
     """Returns the seconds of a collective whose unsharded tensor has `count` bytes.
 
@@ -67,7 +67,7 @@ def collective_seconds(
         return 0.0
     within: CollectiveRate = getattr(hardware.within, kind)
     if group.nodes == 1:
-        return within.seconds(count, group.ranks)
+        return within.predict_seconds(count, group.ranks)
     if hardware.across is None:
         raise PlanError(
             f"{hardware.name}: what joins its nodes is not known.",
@@ -81,7 +81,7 @@ def collective_seconds(
         far = min(far, 2 * ceil(log2(group.nodes)))
     moved = count * (group.ranks - 1) / group.ranks
     # Each ring moves its part over `far` hops; `seconds` takes the unsharded size that moves as many bytes.
-    seconds = across.seconds(moved / group.in_node * (far + 1) / far, far + 1)
+    seconds = across.predict_seconds(moved / group.in_node * (far + 1) / far, far + 1)
     if near:
         seconds = max(seconds, moved / within.bytes_per_second) + near * within.hop_seconds
     return seconds

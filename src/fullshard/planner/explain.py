@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from fullshard.planner.search import SearchResult, describe_plan, prediction_of
-from fullshard.planner.step_time import StepTimer
+from fullshard.planner.search import SearchResult, format_plan, plan_prediction
+from fullshard.planner.step_time import StepTimePredictor
 from fullshard.planner.unit_costs import TICKS
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
@@ -24,14 +24,14 @@ _FAST = 4.0  # ratio of link rates, within to across nodes, from which shards st
 _BUCKET = 25 * 2**20  # bytes; default bucket of DistributedDataParallel (`bucket_cap_mb`)
 
 
-class Term(FrozenModel):
+class MemoryTermBytes(FrozenModel):
     """Name of a memory term of a prediction, and `count`, its bytes."""
 
     name: str
     count: int
 
 
-class RunnerUp(FrozenModel):
+class RunnerUpPlan(FrozenModel):
     """A plan that was not chosen, compared with the chosen one."""
 
     plan: Plan
@@ -40,7 +40,7 @@ class RunnerUp(FrozenModel):
     lacks_bytes: int = 0  # bytes by which it does not fit; 0 if it fits
 
 
-class Rule(FrozenModel):
+class RuleOfThumb(FrozenModel):
     """A rule of thumb, its advice for this case, and the planner's choice."""
 
     name: str  # short name of the rule
@@ -50,13 +50,13 @@ class Rule(FrozenModel):
     chosen: str  # the planner's choice
     agrees: bool  # whether both are the same
 
-    def lines(self) -> tuple[str, str]:
+    def format_lines(self) -> tuple[str, str]:
         """Returns the rule, its figures and its advice as two lines of text."""
         verdict = "as planned" if self.agrees else f"planned: {self.chosen}"
         return (f"rule of thumb, {self.name}: {self.says}", f"  {self.figures} -> {self.advises}; {verdict}")
 
 
-class Explanation(FrozenModel):
+class PlanExplanation(FrozenModel):
     """Explanation of the best plan, or of the closest if none fits.
 
     Values of `binds`, the limit on the plan:
@@ -72,58 +72,58 @@ class Explanation(FrozenModel):
     fits: bool
     binds: Binding
     because: str  # reason for `binds`, as text
-    largest: tuple[Term, ...]  # the largest memory terms
-    runners_up: tuple[RunnerUp, ...]
-    rules: tuple[Rule, ...]
+    largest: tuple[MemoryTermBytes, ...]  # the largest memory terms
+    runners_up: tuple[RunnerUpPlan, ...]
+    rules: tuple[RuleOfThumb, ...]
 
-    def lines(self) -> tuple[str, ...]:
+    def format_lines(self) -> tuple[str, ...]:
         """Returns the explanation as lines of text."""
         largest = ", ".join(
             f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest
         )
         return (
-            f"{'chosen' if self.fits else 'closest'}: {describe_plan(self.plan)}",
+            f"{'chosen' if self.fits else 'closest'}: {format_plan(self.plan)}",
             f"binds: {self.binds}; {self.because}",
             f"largest: {largest}",
-            *(_runner_up_line(one) for one in self.runners_up),
-            *(line for rule in self.rules for line in rule.lines()),
+            *(_format_runner_up(one) for one in self.runners_up),
+            *(line for rule in self.rules for line in rule.format_lines()),
         )
 
 
-def explain(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> Explanation:
+def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> PlanExplanation:
     """Returns the explanation of `found`, the result of a search over `spec` and `hardware`."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
-    prediction = prediction_of(plan)
-    binds, because = _binding(found, prediction)
+    prediction = plan_prediction(plan)
+    binds, because = _binding_limit_and_reason(found, prediction)
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])[:_LARGEST]
-    return Explanation(
+    return PlanExplanation(
         plan=plan,
-        fits=prediction.fits,
+        fits=prediction.fits_in_memory,
         binds=binds,
         because=because,
-        largest=tuple(Term(name=name, count=count) for name, count in terms),
-        runners_up=_runners_up(found, plan),
-        rules=_rules_of_thumb(plan, hardware, spec=spec),
+        largest=tuple(MemoryTermBytes(name=name, count=count) for name, count in terms),
+        runners_up=_choose_runners_up(found, plan),
+        rules=_rule_of_thumb_verdicts(plan, hardware, spec=spec),
     )
 
 
-def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]:
-    fastest = prediction_of(found.fastest)
+def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]:
+    fastest = plan_prediction(found.fastest)
     if found.best is None:
-        over = prediction.needed_bytes - prediction.capacity_bytes
+        over = prediction.required_device_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
     total, time = prediction.time.total, prediction.time
     saved = total - fastest.time.total
-    if not fastest.fits and saved > _NOTABLE * total:
-        over = format_bytes(fastest.needed_bytes - fastest.capacity_bytes)
+    if not fastest.fits_in_memory and saved > _NOTABLE * total:
+        over = format_bytes(fastest.required_device_bytes - fastest.capacity_bytes)
         return (
             "memory",
-            f"with {over} more, {describe_plan(found.fastest)} would save {format_seconds(saved)} a step",
+            f"with {over} more, {format_plan(found.fastest)} would save {format_seconds(saved)} a step",
         )
     if time.offload > _NOTABLE * total:
         tier = prediction.offload
-        binds = tier.binds if tier is not None else "copies of activations"
+        binds = tier.step_bottleneck if tier is not None else "copies of activations"
         share = 100 * time.offload / total
         return "host", f"{share:.0f} % of the step is waiting for the host and its drive: {binds}"
     waits = {
@@ -144,49 +144,49 @@ def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]
     return "computing", f"{share:.0f} % of the step{again}"
 
 
-def _runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUp, ...]:
+def _choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, ...]:
     """Returns the second fastest plan, the fastest regardless of memory, and the best per strategy."""
-    best = prediction_of(chosen)
+    best = plan_prediction(chosen)
     others: list[Plan] = []
     for plan in (*found.ranked[1:2], found.fastest, *found.by_strategy.values()):
         if plan not in (chosen, *others):
             others.append(plan)
     found_up = (
-        RunnerUp(
+        RunnerUpPlan(
             plan=plan,
             seconds=prediction.time.total - best.time.total,
-            needed_bytes=prediction.needed_bytes - best.needed_bytes,
-            lacks_bytes=max(0, prediction.needed_bytes - prediction.capacity_bytes),
+            needed_bytes=prediction.required_device_bytes - best.required_device_bytes,
+            lacks_bytes=max(0, prediction.required_device_bytes - prediction.capacity_bytes),
         )
-        for plan, prediction in zip(others, map(prediction_of, others), strict=True)
+        for plan, prediction in zip(others, map(plan_prediction, others), strict=True)
     )
     ranked = sorted(found_up, key=lambda one: (one.lacks_bytes > 0, one.seconds))
     shown = ranked[:_RUNNERS_UP]
     return tuple(shown + [one for one in ranked[_RUNNERS_UP:] if one.plan == found.fastest])
 
 
-def _runner_up_line(one: RunnerUp) -> str:
+def _format_runner_up(one: RunnerUpPlan) -> str:
     time = f"{'+' if one.seconds >= 0 else '-'}{format_seconds(abs(one.seconds))}"
     space = f"{'+' if one.needed_bytes >= 0 else ''}{format_bytes(one.needed_bytes)}"
     lacks = f" (does not fit: {format_bytes(one.lacks_bytes)} over)" if one.lacks_bytes else ""
-    return f"instead: {describe_plan(one.plan)}: {time} a step, {space}{lacks}"
+    return f"instead: {format_plan(one.plan)}: {time} a step, {space}{lacks}"
 
 
-def _rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[Rule, ...]:
+def _rule_of_thumb_verdicts(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[RuleOfThumb, ...]:
     """Returns all rules of thumb, each with its advice for this model and hardware."""
-    rules = [_strategy(plan, hardware, numel=spec.numel)]
-    rules += [_offload(plan, hardware, numel=spec.numel), _precision(plan, hardware)]
+    rules = [_strategy_rule(plan, hardware, numel=spec.numel)]
+    rules += [_offload_rule(plan, hardware, numel=spec.numel), _precision_rule(plan, hardware)]
     if plan.world_size > 1:
-        timer = StepTimer(spec, hardware)
-        rules += [_prefetch(plan, timer), _bucket(plan, timer)]
+        timer = StepTimePredictor(spec, hardware)
+        rules += [_prefetch_rule(plan, timer), _bucket_size_rule(plan, timer)]
     return tuple(rules)
 
 
-def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
+def _strategy_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb:
     """Rule for the strategy: shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and
     only over fast links (MiCS, arXiv:2205.00119).
     """
-    capacity, ranks = hardware.capacity_bytes, plan.world_size
+    capacity, ranks = hardware.usable_device_bytes, plan.world_size
     master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
     whole = 4 * master * numel
     within, across = hardware.within.bytes_per_second, None
@@ -204,7 +204,7 @@ def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
         advice = (Strategy.FULL_SHARD,)
     links = f", links {ratio:.1f} : 1 within and across nodes" if ratio else ""
     sharded = f"{whole / ranks / capacity:.2f} × sharded"
-    return Rule(
+    return RuleOfThumb(
         name="strategy",
         says="shard only what takes over half of the memory, and within a node where links there are faster",
         figures=f"state {whole / capacity:.2f} × one device's memory, {sharded}{links}",
@@ -214,27 +214,27 @@ def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
     )
 
 
-def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
+def _offload_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb:
     """Rule for offload: only state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
     state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
-    share, has_tier = state / hardware.capacity_bytes, plan.run.offload.takes_optimizer
-    return Rule(
+    share, has_tier = state / hardware.usable_device_bytes, plan.run.offload.offloads_optimizer
+    return RuleOfThumb(
         name="offload",
         says="keep the optimizer on the host if sharded state takes over four fifths of the memory",
-        figures=f"{format_bytes(state)} of {format_bytes(hardware.capacity_bytes)}, {100 * share:.0f} %",
+        figures=f"{format_bytes(state)} of {format_bytes(hardware.usable_device_bytes)}, {100 * share:.0f} %",
         advises="offload the optimizer" if share > 0.8 else "keep all on the device",
         chosen=f"{plan.run.offload.tier} outside" if has_tier else "all on the device",
         agrees=(share > 0.8) == has_tier,
     )
 
 
-def _precision(plan: Plan, hardware: Hardware) -> Rule:
+def _precision_rule(plan: Plan, hardware: Hardware) -> RuleOfThumb:
     """Rule for the compute dtype: bf16 if the chip has it, else fp16 with a loss scale; never fp8."""
     peaks = hardware.chip.flops_per_second
     best = next((dtype for dtype in ("bf16", "fp16") if dtype in peaks), "fp32")
     gain = peaks[best] / peaks["fp32"] if best in peaks and "fp32" in peaks else None  # type: ignore[index]
     times = f", {gain:.1f} × the arithmetic of fp32" if gain else ""
-    return Rule(
+    return RuleOfThumb(
         name="precision",
         says="compute in bf16 from Ampere on, in fp16 before, with fp32 masters",
         figures=f"{hardware.chip.name}: {', '.join(peaks) or 'no peaks known'}{times}",
@@ -244,14 +244,14 @@ def _precision(plan: Plan, hardware: Hardware) -> Rule:
     )
 
 
-def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
+def _prefetch_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
     """Rule for prefetch: deeper if communication is longer than computing (FSDP, arXiv:2304.11277, 3.3)."""
-    demand, computing = timer.demand(plan), timer.computing(plan)
+    demand, computing = timer.least_ticks(plan), timer.compute_ticks(plan)
     sent = (demand.network + demand.apart + demand.replicas) / TICKS
     ratio = computing.device / TICKS / sent if sent else float("inf")
     explicit = ratio < 1
     mode = plan.run.prefetch.mode
-    return Rule(
+    return RuleOfThumb(
         name="prefetch",
         says="the engine's own prefetch, if there is more computing than communication; else prefetch deeper",
         figures=f"{ratio:.2f} seconds of computing a second of communication",
@@ -261,14 +261,14 @@ def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
     )
 
 
-def _bucket(plan: Plan, timer: StepTimer) -> Rule:
+def _bucket_size_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
     """Rule for unit sizes: collectives take far longer than their latency (DDP, arXiv:2006.15704, 3.2.2)."""
-    trace = timer.spec.trace(plan.run.recompute, plan.microbatch)
-    units = timer.units(plan, trace)
+    trace = timer.spec.choose_trace(plan.run.recompute, plan.microbatch)
+    units = timer.unit_costs(plan, trace)
     sent = [size.gathered for size in units.sizes if size.gathered]
     smallest = min(sent, default=0)
     small = sum(1 for count in sent if count < _BUCKET)
-    return Rule(
+    return RuleOfThumb(
         name="bucket size",
         says="send at least 25 MiB at once",
         figures=f"the smallest unit is {format_bytes(smallest)}; {small} kinds of {len(sent)} are below",

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.planner.trace_memory import LiveBytes
-from fullshard.planner.unit_bytes import UnitBytes, update_temporaries
+from fullshard.planner.unit_bytes import UnitBytes, update_temporary_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
 MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are in transit to the host at once
 
 
-class HeldBytes(NamedTuple):
+class FsdpBytes(NamedTuple):
     """Bytes that FSDP2 has allocated at one moment, by purpose."""
 
     in_flight: int = 0  # unsharded parameters and reduce-scatter inputs
@@ -24,7 +24,7 @@ class HeldBytes(NamedTuple):
     chunks: int = 0  # the part of `reduced` that lives until the end of backward
 
     @property
-    def units_in_flight(self) -> int:
+    def units_in_flight_bytes(self) -> int:
         """Bytes of gathered parameters and of the collectives' buffers."""
         return self.in_flight + self.buffers + self.reduced
 
@@ -39,10 +39,10 @@ class MemoryLedger:
         self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
         self.moment: tuple[str, int] = ("", -1)  # event, index of its unit
         self.highest = -1
-        self.best: tuple[tuple[str, int], HeldBytes, LiveBytes] = (self.moment, HeldBytes(), LiveBytes())
+        self.best: tuple[tuple[str, int], FsdpBytes, LiveBytes] = (self.moment, FsdpBytes(), LiveBytes())
         self.compute_pool = self.gather_pool = self.reduce_pool = 0
 
-    def observe(self, live: LiveBytes) -> None:
+    def update_peaks(self, live: LiveBytes) -> None:
         """Updates the peaks with this moment. `live`: bytes of the model's own computation."""
         computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
         reduced = self.reduced + self.gradients
@@ -52,30 +52,32 @@ class MemoryLedger:
         self.reduce_pool = max(self.reduce_pool, reduced)
         if held > self.highest:
             self.highest = held
-            self.best = (self.moment, self.held(), live)
+            self.best = (self.moment, self.current_bytes(), live)
 
-    def held(self) -> HeldBytes:
-        return HeldBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
+    def current_bytes(self) -> FsdpBytes:
+        return FsdpBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
 
-    def skip(self, before: HeldBytes, times: int) -> None:
+    def repeat_change(self, before: FsdpBytes, times: int) -> None:
         """Adds the change since `before` another `times` times."""
-        now = self.held()
+        now = self.current_bytes()
         self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
             b + times * (b - a) for a, b in zip(before, now, strict=True)
         )
 
 
 @dataclass
-class _Gathered:
+class _UnitParameterState:
     """State of one unit's parameters. `pending`: bytes of its all-gather buffer; None if it has none."""
 
     is_unsharded: bool = False
     pending: int | None = None
     resharded: int = 0  # bytes kept after forward, sharded over fewer ranks
-    places: list[int] = field(default_factory=list[int])  # positions of its forwards in `UnshardBytes.order`
+    places: list[int] = field(
+        default_factory=list[int]
+    )  # positions of its forwards in `UnshardMemoryReplay.order`
 
 
-class UnshardBytes:
+class UnshardMemoryReplay:
     """Replays unshard, reshard and prefetch on a ledger. `by_position`: units in registration order."""
 
     def __init__(
@@ -87,17 +89,17 @@ class UnshardBytes:
         by_position: list[int],
     ) -> None:
         self.sizes, self.ledger, self.section, self.by_position = sizes, ledger, section, by_position
-        self.units = [_Gathered() for _ in sizes]
+        self.units = [_UnitParameterState() for _ in sizes]
         self.buffer = 0  # all-gather buffer of the last unit gathered in forward
         self.order: list[int] = []  # units in the order in which their forwards ended
 
-    def pre_forward(self, index: int, live: LiveBytes) -> None:
-        self._unshard(index, live, forward=True)
+    def replay_pre_forward(self, index: int, live: LiveBytes) -> None:
+        self._unshard_unit(index, live, forward=True)
         if self.section.mode == "explicit":
             at = self.by_position.index(index) + 1
-            self._prefetch(self.by_position[at : at + self.section.forward], live)
+            self._prefetch_units(self.by_position[at : at + self.section.forward], live)
 
-    def post_forward(self, index: int, live: LiveBytes) -> None:
+    def replay_post_forward(self, index: int, live: LiveBytes) -> None:
         unit, size = self.units[index], self.sizes[index]
         if not size.gathered:
             return
@@ -105,30 +107,30 @@ class UnshardBytes:
             if size.reshard_degree > 1:
                 unit.resharded = size.gathered // size.reshard_degree
                 self.ledger.in_flight += unit.resharded
-                self.ledger.observe(live)
-            self.reshard(index)
+                self.ledger.update_peaks(live)
+            self.reshard_unit(index)
         unit.places.append(len(self.order))
         self.order.append(index)
 
-    def end_forward(self) -> None:
+    def free_forward_gather_buffer(self) -> None:
         self.ledger.buffers -= self.buffer
         self.buffer = 0
 
-    def pre_backward(self, index: int, live: LiveBytes) -> None:
-        self._unshard(index, live, forward=False)
+    def replay_pre_backward(self, index: int, live: LiveBytes) -> None:
+        self._unshard_unit(index, live, forward=False)
         if self.section.mode == "implicit":
             place = self.units[index].places.pop() if self.units[index].places else 0
-            self._prefetch([self.order[place - 1]] if place else [], live)
+            self._prefetch_units([self.order[place - 1]] if place else [], live)
         elif self.section.mode == "explicit":
             at = self.by_position.index(index)
-            self._prefetch(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
+            self._prefetch_units(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
 
-    def reshard(self, index: int) -> None:
+    def reshard_unit(self, index: int) -> None:
         if self.units[index].is_unsharded:
             self.units[index].is_unsharded = False
             self.ledger.in_flight -= self.sizes[index].gathered
 
-    def end_backward(self) -> None:
+    def free_unused_prefetches(self) -> None:
         """Frees the all-gather buffers of units that were prefetched and not used."""
         self.order.clear()
         for unit in self.units:
@@ -136,11 +138,11 @@ class UnshardBytes:
             unit.pending = None
             unit.places.clear()
 
-    def _prefetch(self, targets: Sequence[int], live: LiveBytes) -> None:
+    def _prefetch_units(self, targets: Sequence[int], live: LiveBytes) -> None:
         for target in targets:
-            self._issue(target, live)
+            self._start_all_gather(target, live)
 
-    def _issue(self, index: int, live: LiveBytes) -> None:
+    def _start_all_gather(self, index: int, live: LiveBytes) -> None:
         """Allocates the all-gather buffer of a unit, unless it is unsharded or in flight."""
         unit, size = self.units[index], self.sizes[index]
         if unit.is_unsharded or unit.pending is not None:
@@ -152,20 +154,20 @@ class UnshardBytes:
         kept = size.shard_degree // size.reshard_degree  # input size, in shards
         copied = kept * size.kept_copy if unit.resharded else size.cast_copy
         self.ledger.buffers += size.gathered + copied
-        self.ledger.observe(live)
+        self.ledger.update_peaks(live)
         self.ledger.buffers -= copied
 
-    def _unshard(self, index: int, live: LiveBytes, *, forward: bool) -> None:
+    def _unshard_unit(self, index: int, live: LiveBytes, *, forward: bool) -> None:
         """Gathers a unit, if it is not unsharded, and copies it from the buffer into its parameters."""
-        self._issue(index, live)
+        self._start_all_gather(index, live)
         unit, size = self.units[index], self.sizes[index]
         if unit.pending is None:
             return
         cast = size.largest_cast if size.shard_degree == 1 else 0
         self.ledger.in_flight += size.gathered + cast
-        self.ledger.observe(live)
+        self.ledger.update_peaks(live)
         if forward:
-            self.end_forward()  # FSDP2 references the previous buffer until this copy is issued
+            self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
         self.ledger.in_flight -= cast + unit.resharded
         unit.resharded = 0
         if forward and self.section.mode != "none":
@@ -176,7 +178,7 @@ class UnshardBytes:
 
 
 @dataclass
-class _Reduced:
+class _UnitGradientState:
     """Bytes of one unit's gradients that FSDP2 references; autograd's are in `LiveBytes`."""
 
     whole: int = 0  # unsharded, kept without sync
@@ -184,45 +186,45 @@ class _Reduced:
     has_gradient: bool = False
 
 
-class ReduceBytes:
+class GradientMemoryReplay:
     """Replays the reduction of gradients, unit by unit, from the end of each unit's backward."""
 
     def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
-        self.units = [_Reduced() for _ in sizes]
+        self.units = [_UnitGradientState() for _ in sizes]
         self.buffer = 0  # reduce-scatter input of the last unit
         self.leaving: deque[int] = deque()
 
-    def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
+    def replay_post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
         """Reduces the unit's gradients, or keeps them unsharded. `last`: in the step's last microbatch."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
         if not (last or self.plan.sync_each_microbatch):
-            self._keep_whole(index, taken, fresh=fresh)
+            self._keep_unsharded_gradients(index, taken, fresh=fresh)
             return
         ledger.in_flight -= self.buffer
         self.buffer = size.reduce_input
         if not size.reduce_input:
             return
         if unit.whole and fresh:
-            self._keep_whole(index, taken, fresh=fresh)
+            self._keep_unsharded_gradients(index, taken, fresh=fresh)
             live = taken
         ledger.in_flight += size.reduce_input
-        ledger.observe(live)
+        ledger.update_peaks(live)
         ledger.whole -= unit.whole
         unit.whole = 0
         ledger.reduced += size.reduce_output
-        ledger.observe(taken)
-        self._reduce(index, taken, last=last)
+        ledger.update_peaks(taken)
+        self._store_reduced_gradient(index, taken, last=last)
 
-    def end_backward(self) -> None:
+    def free_reduce_buffers(self) -> None:
         """Frees all buffers of reductions; only gradients remain."""
         self.ledger.in_flight -= self.buffer
         self.ledger.reduced -= self.ledger.chunks
         self.buffer = self.ledger.chunks = 0
 
-    def _keep_whole(self, index: int, live: LiveBytes, *, fresh: int) -> None:
+    def _keep_unsharded_gradients(self, index: int, live: LiveBytes, *, fresh: int) -> None:
         """Keeps unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward allocated."""
         unit, size = self.units[index], self.sizes[index]
         is_cast = size.whole != size.whole_reduced
@@ -232,9 +234,9 @@ class ReduceBytes:
         if fresh and is_cast:
             # Cast one by one: the last exists in both dtypes for a moment, or is cast to be added to the sum.
             both = size.largest_whole + (0 if kept else size.largest_whole_reduced)
-            self.ledger.observe(live._replace(gradients=live.gradients + both))
+            self.ledger.update_peaks(live._replace(gradients=live.gradients + both))
 
-    def _reduce(self, index: int, live: LiveBytes, *, last: bool) -> None:
+    def _store_reduced_gradient(self, index: int, live: LiveBytes, *, last: bool) -> None:
         """Turns the reduce-scatter's output into the gradient of the own shard."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         chunk, replicated = size.reduce_output, size.replicate_degree > 1
@@ -245,7 +247,7 @@ class ReduceBytes:
         is_cast = size.gradient != chunk
         if is_cast:
             ledger.reduced += size.gradient
-            ledger.observe(live)
+            ledger.update_peaks(live)
             ledger.reduced -= size.gradient
         is_gradient = not is_cast and not unit.has_gradient
         # The chunk becomes the gradient, is cast to it, or is added to it. With replicas, it stays allocated
@@ -255,24 +257,24 @@ class ReduceBytes:
         ledger.reduced += held - chunk - unit.partial
         ledger.gradients += 0 if unit.has_gradient else size.gradient
         unit.has_gradient, unit.partial = True, 0
-        if self.plan.gradients_leave:
-            self._leave(index)
+        if self.plan.copies_gradients_to_host:
+            self._offload_gradient(index)
         elif self.plan.run.optimizer.in_backward:
-            self._update(index, live)
+            self._update_in_backward(index, live)
 
-    def _update(self, index: int, live: LiveBytes) -> None:
+    def _update_in_backward(self, index: int, live: LiveBytes) -> None:
         """Updates the unit in backward and frees its gradient."""
         size = self.sizes[index]
         # FSDP2's loop over unsharded gradients references the last one until the reduction is issued.
         named = size.last_whole if size.shard_degree > 1 else 0
-        temporaries = update_temporaries([size], self.plan)
+        temporaries = update_temporary_bytes([size], self.plan)
         self.ledger.reduced += temporaries  # allocated on the reduce-scatter stream
-        self.ledger.observe(live._replace(gradients=live.gradients + named))
+        self.ledger.update_peaks(live._replace(gradients=live.gradients + named))
         self.ledger.reduced -= temporaries
         self.units[index].has_gradient = False
         self.ledger.gradients -= size.gradient
 
-    def _leave(self, index: int) -> None:
+    def _offload_gradient(self, index: int) -> None:
         """Starts copying a gradient to the host, and frees the oldest if three are in transit."""
         self.units[index].has_gradient = False
         self.leaving.append(self.sizes[index].gradient)

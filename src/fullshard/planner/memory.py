@@ -28,11 +28,11 @@ CPU) is not counted.
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.fsdp_memory import MemoryLedger, ReduceBytes, UnshardBytes
-from fullshard.planner.offload import update_bytes
-from fullshard.planner.tensor_parallel import check_split
+from fullshard.planner.fsdp_memory import GradientMemoryReplay, MemoryLedger, UnshardMemoryReplay
+from fullshard.planner.offload import device_update_buffer_bytes
+from fullshard.planner.tensor_parallel import check_tensor_parallel_split
 from fullshard.planner.trace_memory import LiveBytes, PhaseBytes, memory_trace
-from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
+from fullshard.planner.unit_bytes import UnitBytes, optimizer_state_bytes, unit_bytes, update_temporary_bytes
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms
@@ -44,18 +44,18 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
     Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
     plan's, or if the size of the plan's optimizer state is not known.
     """
-    check_spec(spec, plan)
-    replay = _Replay(spec, plan, rank=rank)
+    check_spec_matches_plan(spec, plan)
+    replay = _StepMemoryReplay(spec, plan, rank=rank)
     # The first microbatch allocates gradients that later ones accumulate into; the last reduces. Those in
     # between are equal, so one represents them.
     for index in range(min(plan.accumulation, 3)):
         last = index == min(plan.accumulation, 3) - 1
         adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
-        replay.microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
-    return replay.finish()
+        replay.replay_microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
+    return replay.replay_optimizer_step()
 
 
-def check_spec(spec: ModelSpec, plan: Plan) -> None:
+def check_spec_matches_plan(spec: ModelSpec, plan: Plan) -> None:
     """Raises PlanError if `spec` was described with another sequence length or precision than the plan's."""
     differing = [
         f"{name}: {described} described, {planned} planned"
@@ -74,35 +74,37 @@ def check_spec(spec: ModelSpec, plan: Plan) -> None:
         )
 
 
-def sizes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
+def unit_bytes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
     """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind)."""
-    return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in set(spec.unit_kinds)}
+    return {
+        kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in set(spec.first_identical_unit_indices)
+    }
 
 
-class _Replay:
+class _StepMemoryReplay:
     """Replays the memory of a step: its phases, and FSDP2's events between them."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
         self.spec, self.plan = spec, plan
-        self.trace = spec.trace(plan.run.recompute, plan.microbatch)
-        self.kinds = sizes_by_kind(spec, plan, rank=rank)
+        self.trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
+        self.kinds = unit_bytes_by_kind(spec, plan, rank=rank)
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
-        check_split(spec, plan)
+        check_tensor_parallel_split(spec, plan)
         units = memory_trace(spec, self.trace, microbatch=plan.microbatch, reach=self.reach).units
-        sizes = [self.kinds[spec.unit_kinds[unit]] for unit in units]
+        sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
         self.units = units
         self.ledger = MemoryLedger()
-        self.gathering = UnshardBytes(
+        self.gathering = UnshardMemoryReplay(
             sizes,
             self.ledger,
             section=section,
             by_position=sorted(range(len(units)), key=lambda i: spec.units[units[i]].position),
         )
-        self.reducing = ReduceBytes(sizes, self.ledger, plan=plan)
-        self.passing = update_bytes(spec, plan, rank=rank)
+        self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
+        self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
 
-    def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
+    def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
         found = memory_trace(
             self.spec,
@@ -112,32 +114,32 @@ class _Replay:
             accumulating=accumulating,
             tensor=self.plan.tensor_parallel,
         )
-        ledger, live, before = self.ledger, LiveBytes(), self.ledger.held()
+        ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes()
         for phase in found.phases:
             if phase.starts_period:
-                before = ledger.held()
+                before = ledger.current_bytes()
             ledger.moment = (f"microbatch {number}, {phase.event.replace('_', ' ')}", phase.unit)
-            self._act(phase, live, last=last)
-            ledger.observe(phase.peak)
+            self._replay_fsdp_event(phase, live, last=last)
+            ledger.update_peaks(phase.peak)
             live = phase.end
             if phase.skipped_periods:
-                ledger.skip(before, phase.skipped_periods)
+                ledger.repeat_change(before, phase.skipped_periods)
 
-    def finish(self) -> MemoryTerms:
+    def replay_optimizer_step(self) -> MemoryTerms:
         """Replays the optimizer step, and returns the peak of the whole step."""
-        sizes, kinds = self.kinds, self.spec.unit_kinds
+        sizes, kinds = self.kinds, self.spec.first_identical_unit_indices
         if not self.plan.run.optimizer.in_backward:
             self.ledger.moment = ("optimizer step", -1)
-            self.ledger.observe(
-                LiveBytes(backward=update_temporaries((sizes[kind] for kind in kinds), self.plan))
+            self.ledger.update_peaks(
+                LiveBytes(backward=update_temporary_bytes((sizes[kind] for kind in kinds), self.plan))
             )
         (moment, unit), held, live = self.ledger.best
-        optimizer = {kind: optimizer_bytes(size, self.plan) for kind, size in sizes.items()}
+        optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {
             "parameter_shards": sum(sizes[kind].shards for kind in kinds),
             "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing,
             "buffers": self.spec.buffer_bytes,
-            "batch": round(self.trace.batch_bytes.at(self.plan.microbatch)),
+            "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
         }
         ledger = self.ledger
         pools = (ledger.compute_pool + sum(lasting.values()), ledger.gather_pool, ledger.reduce_pool)
@@ -145,7 +147,7 @@ class _Replay:
             moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,
             **lasting,
             gradients=held.gradients,
-            units_in_flight=held.units_in_flight,
+            units_in_flight=held.units_in_flight_bytes,
             whole_gradients=held.whole + live.gradients,
             activations=live.activations,
             loss=live.loss,
@@ -153,29 +155,29 @@ class _Replay:
             stream_pools=pools,
         )
 
-    def _act(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
+    def _replay_fsdp_event(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
         """Replays FSDP2's event that opens `phase`. `live`: the model's own bytes before the phase."""
         match phase.event:
             case "pre_forward":
-                self.gathering.pre_forward(phase.unit, live)
+                self.gathering.replay_pre_forward(phase.unit, live)
             case "post_forward":
-                self.gathering.post_forward(phase.unit, live)
+                self.gathering.replay_post_forward(phase.unit, live)
             case "end_forward":
-                self.gathering.end_forward()
+                self.gathering.free_forward_gather_buffer()
             case "pre_backward":
-                self.gathering.pre_backward(phase.unit, live)
+                self.gathering.replay_pre_backward(phase.unit, live)
             case "post_backward":
                 if last or self.plan.reshard_after_forward is not False:
-                    self.gathering.reshard(phase.unit)
-                self.reducing.post_backward(phase.unit, live, last=last)
+                    self.gathering.reshard_unit(phase.unit)
+                self.reducing.replay_post_backward(phase.unit, live, last=last)
             case "end_backward":
-                self.gathering.end_backward()
-                self.reducing.end_backward()
+                self.gathering.free_unused_prefetches()
+                self.reducing.free_reduce_buffers()
             case "start":
                 pass
 
 
-class BackwardPeak(NamedTuple):
+class BackwardPeakBytes(NamedTuple):
     """Most bytes alive in the backward of a unit of one kind, between units of two other kinds."""
 
     kind: int  # kind of the unit
@@ -184,17 +186,17 @@ class BackwardPeak(NamedTuple):
     live: int  # bytes
 
 
-class ActivationBound(NamedTuple):
-    """Inputs of `least_bytes` that depend only on the trace and the microbatch."""
+class TraceDependentBytes(NamedTuple):
+    """Inputs of `peak_lower_bound` that depend only on the trace and the microbatch."""
 
-    peaks: tuple[BackwardPeak, ...]  # peaks in backward, by kinds of neighbouring units
+    peaks: tuple[BackwardPeakBytes, ...]  # peaks in backward, by kinds of neighbouring units
     loss: int  # bytes alive when the loss is computed
     highest: int  # the most bytes alive at any moment
     batch: int  # bytes of the batch
 
 
-class MeshBytes(NamedTuple):
-    """Inputs of `least_bytes` that depend only on the mesh."""
+class MeshDependentBytes(NamedTuple):
+    """Inputs of `peak_lower_bound` that depend only on the mesh."""
 
     sizes: dict[int, UnitBytes]  # sizes of each kind of unit
     static: int  # shards, optimizer state and buffers, over all units
@@ -204,11 +206,13 @@ class MeshBytes(NamedTuple):
     chunks: int  # reduce-scatter outputs, over all units
 
 
-def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
-    """Returns the inputs of `least_bytes` that depend only on the recompute mode and the microbatch."""
-    trace = spec.trace(plan.run.recompute, plan.microbatch)
+def trace_dependent_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentBytes:
+    """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
+    trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
     found = memory_trace(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
-    kinds = [spec.unit_kinds[unit] if spec.units[unit].parameters else -1 for unit in found.units]
+    kinds = [
+        spec.first_identical_unit_indices[unit] if spec.units[unit].parameters else -1 for unit in found.units
+    ]
     phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
     peaks: dict[tuple[int, int, int], int] = {}
     for place, phase in enumerate(phases):
@@ -217,38 +221,38 @@ def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
         key = (kinds[phase.unit], behind, ahead)
         peaks[key] = max(peaks.get(key, 0), phase.peak.total)
     ends = [phase.peak.total for phase in found.phases if phase.event == "end_forward"]
-    return ActivationBound(
-        tuple(BackwardPeak(*key, live) for key, live in peaks.items()),
+    return TraceDependentBytes(
+        tuple(BackwardPeakBytes(*key, live) for key, live in peaks.items()),
         loss=ends[0] if ends else 0,
         highest=max(phase.peak.total for phase in found.phases),
-        batch=round(trace.batch_bytes.at(plan.microbatch)),
+        batch=round(trace.batch_bytes.value_at(plan.microbatch)),
     )
 
 
-def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
-    """Returns the inputs of `least_bytes` that depend only on the mesh."""
-    sizes = sizes_by_kind(spec, plan)
-    counts = {kind: spec.unit_kinds.count(kind) for kind in sizes}
+def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
+    """Returns the inputs of `peak_lower_bound` that depend only on the mesh."""
+    sizes = unit_bytes_by_kind(spec, plan)
+    counts = {kind: spec.first_identical_unit_indices.count(kind) for kind in sizes}
 
-    def over_all(name: str) -> int:
+    def sum_over_units(name: str) -> int:
         return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
 
-    optimizer = sum(optimizer_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
+    optimizer = sum(optimizer_state_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
     # Few gradients are in memory at once if they are offloaded or used in backward.
-    stays = not (plan.gradients_leave or plan.run.optimizer.in_backward)
-    return MeshBytes(
+    stays = not (plan.copies_gradients_to_host or plan.run.optimizer.in_backward)
+    return MeshDependentBytes(
         sizes,
-        static=over_all("shards") + optimizer + spec.buffer_bytes,
-        gathered=over_all("gathered"),
+        static=sum_over_units("shards") + optimizer + spec.buffer_bytes,
+        gathered=sum_over_units("gathered"),
         # Gradients that need no cast are counted by the trace, as autograd leaves them.
         whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
-        gradients=over_all("gradient") if stays else 0,
-        chunks=over_all("reduce_output"),
+        gradients=sum_over_units("gradient") if stays else 0,
+        chunks=sum_over_units("reduce_output"),
     )
 
 
-class PlanTraits(NamedTuple):
-    """Settings of a plan that `least_bytes` needs beside its mesh and its trace."""
+class PeakMemoryTraits(NamedTuple):
+    """Settings of a plan that `peak_lower_bound` needs beside its mesh and its trace."""
 
     accumulates: bool  # more than one microbatch per step
     syncs: bool  # gradients are reduced after each microbatch
@@ -256,7 +260,9 @@ class PlanTraits(NamedTuple):
     prefetches: bool  # units are gathered ahead of their use
 
 
-def least_bytes(bound: ActivationBound, mesh: MeshBytes, *, traits: PlanTraits) -> int:
+def peak_lower_bound(
+    bound: TraceDependentBytes, mesh: MeshDependentBytes, *, traits: PeakMemoryTraits
+) -> int:
     """Returns a lower bound on the peak memory of a step, in bytes.
 
     The bound is the maximum over three moments: the end of backward, the loss, and each unit's backward,

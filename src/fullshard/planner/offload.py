@@ -31,8 +31,8 @@ with read, update and copy overlapped. So it takes at least
 
 The drive's rate is that of reads and writes together. Groups are updated in forward order, so that the next
 step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
-Reads run ahead of the update, see `slots_hold`. With params+optimizer:nvme, the first gather of a unit uses
-the result of its update from memory. Later gathers read from the drive any shard that is not in one of
+Reads run ahead of the update, see `state_slot_bytes`. With params+optimizer:nvme, the first gather of a unit
+uses the result of its update from memory. Later gathers read from the drive any shard that is not in one of
 UNIT_BUFFERS, see [Note: units in memory] in `offload.unit_buffers`. Frozen shards have as many buffers of
 their own; they are written once before the first step and stay buffered from step to step.
 
@@ -43,7 +43,7 @@ Copies in both directions overlap, and each piece is updated at the rate of the 
 
 This takes device memory for two pieces of state and gradients, and the temporaries of stochastic rounding for
 one. On GPUs `auto` selects the device if the longer copy direction (in) plus the update there takes less time
-than the host's update: see `faster_update`.
+than the host's update: see `choose_update_device`.
 
 [Note: activations on the host]
 See [Note: moving activations] in `sharding.activation_offload`. Copies out are issued when a block's forward
@@ -67,12 +67,19 @@ from typing import Literal, NamedTuple
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
-from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
-from fullshard.spec.groups import UNIT_BUFFERS, Group, ShardSize, group_shards, part_bytes, piece_elements
+from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks
+from fullshard.spec.groups import (
+    UNIT_BUFFERS,
+    OffloadGroup,
+    ShardSize,
+    copy_chunk_elements,
+    group_shards,
+    page_aligned_bytes,
+)
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec, Phase, Trace
-from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings, check_tier
-from fullshard.spec.prediction import ActivationTerms, OffloadTerms
+from fullshard.spec.model import MicrobatchTrace, ModelSpec, TracePhase
+from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings, check_offload_supports_optimizer
+from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
 
 TIERS: tuple[Tier, ...] = (
@@ -87,10 +94,10 @@ _PAYLOAD = 16 << 20  # bytes allocated beside each generation
 _SUM = 4  # bytes per gradient: gradients are summed in fp32
 _ADAM_TOUCHES = 7  # reads value, gradient and two moments; writes all of these except the gradient
 _ROUNDING_TOUCHES = 86  # with stochastic rounding: see `step_time`
-_ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporaries`
+_ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporary_bytes`
 
 
-class HostRates(NamedTuple):
+class OffloadRates(NamedTuple):
     """Seconds per byte or parameter of an offload target's operations."""
 
     copy: float  # seconds per byte copied to or from the host
@@ -99,22 +106,22 @@ class HostRates(NamedTuple):
     on_device: float  # seconds per parameter updated in device memory
 
 
-def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
+def offload_rates(plan: Plan, hardware: Hardware) -> OffloadRates:
     """Returns the rates of the plan's offload target. Raises PlanError if `hardware` lacks a rate."""
     section = plan.run.offload
-    check_tier(plan.run)
-    disk = _disk_seconds(section, hardware)
+    check_offload_supports_optimizer(plan.run)
+    disk = _disk_seconds_per_byte(section, hardware)
     if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
-        return HostRates(whole, disk, update, update)
-    touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
+        return OffloadRates(whole, disk, update, update)
+    touches = _ROUNDING_TOUCHES if _has_stochastic_rounding(plan) else _ADAM_TOUCHES
     on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
-    rate = host_copy_rate(hardware, f'offload.tier = "{section.tier}"')
-    return HostRates(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
+    rate = host_copy_bytes_per_second(hardware, f'offload.tier = "{section.tier}"')
+    return OffloadRates(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
 
 
-def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
+def host_copy_bytes_per_second(hardware: Hardware, needed_for: str) -> float:
     """Returns `hardware.host_bytes_per_second`. Raises PlanError, which names `needed_for`, if it is None."""
     if hardware.host_bytes_per_second is None:
         raise PlanError(
@@ -125,23 +132,23 @@ def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
     return hardware.host_bytes_per_second
 
 
-def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
+def choose_update_device(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
     """Returns the faster place for the offloaded update, for `offload.update = "auto"`. See [Note: tiers]."""
     section, copy = plan.run.offload, hardware.host_bytes_per_second
-    if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
+    if not section.offloads_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
-    rates, master = host_rates(plan, hardware), ITEMSIZE[plan.precision.master]
+    rates, master = offload_rates(plan, hardware), ITEMSIZE[plan.precision.master]
     # State and gradients are copied in, which takes longer than copying the state back.
-    there = rates.copy * (_state_bytes(plan, master) + master) + rates.on_device
+    there = rates.copy * (_state_bytes_per_element(plan, master) + master) + rates.on_device
     return "device" if there < rates.adam else "host"
 
 
-def _disk_seconds(section: OffloadSection, hardware: Hardware) -> float:
+def _disk_seconds_per_byte(section: OffloadSection, hardware: Hardware) -> float:
     """Returns the drive's seconds per byte; 0 if it is unknown and the target does not use a drive."""
     rate = hardware.disk_bytes_per_second
     if rate is not None:
         return 1 / rate
-    if not section.on_disk:
+    if not section.is_on_drive:
         return 0.0
     raise PlanError(
         f"{hardware.name}: how fast its drive is is not known.",
@@ -151,7 +158,7 @@ def _disk_seconds(section: OffloadSection, hardware: Hardware) -> float:
     )
 
 
-def with_untimed_drive(hardware: Hardware) -> Hardware:
+def with_infinitely_fast_drive(hardware: Hardware) -> Hardware:
     """Returns `hardware` with an infinitely fast drive, for plans on a drive whose rate was not measured.
 
     The prediction then marks drive time as unknown: see `OffloadTerms.disk_seconds`.
@@ -159,50 +166,50 @@ def with_untimed_drive(hardware: Hardware) -> Hardware:
     return hardware.model_copy(update={"disk_bytes_per_second": math.inf})
 
 
-def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) -> UnitCost:
+def add_offload_costs(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: OffloadRates) -> UnitCost:
     """Returns `cost` with the fields of the plan's offload target set. See [Note: tiers]."""
     section = plan.run.offload
-    if not section.takes_optimizer:
+    if not section.offloads_optimizer:
         return cost
     compute, master = ITEMSIZE[plan.precision.param], size.master_itemsize
-    state = _state_bytes(plan, master)
-    on_disk, shards = section.on_disk, section.takes_parameters
+    state = _state_bytes_per_element(plan, master)
+    on_disk, shards = section.is_on_drive, section.offloads_parameters
     update = rates.adam * size.trained
     if section.update == "device":
         cost = replace(
             cost,
-            update_in=ticks(rates.copy * (state + master) * size.trained),
-            update=ticks(rates.on_device * size.trained),
-            update_out=ticks(rates.copy * state * size.trained),
+            update_in=to_ticks(rates.copy * (state + master) * size.trained),
+            update=to_ticks(rates.on_device * size.trained),
+            update_out=to_ticks(rates.copy * state * size.trained),
         )
     else:
-        cost = replace(cost, update=ticks(update))
+        cost = replace(cost, update=to_ticks(update))
     if plan.device == "cpu" and not on_disk:
         return cost
-    stays = not plan.gradients_leave
+    stays = not plan.copies_gradients_to_host
     read = state * size.trained
     written = read + (size.on_drive if shards else 0)
     return replace(
         cost,
-        leave=0 if stays else ticks(rates.copy * size.reduce_output),
-        add=0 if stays else ticks(update * 3 / _ADAM_TOUCHES),
-        update_disk=ticks(rates.disk * (read + written)) if on_disk else 0,
-        back=0 if shards else ticks(rates.copy * (size.trained * compute)),
-        fetch_disk=ticks(rates.disk * size.on_drive) if on_disk and shards else 0,
+        leave=0 if stays else to_ticks(rates.copy * size.reduce_output),
+        add=0 if stays else to_ticks(update * 3 / _ADAM_TOUCHES),
+        update_disk=to_ticks(rates.disk * (read + written)) if on_disk else 0,
+        back=0 if shards else to_ticks(rates.copy * (size.trained * compute)),
+        fetch_disk=to_ticks(rates.disk * size.on_drive) if on_disk and shards else 0,
         shards_on_disk=size.on_drive if on_disk and shards else 0,
-        fetch_frozen=ticks(rates.disk * size.frozen_on_drive) if on_disk and shards else 0,
+        fetch_frozen=to_ticks(rates.disk * size.frozen_on_drive) if on_disk and shards else 0,
         frozen_on_disk=size.frozen_on_drive if on_disk and shards else 0,
-        fetch=ticks(rates.copy * (size.own_shards + size.frozen)) if shards else 0,
+        fetch=to_ticks(rates.copy * (size.own_shards + size.frozen)) if shards else 0,
     )
 
 
-def norm_ticks(plan: Plan, trained: int, *, rates: HostRates) -> int:
+def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadRates) -> int:
     """Returns the host's ticks to read the gradients of `trained` parameters for their norm."""
-    return ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
+    return to_ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
 
-def gathers_of(
-    plan: Plan, trace: Trace, *, costs: Sequence[UnitCost], counts: Sequence[int]
+def count_shard_loads(
+    plan: Plan, trace: MicrobatchTrace, *, costs: Sequence[UnitCost], counts: Sequence[int]
 ) -> tuple[int, ...]:
     """Returns how often per step the own shard of each traced unit is loaded, over all its repeats."""
     frees = plan.reshard_after_forward is not False
@@ -216,7 +223,7 @@ def gathers_of(
     return tuple(found)
 
 
-class Busy(NamedTuple):
+class HostBusyTicks(NamedTuple):
     """Busy ticks per step of each host stream."""
 
     disk: int  # drive reads and writes
@@ -225,7 +232,9 @@ class Busy(NamedTuple):
     out: int  # copies from the device
 
 
-def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int) -> Busy:
+def host_busy_ticks(
+    costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int
+) -> HostBusyTicks:
     """Returns the busy ticks per step of each host stream.
 
     costs: for each unit, its costs, its count in the model, and its shard loads per step.
@@ -238,12 +247,12 @@ def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm
         update += count * (cost.update + (reductions - 1) * cost.add)
         into += count * (cost.update_in + cost.back) + gathers * cost.fetch
         out += count * (cost.update_out + reductions * cost.leave)
-    return Busy(max(0, disk), update + norm, into, out)
+    return HostBusyTicks(max(0, disk), update + norm, into, out)
 
 
-def least_shards_read(
+def least_shard_bytes_read(
     plan: Plan,
-    units: Sequence[tuple[UnitCost, int, int]],  # signature: as in `busy_of`
+    units: Sequence[tuple[UnitCost, int, int]],  # signature: as in `host_busy_ticks`
 ) -> int:
     """Returns a lower bound on the bytes of shards that the drive reads per step.
 
@@ -259,7 +268,7 @@ def least_shards_read(
     return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
 
 
-class SlotCounts(NamedTuple):
+class StateSlotBytes(NamedTuple):
     """Bytes of offloaded state in the three slots when an update begins."""
 
     kept: int = 0  # kept since the last update, so not read again
@@ -267,73 +276,74 @@ class SlotCounts(NamedTuple):
     behind: int = 0  # written last
 
 
-def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
+def state_slot_bytes(plan: Plan, records: Sequence[int]) -> StateSlotBytes:
     """Returns the contents of the slots. `records`: bytes of each group's state, in the order of updates."""
     section, places = plan.run.offload, range(len(records))
-    if not section.on_disk or not records:
-        return SlotCounts()
+    if not section.is_on_drive or not records:
+        return StateSlotBytes()
     first, last = set(places[:_SLOTS]), set(places[-_SLOTS:])
     kept, ahead = (sum(records[at] for at in own) for own in (first & last, first - last))
-    return SlotCounts(kept, ahead, sum(records[: _SLOTS - 1]))
+    return StateSlotBytes(kept, ahead, sum(records[: _SLOTS - 1]))
 
 
-def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
+def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
     """Returns the bytes of device memory for an update of offloaded state there. See [Note: tiers]."""
     section = plan.run.offload
-    if not (section.takes_optimizer and section.update == "device"):
+    if not (section.offloads_optimizer and section.update == "device"):
         return 0
-    groups = list(_groups_of(spec, plan, rank=rank))
+    groups = list(_iterate_offload_groups(spec, plan, rank=rank))
     if not groups:
         return 0
-    largest = max(_state_bytes(plan, master) + master for _, master in groups)
-    elements = piece_elements(group for group, _ in groups)
-    return (2 * largest + (_ROUNDING_BYTES if _rounds(plan) else 0)) * elements
+    largest = max(_state_bytes_per_element(plan, master) + master for _, master in groups)
+    elements = copy_chunk_elements(group for group, _ in groups)
+    return (2 * largest + (_ROUNDING_BYTES if _has_stochastic_rounding(plan) else 0)) * elements
 
 
-def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
+def group_state_bytes(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """Returns the bytes of each group's masters and moments on rank 0."""
     return tuple(
-        part_bytes(group.numel, master) + 2 * part_bytes(group.numel, _moment_bytes(plan, master))
-        for group, master in _groups_of(spec, plan, rank=0)
+        page_aligned_bytes(group.padded_numel, master)
+        + 2 * page_aligned_bytes(group.padded_numel, _moment_bytes_per_element(plan, master))
+        for group, master in _iterate_offload_groups(spec, plan, rank=0)
     )
 
 
-def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Group, int]]:
+def _iterate_offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[OffloadGroup, int]]:
     """Yields the groups of `rank`, each with the bytes per element of its masters."""
     held: list[ShardSize] = []
     itemsizes: dict[str, int] = {}
     for unit in sorted(spec.units, key=lambda unit: unit.position):
-        settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
+        settings = UnitSettings.for_unit(plan, unit.override, kept=unit.kept)
         degree, master = settings.shard_degree, settings.precision.master
         itemsizes[master] = ITEMSIZE[master]
         for index, parameter in enumerate(unit.parameters):
             if parameter.requires_grad and parameter.shape:
                 numel = shard_numel(parameter.shape, degree, rank=rank % degree)
                 most = padded_numel(parameter.shape, degree) // degree
-                held.append(ShardSize(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
+                held.append(ShardSize(f"{unit.position}.{index}", numel=numel, max_numel=most, dtype=master))
     for group in group_shards(held, sub_group_parameters=plan.run.offload.sub_group_parameters):
         yield group, itemsizes[group.dtype]
 
 
-def _rounds(plan: Plan) -> bool:
+def _has_stochastic_rounding(plan: Plan) -> bool:
     return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
-def _moment_bytes(plan: Plan, master: int) -> int:
+def _moment_bytes_per_element(plan: Plan, master: int) -> int:
     return 2 if plan.run.offload.moments == "bf16" else master
 
 
-def _state_bytes(plan: Plan, master: int) -> int:
+def _state_bytes_per_element(plan: Plan, master: int) -> int:
     """Returns the bytes per element of the master and both moments."""
-    return master + 2 * _moment_bytes(plan, master)
+    return master + 2 * _moment_bytes_per_element(plan, master)
 
 
-def offload_terms(  # signature: from `StepTimer.offload`
+def predict_offload_terms(  # signature: from `StepTimePredictor.offload`
     plan: Plan,
     units: Sequence[tuple[UnitBytes, int]],
     *,
     records: Sequence[int],
-    busy: Busy,
+    busy: HostBusyTicks,
     shards_read: int,
     hardware: Hardware,
 ) -> OffloadTerms:
@@ -347,19 +357,19 @@ def offload_terms(  # signature: from `StepTimer.offload`
     compute = ITEMSIZE[plan.precision.param]
     trained = sum(size.trained * count for size, count in units)
     state, on_cpu = sum(records), plan.device == "cpu"
-    each = [size for size, count in units for _ in range(count)] if section.takes_parameters else []
+    each = [size for size, count in units for _ in range(count)] if section.offloads_parameters else []
     shards = sum(size.own_shards + size.frozen for size in each)
     on_drive, frozen = [size.on_drive for size in each], [size.frozen_on_drive for size in each]
     segment = min(section.sub_group_parameters, max((size.largest_trained for size, *_ in units), default=0))
-    is_untimed = section.on_disk and hardware.disk_bytes_per_second == math.inf
+    is_untimed = section.is_on_drive and hardware.disk_bytes_per_second == math.inf
     host, disk, read, written = 0, 0, 0, 0
     if not on_cpu:
         host = _SUM * trained + (0 if shards else segment * compute)
-    if section.on_disk:
+    if section.is_on_drive:
         host += min(_SLOTS, len(records)) * max(records, default=0)
-        host += _in_buffers(on_drive) + _in_buffers(frozen)
+        host += _unit_buffer_bytes(on_drive) + _unit_buffer_bytes(frozen)
         disk, written = 2 * (state + _PAYLOAD) + sum(on_drive) + sum(frozen), state + sum(on_drive)
-        read = state - slots_hold(plan, records).kept + shards_read
+        read = state - state_slot_bytes(plan, records).kept + shards_read
     else:
         host += state + (0 if on_cpu else shards)
     return OffloadTerms(
@@ -374,12 +384,12 @@ def offload_terms(  # signature: from `StepTimer.offload`
     )
 
 
-def _in_buffers(units: Sequence[int]) -> int:
+def _unit_buffer_bytes(units: Sequence[int]) -> int:
     """Returns the bytes of the host's buffers for units. `units`: bytes of each unit on the drive."""
     return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)
 
 
-class Moved(NamedTuple):
+class ActivationCopies(NamedTuple):
     """Copies of activations that begin in a phase."""
 
     out: int  # ticks of copies to the host
@@ -387,37 +397,41 @@ class Moved(NamedTuple):
     waits: bool  # the phase waits for the copies that began before it
 
 
-def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:
+def activation_copies(
+    phases: Sequence[TracePhase], plan: Plan, *, hardware: Hardware
+) -> tuple[ActivationCopies, ...]:
     """Returns the copies of each phase, or () without any. Raises PlanError if their rate is unknown."""
-    if not moves(phases):
+    if not has_activation_copies(phases):
         return ()
-    each = host_copy_rate(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
+    each = host_copy_bytes_per_second(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
 
-    def of(phase: Phase) -> Moved:
-        out, back = (sum(line.at(plan.microbatch) for line in lines) for lines in (phase.out, phase.back))
-        return Moved(ticks(out / each), ticks(back / each), phase.waits)
+    def copies_of_phase(phase: TracePhase) -> ActivationCopies:
+        out, back = (
+            sum(line.value_at(plan.microbatch) for line in lines) for lines in (phase.out, phase.back)
+        )
+        return ActivationCopies(to_ticks(out / each), to_ticks(back / each), phase.waits)
 
-    return tuple(map(of, phases))
+    return tuple(map(copies_of_phase, phases))
 
 
-def moves(phases: Sequence[Phase]) -> bool:
+def has_activation_copies(phases: Sequence[TracePhase]) -> bool:
     """Returns True if any of `phases` copies activations to or from the host."""
     return any(phase.out or phase.back for phase in phases)
 
 
-def activation_terms(
-    plan: Plan, phases: Sequence[Phase], *, turns: Sequence[int], hardware: Hardware
-) -> ActivationTerms:
+def predict_activation_offload_terms(
+    plan: Plan, phases: Sequence[TracePhase], *, turns: Sequence[int], hardware: Hardware
+) -> ActivationOffloadTerms:
     """Returns the host use of one rank's activations. `turns`: runs of each phase per microbatch."""
     held = copied = 0
     for phase, times in zip(phases, turns, strict=True):
         for line in phase.out:
-            size = round(line.at(plan.microbatch) / plan.tensor_parallel)
+            size = round(line.value_at(plan.microbatch) / plan.tensor_parallel)
             held += times * (1 << max(0, size - 1).bit_length())
             copied += times * size
     copied *= plan.accumulation
     rate = hardware.host_bytes_per_second
-    return ActivationTerms(
+    return ActivationOffloadTerms(
         host_bytes=held,
         copied_bytes=copied,
         copy_seconds=2 * copied / rate if rate else 0.0,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.spec.hardware import ComputeDtype, Curve, Rates, rate_at
-from fullshard.spec.model import Kernel, Phase
+from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
+from fullshard.spec.model import Kernel, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -34,22 +34,22 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
     The FLOP rate is that of the kernel's kind and nearest dtype. Elementwise launches count bytes only.
     `split`: number of ranks that share the work.
     """
-    moved = memory_seconds(kernel.bytes.at(microbatch) / split, rates.memory)
+    moved = memory_seconds(kernel.bytes.value_at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
         return moved
-    flops = kernel.flops.at(microbatch) / split
+    flops = kernel.flops.value_at(microbatch) / split
     if flops <= 0:
         return moved
-    curve = nearest_curve(getattr(rates, kernel.kind), kernel.dtype)
-    return max(flops / rate_at(curve, flops), moved)
+    curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
+    return max(flops / interpolate_rate(curve, flops), moved)
 
 
 def memory_seconds(count: float, curve: Curve) -> float:
     """Returns the seconds of one launch that reads and writes `count` bytes in all; 0 for 0 bytes."""
-    return count / rate_at(curve, count) if count > 0 else 0.0
+    return count / interpolate_rate(curve, count) if count > 0 else 0.0
 
 
-def nearest_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
+def nearest_dtype_rate_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
     """Returns the curve of `dtype`, or of the nearest dtype that has one. Raises PlanError if none has."""
     for name in _NEAREST[dtype]:
         if name in curves:
@@ -62,7 +62,7 @@ def nearest_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
 
 
 def phase_costs(
-    phases: Sequence[Phase],
+    phases: Sequence[TracePhase],
     kernels: Sequence[Kernel],
     *,
     rates: Rates,

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
+from fullshard.spec.model import Event, MicrobatchTrace, ModelSpec, RepeatedUnits, TracePhase
 
 
-class ScheduleStep(NamedTuple):
+class ScheduledPhase(NamedTuple):
     """One phase of a microbatch, as it runs on the model."""
 
     event: Event  # the FSDP2 event that opens it
@@ -20,13 +20,13 @@ class ScheduleStep(NamedTuple):
 class ScheduleSegment(NamedTuple):
     """Phases that run in order, `times` times; each repeat advances by `stride` units of the model."""
 
-    steps: tuple[ScheduleStep, ...]
+    steps: tuple[ScheduledPhase, ...]
     times: int = 1
     stride: int = 0
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MicrobatchSchedule:
     """Phases of one microbatch in the order in which they run, and the units they belong to."""
 
     segments: tuple[ScheduleSegment, ...]
@@ -37,7 +37,7 @@ class Schedule:
     before: tuple[tuple[int, ...], ...]
 
     @property
-    def first_units(self) -> tuple[int, ...]:
+    def first_model_units(self) -> tuple[int, ...]:
         """First unit of the model that each traced unit stands for."""
         found: dict[int, int] = {}
         for unit, traced in enumerate(self.traced):
@@ -45,34 +45,38 @@ class Schedule:
         return tuple(found[traced] for traced in range(len(found)))
 
 
-def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Schedule:
+def build_schedule(
+    spec: ModelSpec, trace: MicrobatchTrace, *, phases: Sequence[TracePhase]
+) -> MicrobatchSchedule:
     """Returns the schedule of `phases`. Raises PlanError if the trace and the model have different units."""
-    traced, firsts = _units(spec, trace)
+    traced, firsts = _map_traced_units(spec, trace)
     segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
-    for start, end, repeat in runs_of(phases, trace.repeats):
+    for start, end, repeat in split_by_repeat(phases, trace.repeats):
         run = phases[start:end]
         times, units = (repeat.times, repeat.units) if repeat else (1, 0)
         descends = any(phase.event in ("pre_backward", "post_backward") for phase in run)
         last = (times - 1) * units if descends else 0
         steps = tuple(
-            ScheduleStep(p.event, firsts[p.unit] + last if p.unit >= 0 else -1, p.unit, i)
+            ScheduledPhase(p.event, firsts[p.unit] + last if p.unit >= 0 else -1, p.unit, i)
             for i, p in enumerate(run, start)
         )
         turns[start:end] = [times] * len(run)
         segments.append(ScheduleSegment(steps, times, -units if descends else units))
     has_parameters = [bool(spec.units[firsts[unit]].parameters) for unit in range(len(firsts))]
-    before = _order(segments, count=len(spec.units), has_parameters=has_parameters)
-    return Schedule(tuple(segments), tuple(turns), traced, before)
+    before = _forward_predecessors(segments, count=len(spec.units), has_parameters=has_parameters)
+    return MicrobatchSchedule(tuple(segments), tuple(turns), traced, before)
 
 
-def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
+def split_by_repeat(
+    phases: Sequence[TracePhase], repeats: Sequence[RepeatedUnits]
+) -> list[tuple[int, int, RepeatedUnits | None]]:
     """Returns (start, end, repeat) of each run of phases inside one repeat, or outside of all (None).
 
     Phases without a unit belong to a repeat if phases of that repeat surround them.
     """
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
-    runs: list[tuple[int, int, Repeat | None]] = []
+    runs: list[tuple[int, int, RepeatedUnits | None]] = []
     start, current = 0, None
     pending = 0  # phases without a unit at the end of a run that may or may not continue
     for index, phase in enumerate(phases):
@@ -92,9 +96,9 @@ def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[in
     return [run for run in runs if run[0] < run[1]]
 
 
-def _units(spec: ModelSpec, trace: Trace) -> tuple[tuple[int, ...], list[int]]:
+def _map_traced_units(spec: ModelSpec, trace: MicrobatchTrace) -> tuple[tuple[int, ...], list[int]]:
     """Returns the traced unit of each unit of the model, and the first model unit of each traced unit."""
-    starts: dict[int, Repeat] = {repeat.first: repeat for repeat in trace.repeats}
+    starts: dict[int, RepeatedUnits] = {repeat.first: repeat for repeat in trace.repeats}
     missing = sum((repeat.times - 1) * repeat.units for repeat in trace.repeats)
     count = len(spec.units) - missing
     traced: list[int] = []
@@ -115,7 +119,7 @@ def _units(spec: ModelSpec, trace: Trace) -> tuple[tuple[int, ...], list[int]]:
     return tuple(traced), firsts
 
 
-def _order(
+def _forward_predecessors(
     segments: Sequence[ScheduleSegment], *, count: int, has_parameters: Sequence[bool]
 ) -> tuple[tuple[int, ...], ...]:
     before: list[list[int]] = [[] for _ in range(count)]

@@ -20,23 +20,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import Candidate, WhatIf, candidates, to_plan
+from fullshard.planner.candidates import Candidate, WhatIfSettings, build_plan, iterate_candidates
 from fullshard.planner.memory import (
-    ActivationBound,
-    MeshBytes,
-    PlanTraits,
-    activation_bound,
-    least_bytes,
-    mesh_bytes,
+    MeshDependentBytes,
+    PeakMemoryTraits,
+    TraceDependentBytes,
+    mesh_dependent_bytes,
     peak_bytes,
+    peak_lower_bound,
+    trace_dependent_bytes,
 )
 from fullshard.planner.offload import TIERS
-from fullshard.planner.step_time import Computing, Demand, StepTimer
+from fullshard.planner.step_time import ComputeTicks, LeastTicks, StepTimePredictor
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, host_fits
+from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, fits_in_host_memory
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel, NonNegativeInt
 
@@ -76,7 +76,7 @@ def search(  # signature: the library's, the same for all its questions
     *,
     capacity_bytes: int | None = None,
     memory: Memory = peak_bytes,
-    what_if: WhatIf | None = None,
+    what_if: WhatIfSettings | None = None,
 ) -> SearchResult:
     """Returns the fastest plans of `spec` on all ranks of `hardware`, over the open settings of `run`.
 
@@ -91,10 +91,12 @@ def search(  # signature: the library's, the same for all its questions
     if capacity_bytes is not None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
         hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
-    found = _Search(spec, hardware, run=run, memory=memory, what_if=what_if).found()
+    found = _CandidateSearch(spec, hardware, run=run, memory=memory, what_if=what_if).search_candidates()
     if found.best is None and what_if is None and run.offload.tier == "auto":
-        tiers = possible_tiers(hardware, run)
-        outside = search(spec, hardware, run, memory=memory, what_if=WhatIf(tiers)) if tiers else found
+        tiers = list_offload_targets(hardware, run)
+        outside = (
+            search(spec, hardware, run, memory=memory, what_if=WhatIfSettings(tiers)) if tiers else found
+        )
         found = found if outside.best is None else outside
     return found
 
@@ -105,8 +107,8 @@ def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signatu
     Ranks are laid out on nodes as in `hardware`, for any number of ranks. Raises PlanError if `spec` lacks
     something that this plan needs (see `peak_bytes`), or `hardware` lacks the link between its nodes.
     """
-    memory = with_workspace(peak_bytes(spec, plan), hardware)
-    return _predicted(plan, StepTimer(spec, hardware), memory=memory)
+    memory = add_workspace_bytes(peak_bytes(spec, plan), hardware)
+    return _attach_prediction(plan, StepTimePredictor(spec, hardware), memory=memory)
 
 
 def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: the library's
@@ -118,21 +120,21 @@ def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: t
     if found.best is not None:
         return found.best
     assert found.closest is not None, "a search that considered something has a best plan or a closest"
-    raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
+    raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
 
 
-def prediction_of(plan: Plan) -> Prediction:
+def plan_prediction(plan: Plan) -> Prediction:
     """Returns `plan.prediction`, which every plan of a search has."""
     assert plan.prediction is not None, "plans of a search are predicted"
     return plan.prediction
 
 
-def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
+def add_workspace_bytes(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
     """Returns `memory` with the bytes of the matmul library's workspace."""
     return memory.model_copy(update={"workspace": hardware.workspace_bytes})
 
 
-def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
+def allocator_reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
     """Returns the bytes that a caching allocator reserves beyond the peak; 0 on the CPU, which returns them.
 
     Each stream has its own pool, so this is the sum of the streams' peaks, plus fragmentation.
@@ -143,37 +145,37 @@ def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
     return max(0, round((1 + hardware.fragmentation) * pools) - memory.total)
 
 
-def order_of(seconds: float, index: int) -> Order:
+def plan_sort_key(seconds: float, index: int) -> Order:
     """Returns the sort key of candidate `index`, whose step takes `seconds`. See [Note: exact pruning]."""
     return math.floor(math.log(seconds) / _SAME), index
 
 
-def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
+def no_plan_fits_error(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
     """Returns the error that no plan of `run` fits, with the closest plan and changes that would fit."""
-    prediction = prediction_of(closest)
-    over = prediction.needed_bytes - prediction.capacity_bytes
+    prediction = plan_prediction(closest)
+    over = prediction.required_device_bytes - prediction.capacity_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
         ways = _suggest_host_memory_changes(closest, spec, hardware=hardware)
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
-            got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.host_bytes)}",
+            got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.required_host_bytes)}",
             fix="; or ".join(ways),
         )
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
     largest, count = terms[0]
-    change = _change(spec, hardware, run=run)
-    tier = _tier(spec, hardware, run=run)
+    change = _suggest_run_change(spec, hardware, run=run)
+    tier = _suggest_offload_target(spec, hardware, run=run)
     return PlanError(
         f"no plan fits {format_bytes(prediction.capacity_bytes)} per rank.",
-        got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.needed_bytes)}"
+        got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.required_device_bytes)}"
         f" ({format_bytes(over)} over)",
         why=f"largest: {largest.replace('_', ' ')}, {format_bytes(count)}",
         fix=f"{change}; or {tier}" if tier else change,
     )
 
 
-def describe_plan(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Returns the strategy, mesh, batch and other settings of a plan in one line."""
     mesh = f"dp_shard={plan.shard_degree}"
     if plan.replicate_degree > 1:
@@ -187,19 +189,19 @@ def describe_plan(plan: Plan) -> str:
         f"recompute={plan.run.recompute.mode}, prefetch={prefetch.mode}{depth}"
         + (", compiled" if plan.run.run.compile is True else "")
         + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
-        + (f", offload={plan.run.offload.tier}" if plan.run.offload.takes_optimizer else "")
+        + (f", offload={plan.run.offload.tier}" if plan.run.offload.offloads_optimizer else "")
     )
 
 
 def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
     """Returns changes, as text, with which `plan` fits host memory; it already fits its device."""
-    prediction, section = prediction_of(plan), plan.run.offload
+    prediction, section = plan_prediction(plan), plan.run.offload
     ways: list[str] = []
     if section.host_bytes is not None:
-        least = prediction.host_bytes
+        least = prediction.required_host_bytes
         ways.append(f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits")
     if prediction.offload is not None:
-        largest = _largest_group(plan, prediction.offload, timer=StepTimer(spec, hardware))
+        largest = _largest_group_size(plan, prediction.offload, timer=StepTimePredictor(spec, hardware))
         ways += [f"offload.sub_group_parameters = {largest}"] if largest is not None else []
         ways.append('offload.tier = "none" or another, or more ranks')
     if prediction.activations is not None:
@@ -207,14 +209,14 @@ def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardw
     return ways
 
 
-def _largest_group(plan: Plan, terms: OffloadTerms, *, timer: StepTimer) -> int | None:
+def _largest_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredictor) -> int | None:
     """Returns the first halving of the group size with which `plan` fits the host; None if there is none."""
     section, capacity = plan.run.offload, terms.host_capacity_bytes
-    beside = prediction_of(plan).host_bytes - terms.host_bytes
+    beside = plan_prediction(plan).required_host_bytes - terms.host_bytes
     size = section.sub_group_parameters // 2
-    while section.on_disk and capacity is not None and size >= _SMALLEST_GROUP:
+    while section.is_on_drive and capacity is not None and size >= _SMALLEST_GROUP:
         smaller = section.model_copy(update={"sub_group_parameters": size})
-        found = timer.offload(
+        found = timer.predict_offload(
             plan.model_copy(update={"run": plan.run.model_copy(update={"offload": smaller})})
         )
         if found is not None and found.host_bytes + beside <= capacity:
@@ -223,7 +225,7 @@ def _largest_group(plan: Plan, terms: OffloadTerms, *, timer: StepTimer) -> int 
     return None
 
 
-def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
+def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
     """Returns the offload targets with known rates; none if the run's optimizer cannot be offloaded."""
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
@@ -232,30 +234,32 @@ def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
     return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
 
 
-def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
+def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
     """Returns, as text, the fastest plan that fits with an offload target; None if there is none to try."""
-    tiers = possible_tiers(hardware, run)
+    tiers = list_offload_targets(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None
-    best = search(spec, hardware, run, what_if=WhatIf(tiers)).best
-    terms = None if best is None else prediction_of(best).offload
+    best = search(spec, hardware, run, what_if=WhatIfSettings(tiers)).best
+    terms = None if best is None else plan_prediction(best).offload
     if best is None or terms is None:
         return None
     held = f"{format_bytes(terms.host_bytes)} of host memory"
     held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
-    return f'offload.tier = "{best.run.offload.tier}" with {held} a rank: {_cost_of(best)}'
+    return f'offload.tier = "{best.run.offload.tier}" with {held} a rank: {_format_plan_cost(best)}'
 
 
-def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
+def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
     """Returns, as text, one pinned setting to release, or else the smallest multiple of ranks that fits."""
-    for change, freed in _without_pins(run):
+    for change, freed in _iterate_unpinned_runs(run):
         best = search(spec, hardware, freed).best
         if best is not None:
-            return f"{change}: {_cost_of(best)}"
+            return f"{change}: {_format_plan_cost(best)}"
     for factor in (2, 4, 8, 16, 32, 64):
-        more = hardware.on(nodes=hardware.nodes * factor, ranks_per_node=hardware.ranks_per_node)
+        more = hardware.with_rank_counts(
+            nodes=hardware.nodes * factor, ranks_per_node=hardware.ranks_per_node
+        )
         if more.across is None:  # without a link between nodes, add ranks to the one node
-            more = hardware.on(nodes=1, ranks_per_node=hardware.ranks_per_node * factor)
+            more = hardware.with_rank_counts(nodes=1, ranks_per_node=hardware.ranks_per_node * factor)
         ranks = more.world_size // run.sharding.tensor_parallel
         batch = -(-run.train.global_batch // ranks) * ranks
         wider = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
@@ -263,11 +267,11 @@ def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
         best = search(spec, more, wider).best if divides else None
         if best is not None:
             grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
-            return f"{more.world_size} ranks{grown}: {_cost_of(best)}"
+            return f"{more.world_size} ranks{grown}: {_format_plan_cost(best)}"
     return "a shorter data.sequence_length, or a smaller model"
 
 
-def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
+def _iterate_unpinned_runs(run: Run) -> Iterator[tuple[str, Run]]:
     """Yields (change as text, run with this pinned setting released), the least change first."""
     if run.prefetch.mode != "auto":
         section = run.prefetch.model_copy(update={"mode": "auto"})
@@ -284,15 +288,15 @@ def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
         yield 'sharding.strategy = "auto"', run.model_copy(update={"sharding": section})
 
 
-def _cost_of(plan: Plan) -> str:
-    prediction = prediction_of(plan)
-    seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.is_timed else ""
-    return f"{describe_plan(plan)} -> {format_bytes(prediction.needed_bytes)}{seconds}"
+def _format_plan_cost(plan: Plan) -> str:
+    prediction = plan_prediction(plan)
+    seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.has_complete_step_time else ""
+    return f"{format_plan(plan)} -> {format_bytes(prediction.required_device_bytes)}{seconds}"
 
 
-def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
+def _attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTerms) -> Plan:
     hardware, spec = timer.hardware, timer.spec
-    time = timer.seconds(plan)
+    time = timer.predict_time(plan)
     tokens = plan.run.tokens_per_step
     rate = tokens / time.total
     peak = hardware.chip.flops_per_second.get(plan.precision.param)
@@ -302,11 +306,11 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
     prediction = Prediction(
         hardware=hardware.name,
         memory=memory,
-        allocator_reserve_bytes=reserve_bytes(hardware, memory),
+        allocator_reserve_bytes=allocator_reserve_bytes(hardware, memory),
         context_bytes=hardware.context_bytes,
-        capacity_bytes=hardware.capacity_bytes,
-        offload=_outside(timer, plan, memory=memory),
-        activations=timer.activations(plan),
+        capacity_bytes=hardware.usable_device_bytes,
+        offload=_offload_terms(timer, plan, memory=memory),
+        activations=timer.predict_activation_offload(plan),
         time=time,
         tokens_per_step=tokens,
         tokens_per_second=rate,
@@ -316,17 +320,17 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
     return plan.model_copy(update={"prediction": prediction})
 
 
-def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTerms | None:
+def _offload_terms(timer: StepTimePredictor, plan: Plan, *, memory: MemoryTerms) -> OffloadTerms | None:
     """Returns the plan's offload terms; on the CPU, the host has the memory that the device has left."""
-    terms = timer.offload(plan)
+    terms = timer.predict_offload(plan)
     if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:
         return terms
-    left = timer.hardware.capacity_bytes - timer.hardware.context_bytes - memory.total
+    left = timer.hardware.usable_device_bytes - timer.hardware.context_bytes - memory.total
     return terms.model_copy(update={"host_capacity_bytes": max(1, left)})
 
 
 @dataclass
-class _StrategyResult:
+class _StrategyCandidates:
     """Results for the candidates of one strategy."""
 
     best: tuple[Order, Plan] | None = None  # the best plan so far, with its order
@@ -334,44 +338,44 @@ class _StrategyResult:
     too_large: list[tuple[int, int, Candidate]] = field(default_factory=list[tuple[int, int, Candidate]])
 
 
-class _Search:
+class _CandidateSearch:
     """State of one search, with caches of the terms that candidates share."""
 
     def __init__(
-        self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIf | None
+        self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIfSettings | None
     ) -> None:
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.what_if = what_if
-        self.timer = StepTimer(spec, hardware)
-        self.kinds: dict[str, _StrategyResult] = defaultdict(_StrategyResult)
+        self.timer = StepTimePredictor(spec, hardware)
+        self.kinds: dict[str, _StrategyCandidates] = defaultdict(_StrategyCandidates)
         self.ranked: list[tuple[Order, Plan]] = []
         self.fastest: tuple[Order, Plan] | None = None
         self.predicted = 0
-        self._demand: dict[object, Demand] = {}
-        self._computing: dict[object, Computing] = {}
-        self._meshes: dict[object, MeshBytes] = {}
-        self._bounds: dict[object, ActivationBound] = {}
+        self._demand: dict[object, LeastTicks] = {}
+        self._computing: dict[object, ComputeTicks] = {}
+        self._meshes: dict[object, MeshDependentBytes] = {}
+        self._bounds: dict[object, TraceDependentBytes] = {}
         self._peaks: dict[object, MemoryTerms] = {}
 
-    def found(self) -> SearchResult:
+    def search_candidates(self) -> SearchResult:
         """Tries all candidates and returns the result."""
         bounded = [
-            (self._least_seconds(one), index, one)
+            (self._lower_bound_seconds(one), index, one)
             for index, one in enumerate(
-                candidates(self.spec, self.hardware, run=self.run, what_if=self.what_if)
+                iterate_candidates(self.spec, self.hardware, run=self.run, what_if=self.what_if)
             )
         ]
         if not bounded:
-            self.spec.trace(self.run.recompute, self.run.train.microbatch or 1)  # raises: no trace
+            self.spec.choose_trace(self.run.recompute, self.run.train.microbatch or 1)  # raises: no trace
             raise PlanError(f"the spec of {self.spec.name} has no trace.", fix="describe(model, plan)")
         for least, index, candidate in sorted(bounded, key=lambda one: one[:2]):
-            self._try(candidate, index, least=order_of(least, index))
+            self._consider_candidate(candidate, index, least=plan_sort_key(least, index))
         for kind in self.kinds.values():
             if kind.best is None:
-                kind.best = self._smallest(kind)
+                kind.best = self._smallest_too_large(kind)
         best = self.ranked[0][1] if self.ranked else None
         by_kind = {name: kind.best for name, kind in self.kinds.items() if kind.best is not None}
-        closest = None if best else min(by_kind.values(), key=_by_shortfall)[1]
+        closest = None if best else min(by_kind.values(), key=_memory_shortfall_sort_key)[1]
         assert self.fastest is not None, "something was considered"
         return SearchResult(
             best=best,
@@ -383,102 +387,108 @@ class _Search:
             predicted=self.predicted,
         )
 
-    def _try(self, candidate: Candidate, index: int, *, least: Order) -> None:
+    def _consider_candidate(self, candidate: Candidate, index: int, *, least: Order) -> None:
         """Predicts a candidate and records it, unless its bounds show that it cannot be in the result."""
-        kind = self.kinds[candidate.kind]
+        kind = self.kinds[candidate.strategy_label]
         if self.fastest is None or least < self.fastest[0]:
-            predicted = self._ordered(candidate, index)
+            predicted = self._predict_candidate(candidate, index)
             if self.fastest is None or predicted[0] < self.fastest[0]:
                 self.fastest = predicted
         may_rank = not candidate.is_duplicate and (len(self.ranked) < RANKED or least < self.ranked[-1][0])
         if not may_rank and kind.best is not None and least > kind.best[0]:
             return
-        bound = self._least_bytes(candidate)
+        bound = self._peak_lower_bound(candidate)
         # The allocator's reserve is left out of the bound, so that it stays one.
-        may_fit = bound + self.hardware.context_bytes <= self.hardware.capacity_bytes
-        if not (may_fit and self._fits(candidate)):
+        may_fit = bound + self.hardware.context_bytes <= self.hardware.usable_device_bytes
+        if not (may_fit and self._fits_in_memory(candidate)):
             kind.too_large.append((bound, index, candidate))
             return
-        order, plan = self._ordered(candidate, index)
+        order, plan = self._predict_candidate(candidate, index)
         if kind.best is None or order < kind.best[0]:
             kind.best = (order, plan)
         if not candidate.is_duplicate:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
-    def _smallest(self, kind: _StrategyResult) -> tuple[Order, Plan] | None:
+    def _smallest_too_large(self, kind: _StrategyCandidates) -> tuple[Order, Plan] | None:
         """Predicts the too large candidate that needs the fewest bytes; of equals, the plainest."""
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
             if best is not None and bound > best[0]:
                 break
-            needed = (self._needed(self._peak(candidate)), index, candidate)
+            needed = (self._needed_device_bytes(self._peak_memory(candidate)), index, candidate)
             best = needed if best is None or needed[:2] < best[:2] else best
-        return None if best is None else self._ordered(best[2], best[1])
+        return None if best is None else self._predict_candidate(best[2], best[1])
 
-    def _fits(self, candidate: Candidate) -> bool:
-        memory = self._peak(candidate)
-        if self._needed(memory) > self.hardware.capacity_bytes:
+    def _fits_in_memory(self, candidate: Candidate) -> bool:
+        memory = self._peak_memory(candidate)
+        if self._needed_device_bytes(memory) > self.hardware.usable_device_bytes:
             return False
         tier, moves = candidate.apart.tier != "none", candidate.recompute.mode == "offload"
         if not (tier or moves):
             return True
-        plan = self._plan(candidate)
-        return host_fits(
-            _outside(self.timer, plan, memory=memory) if tier else None,
-            self.timer.activations(plan) if moves else None,
+        plan = self._build_plan(candidate)
+        return fits_in_host_memory(
+            _offload_terms(self.timer, plan, memory=memory) if tier else None,
+            self.timer.predict_activation_offload(plan) if moves else None,
         )
 
-    def _needed(self, memory: MemoryTerms) -> int:
-        return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
+    def _needed_device_bytes(self, memory: MemoryTerms) -> int:
+        return memory.total + allocator_reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
 
-    def _ordered(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
+    def _predict_candidate(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
         self.predicted += 1
-        plan = _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
-        return order_of(prediction_of(plan).time.total, index), plan
+        plan = _attach_prediction(
+            self._build_plan(candidate), self.timer, memory=self._peak_memory(candidate)
+        )
+        return plan_sort_key(plan_prediction(plan).time.total, index), plan
 
-    def _plan(self, candidate: Candidate) -> Plan:
-        return to_plan(candidate, self.run, hardware=self.hardware)
+    def _build_plan(self, candidate: Candidate) -> Plan:
+        return build_plan(candidate, self.run, hardware=self.hardware)
 
-    def _peak(self, candidate: Candidate) -> MemoryTerms:
+    def _peak_memory(self, candidate: Candidate) -> MemoryTerms:
         mesh, batch, recompute, _, prefetch, _, apart = candidate
         key = (mesh, batch, recompute, prefetch, apart)
         if key not in self._peaks:
-            self._peaks[key] = with_workspace(self.memory(self.spec, self._plan(candidate)), self.hardware)
+            self._peaks[key] = add_workspace_bytes(
+                self.memory(self.spec, self._build_plan(candidate)), self.hardware
+            )
         return self._peaks[key]
 
-    def _least_seconds(self, candidate: Candidate) -> float:
+    def _lower_bound_seconds(self, candidate: Candidate) -> float:
         mesh, batch, recompute, compiled, prefetch, _, apart = candidate
         shared, own = (mesh, batch, apart), (batch, recompute, compiled, apart.tensor)
         if shared not in self._demand:
-            self._demand[shared] = self.timer.demand(self._plan(candidate))
+            self._demand[shared] = self.timer.least_ticks(self._build_plan(candidate))
         if own not in self._computing:
-            self._computing[own] = self.timer.computing(self._plan(candidate))
+            self._computing[own] = self.timer.compute_ticks(self._build_plan(candidate))
         computing, demand = self._computing[own], self._demand[shared]
-        return self.timer.least_seconds(computing, demand, inline=prefetch.mode == "none")
+        return self.timer.lower_bound_seconds(computing, demand, inline=prefetch.mode == "none")
 
-    def _least_bytes(self, candidate: Candidate) -> int:
+    def _peak_lower_bound(self, candidate: Candidate) -> int:
         mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
         own = (candidate.batch.microbatch, candidate.recompute, apart.tensor)
         if mesh not in self._meshes:
-            self._meshes[mesh] = mesh_bytes(self.spec, self._plan(candidate))
+            self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
         if own not in self._bounds:
-            self._bounds[own] = activation_bound(self.spec, self._plan(candidate))
-        traits = PlanTraits(
+            self._bounds[own] = trace_dependent_bytes(self.spec, self._build_plan(candidate))
+        traits = PeakMemoryTraits(
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "every_microbatch",
-            keeps=not candidate.mesh.frees,
+            keeps=not candidate.mesh.frees_parameters_after_forward,
             prefetches=candidate.prefetch.mode != "none",
         )
-        return least_bytes(self._bounds[own], self._meshes[mesh], traits=traits)
+        return peak_lower_bound(self._bounds[own], self._meshes[mesh], traits=traits)
 
 
-def _by_shortfall(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
+def _memory_shortfall_sort_key(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
     """Sort key: bytes over the device's capacity, then host bytes if they do not fit, then bytes needed."""
-    prediction = prediction_of(one[1])
-    over = max(0, prediction.needed_bytes - prediction.capacity_bytes)
+    prediction = plan_prediction(one[1])
+    over = max(0, prediction.required_device_bytes - prediction.capacity_bytes)
     return (
         over,
-        0 if host_fits(prediction.offload, prediction.activations) else prediction.host_bytes,
-        prediction.needed_bytes,
+        0
+        if fits_in_host_memory(prediction.offload, prediction.activations)
+        else prediction.required_host_bytes,
+        prediction.required_device_bytes,
         one[0],
     )

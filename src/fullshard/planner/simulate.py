@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fullshard.planner.offload import Moved
-from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
+from fullshard.planner.offload import ActivationCopies
+from fullshard.planner.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.streams import (
-    InBuffers,
-    Streams,
-    fetch_shard,
-    offload_gradient,
-    touch_buffer,
-    wait_for_gradients,
+    BufferedUnits,
+    StreamClocks,
+    simulate_gradient_offload,
+    simulate_shard_fetch,
+    touch_lru_buffer,
+    wait_for_offloaded_gradients,
 )
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.model import Event
@@ -67,17 +67,17 @@ _SUMS = (
 )
 
 
-class Work(NamedTuple):
+class MicrobatchWork(NamedTuple):
     """Work of one microbatch: its schedule, and the ticks of each phase."""
 
-    program: Schedule
+    program: MicrobatchSchedule
     lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
     sent: tuple[int, ...] = ()  # for each phase, the device ticks of tensor-parallel collectives
-    moved: tuple[Moved, ...] = ()  # for each phase, its copies of activations; or ()
+    moved: tuple[ActivationCopies, ...] = ()  # for each phase, its copies of activations; or ()
 
 
 @dataclass(frozen=True)
-class Policy:
+class EventOrderSettings:
     """Settings of a plan that decide the order of events."""
 
     prefetch: PrefetchSection  # the run's prefetch settings
@@ -90,7 +90,7 @@ class Policy:
     skips: bool = True  # skip repeated turns, see [Note: skipping]
 
 
-class _Snapshot(NamedTuple):
+class _StreamSnapshot(NamedTuple):
     """State of the simulation at the end of a turn."""
 
     compute: int  # clock of the compute stream
@@ -99,7 +99,7 @@ class _Snapshot(NamedTuple):
     reduces: tuple[int, ...]  # clocks named in _REDUCE_CLOCKS
     sums: tuple[int, ...]  # accumulated durations
     pending: dict[int, int]  # units in flight, and when they arrive
-    buffered: tuple[tuple[int, ...], ...]  # as in `InBuffers.kinds`
+    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits.kinds`
     slack: int  # the least lead of the host over the turn
 
 
@@ -107,167 +107,171 @@ class _Snapshot(NamedTuple):
 class StepSimulation:
     """Simulation of a step's microbatches on `streams`. `costs`: of each unit of the trace."""
 
-    streams: Streams
+    streams: StreamClocks
     costs: Sequence[UnitCost]
-    policy: Policy
+    policy: EventOrderSettings
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
     put_back: dict[int, int] = field(
         default_factory=dict[int, int]
     )  # when the copy of each unit kept for hpZ is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
-    in_buffers: InBuffers = field(default_factory=InBuffers)  # units in the host's buffers
+    in_buffers: BufferedUnits = field(default_factory=BufferedUnits)  # units in the host's buffers
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
     updates: bool = False  # this is the step's first microbatch
 
-    def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
+    def simulate_step(self, work: MicrobatchWork, *, accumulating: MicrobatchWork, accumulation: int) -> None:
         """Simulates all microbatches of a step. `accumulating`: the work of each one after the first."""
-        marks: list[_Snapshot] = []
+        marks: list[_StreamSnapshot] = []
         index = 0
         while index < accumulation:
             self.streams.slack = _NEVER
             first, last = index == 0, index == accumulation - 1
-            self._microbatch(work if first else accumulating, first=first, last=last)
+            self._simulate_microbatch(work if first else accumulating, first=first, last=last)
             # At the next forward the gather streams wait for the compute stream, which waited for reductions.
-            _raise_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
+            _raise_clocks_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
             if not first:
-                marks.append(_snapshot(self))
+                marks.append(_take_snapshot(self))
             index += 1
-            index += _skip_repeated(self, marks, left=accumulation - 1 - index, stride=0)
+            index += _skip_repeated_turns(self, marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
-            wait_for_gradients(self.streams, norm=self.policy.norm)
+            wait_for_offloaded_gradients(self.streams, norm=self.policy.norm)
 
-    def _microbatch(self, work: Work, *, first: bool, last: bool) -> None:
+    def _simulate_microbatch(self, work: MicrobatchWork, *, first: bool, last: bool) -> None:
         self.uses.clear()
         self.in_backward, self.updates = False, first
         for segment in work.program.segments:
-            self._segment(segment, work, first=first, last=last)
+            self._simulate_segment(segment, work, first=first, last=last)
 
-    def _segment(self, segment: ScheduleSegment, work: Work, *, first: bool, last: bool) -> None:
+    def _simulate_segment(
+        self, segment: ScheduleSegment, work: MicrobatchWork, *, first: bool, last: bool
+    ) -> None:
         if segment.times == 1:
-            self._turn(segment.steps, work, shift=0, first=first, last=last)
+            self._simulate_phases(segment.steps, work, shift=0, first=first, last=last)
             return
         prefetch = self.policy.prefetch
         ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
         behind = ahead // abs(segment.stride) + 1  # last turns, which reach units behind the segment
-        marks: list[_Snapshot] = []
+        marks: list[_StreamSnapshot] = []
         turn, slack = 0, self.streams.slack
         while turn < segment.times:
             self.streams.slack = _NEVER
-            self._turn(segment.steps, work, shift=turn * segment.stride, first=first, last=last)
+            self._simulate_phases(segment.steps, work, shift=turn * segment.stride, first=first, last=last)
             turn += 1
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
-                _raise_to_compute(self.streams, _REDUCE_CLOCKS)
-                marks.append(_snapshot(self))
-                skipped = _skip_repeated(self, marks, left=left, stride=segment.stride)
-                self._copy_states(segment, turn, skipped=skipped)
+                _raise_clocks_to_compute(self.streams, _REDUCE_CLOCKS)
+                marks.append(_take_snapshot(self))
+                skipped = _skip_repeated_turns(self, marks, left=left, stride=segment.stride)
+                self._mark_skipped_units(segment, turn, skipped=skipped)
                 turn += skipped
             slack = min(slack, self.streams.slack)
         self.streams.slack = slack
 
-    def _turn(
-        self, steps: Sequence[ScheduleStep], work: Work, *, shift: int, first: bool, last: bool
+    def _simulate_phases(
+        self, steps: Sequence[ScheduledPhase], work: MicrobatchWork, *, shift: int, first: bool, last: bool
     ) -> None:
         streams, lengths, program = self.streams, work.lengths, work.program
         for event, unit, traced, phase in steps:
             if unit < 0:
-                self._of_the_run(event)
+                self._end_forward_or_backward(event)
             elif (cost := self.costs[traced]).has_parameters:
                 if event == "pre_forward":
-                    self._pre_forward(unit + shift, cost, program=program)
+                    self._simulate_pre_forward(unit + shift, cost, program=program)
                 elif event == "post_forward":
-                    self._post_forward(unit + shift, cost)
+                    self._simulate_post_forward(unit + shift, cost)
                 elif event == "pre_backward":
-                    self._pre_backward(unit + shift, cost, program=program)
+                    self._simulate_pre_backward(unit + shift, cost, program=program)
                 else:
-                    self._post_backward(unit + shift, cost, first=first, last=last)
+                    self._simulate_post_backward(unit + shift, cost, first=first, last=last)
             length, issue = lengths[phase]
             moved = work.moved[phase] if work.moved else None
             if moved and event in _BACKWARD:
-                streams.move(**moved._asdict())
+                streams.copy_activations(**moved._asdict())
             if issue or length:
-                streams.work(length, issue=issue)
+                streams.run_kernels(length, issue=issue)
             if moved and event not in _BACKWARD:
-                streams.move(**moved._asdict())
+                streams.copy_activations(**moved._asdict())
 
-    def _of_the_run(self, event: Event) -> None:
+    def _end_forward_or_backward(self, event: Event) -> None:
         if event == "end_forward" and self.buffered:
-            self.streams.hold_gathers(self.streams.copied_out)
+            self.streams.delay_gather_streams(self.streams.copied_out)
             self.buffered = False
         elif event == "end_backward":
             self.pending.clear()
             self.put_back.clear()
-            self.streams.finish(is_sharded=any(cost.is_sharded for cost in self.costs))
+            self.streams.wait_for_reductions(is_sharded=any(cost.is_sharded for cost in self.costs))
             self.streams.reduce_input_free = self.streams.compute
 
-    def _pre_forward(self, unit: int, cost: UnitCost, *, program: Schedule) -> None:
-        self._charge_hook(unit)
-        self._issue(unit, cost)
+    def _simulate_pre_forward(self, unit: int, cost: UnitCost, *, program: MicrobatchSchedule) -> None:
+        self._charge_hook_time(unit)
+        self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=True)
         if self.policy.prefetch.mode == "explicit":
             at = self.policy.place[unit] + 1
-            self._prefetch(self.policy.by_position[at : at + self.policy.prefetch.forward], program)
+            self._prefetch_units(self.policy.by_position[at : at + self.policy.prefetch.forward], program)
 
-    def _post_forward(self, unit: int, cost: UnitCost) -> None:
+    def _simulate_post_forward(self, unit: int, cost: UnitCost) -> None:
         if cost.reshards and unit in self.unsharded:
             self.unsharded.discard(unit)
             if cost.resharded:
-                self.streams.copy(cost.hpz_copy)
+                self.streams.copy_on_compute_stream(cost.hpz_copy)
                 self.put_back[unit] = self.streams.compute
 
-    def _pre_backward(self, unit: int, cost: UnitCost, *, program: Schedule) -> None:
+    def _simulate_pre_backward(self, unit: int, cost: UnitCost, *, program: MicrobatchSchedule) -> None:
         self.in_backward = True
-        self._charge_hook(unit)
-        self._issue(unit, cost)
+        self._charge_hook_time(unit)
+        self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=False)
         prefetch, order = self.policy.prefetch, self.policy.by_position
         if prefetch.mode == "implicit":
             before, used = program.before[unit], self.uses.get(unit, 0)
             self.uses[unit] = used + 1
             if used < len(before) and before[-1 - used] >= 0:
-                self._prefetch((before[-1 - used],), program)
+                self._prefetch_units((before[-1 - used],), program)
         elif prefetch.mode == "explicit":
             at = self.policy.place[unit]
-            self._prefetch(order[max(at - prefetch.backward, 0) : at][::-1], program)
+            self._prefetch_units(order[max(at - prefetch.backward, 0) : at][::-1], program)
 
-    def _post_backward(self, unit: int, cost: UnitCost, *, first: bool, last: bool) -> None:
+    def _simulate_post_backward(self, unit: int, cost: UnitCost, *, first: bool, last: bool) -> None:
         streams = self.streams
         if last or not self.policy.keeps:
             self.unsharded.discard(unit)
         if not (last or self.policy.syncs):
-            streams.copy(cost.keep_unsynced if first else cost.keep_again)
+            streams.copy_on_compute_stream(cost.keep_unsynced if first else cost.keep_again)
             return
         if not cost.is_trained:
             return
         if not first and not self.policy.syncs:
-            streams.copy(cost.keep_again)
-        streams.on_host(self.policy.act)
-        streams.scatter(cost)
+            streams.copy_on_compute_stream(cost.keep_again)
+        streams.run_host_work(self.policy.act)
+        streams.run_reduce_scatter(cost)
         adds = not first and self.policy.syncs
         if cost.is_replicated:
             if adds:
-                streams.on_reduce(cost.add_partial)
+                streams.copy_on_reduce_stream(cost.add_partial)
             if not last:
                 return
             streams.start_all_reduce(cost, settle=cost.cast_gradient)
         else:
-            streams.on_reduce(cost.settle_again if adds and not cost.leave else cost.cast_gradient)
-        offload_gradient(streams, cost, adds=adds and not cost.is_replicated)
+            streams.copy_on_reduce_stream(
+                cost.settle_again if adds and not cost.leave else cost.cast_gradient
+            )
+        simulate_gradient_offload(streams, cost, adds=adds and not cost.is_replicated)
 
-    def _charge_hook(self, unit: int) -> None:
+    def _charge_hook_time(self, unit: int) -> None:
         """Adds the host's time for gathering a unit, unless the unit is already unsharded."""
         if unit not in self.unsharded:
-            self.streams.on_host(self.policy.act)
+            self.streams.run_host_work(self.policy.act)
 
-    def _prefetch(self, units: Sequence[int], program: Schedule) -> None:
+    def _prefetch_units(self, units: Sequence[int], program: MicrobatchSchedule) -> None:
         for unit in units:
             cost = self.costs[program.traced[unit]]
             if cost.has_parameters:
-                self._issue(unit, cost)
+                self._start_all_gather(unit, cost)
 
-    def _issue(self, unit: int, cost: UnitCost) -> None:
+    def _start_all_gather(self, unit: int, cost: UnitCost) -> None:
         """Starts the all-gather of a unit that is neither unsharded nor in flight."""
         if unit in self.unsharded or unit in self.pending:
             return
@@ -276,14 +280,16 @@ class StepSimulation:
         # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
         if not (again and cost.resharded):
             updates = self.updates and not self.in_backward
-            is_there = not cost.shards_on_disk or touch_buffer(unit, self.in_buffers.trained)
+            is_there = not cost.shards_on_disk or touch_lru_buffer(unit, self.in_buffers.trained)
             reads = not is_there and not updates
-            frozen_too = bool(cost.frozen_on_disk) and not touch_buffer(unit, self.in_buffers.frozen)
-            there = fetch_shard(self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too)
+            frozen_too = bool(cost.frozen_on_disk) and not touch_lru_buffer(unit, self.in_buffers.frozen)
+            there = simulate_shard_fetch(
+                self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
+            )
         if not cost.is_sharded:
             self.pending[unit] = there
             return
-        self.pending[unit] = self.streams.start_gather(
+        self.pending[unit] = self.streams.start_all_gather(
             cost,
             again=again,
             inline=self.policy.prefetch.mode == "none",
@@ -297,18 +303,18 @@ class StepSimulation:
             return
         streams, defers = self.streams, forward and self.policy.prefetch.mode != "none" and cost.is_sharded
         if forward:
-            self._of_the_run("end_forward")
-        streams.wait(there, "all_gather")
-        streams.copy(cost.copy_out)
+            self._end_forward_or_backward("end_forward")
+        streams.wait_until(there, "all_gather")
+        streams.copy_on_compute_stream(cost.copy_out)
         if not cost.is_sharded:
             streams.fetched = streams.compute  # the next own shard is copied in while this unit computes
         if defers:
             streams.copied_out, self.buffered = streams.compute, True
         elif cost.is_sharded:
-            streams.hold_gathers(streams.compute)
+            streams.delay_gather_streams(streams.compute)
         self.unsharded.add(unit)
 
-    def _copy_states(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
+    def _mark_skipped_units(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
         """Marks units of skipped turns as sharded or unsharded, like those of the last turn."""
         if not skipped:
             return
@@ -324,47 +330,49 @@ class StepSimulation:
 
 
 def simulate_steady_step(  # signature: as `StepSimulation`
-    streams: Streams,
+    streams: StreamClocks,
     costs: Sequence[UnitCost],
-    policy: Policy,
+    policy: EventOrderSettings,
     *,
-    works: tuple[Work, Work],
+    works: tuple[MicrobatchWork, MicrobatchWork],
     accumulation: int,
 ) -> None:
     """Simulates a step after an equal one, so that frozen shards are still in the host's buffers.
 
     `works`: the work of the first microbatch, and of each later one.
     """
-    found = InBuffers()
+    found = BufferedUnits()
     if any(cost.frozen_on_disk for cost in costs):
         before = StepSimulation(replace(streams), costs, policy)
-        before.step(works[0], accumulating=works[1], accumulation=accumulation)
+        before.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
         found.frozen += before.in_buffers.frozen
     last = StepSimulation(streams, costs, policy, in_buffers=found)
-    last.step(works[0], accumulating=works[1], accumulation=accumulation)
+    last.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
 
 
-def _raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:
+def _raise_clocks_to_compute(streams: StreamClocks, clocks: Sequence[str]) -> None:
     """Raises `clocks` to the compute stream's clock if they are behind it. See [Note: skipping]."""
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
 
-def _snapshot(simulation: StepSimulation) -> _Snapshot:
+def _take_snapshot(simulation: StepSimulation) -> _StreamSnapshot:
     streams = simulation.streams
-    return _Snapshot(
+    return _StreamSnapshot(
         streams.compute,
         streams.host,
         tuple(getattr(streams, clock) for clock in _GATHER_CLOCKS),
         tuple(getattr(streams, clock) for clock in _REDUCE_CLOCKS),
         tuple(getattr(streams, name) for name in _SUMS),
         dict(simulation.pending),
-        tuple(tuple(units) for units in simulation.in_buffers.kinds),
+        tuple(tuple(units) for units in simulation.in_buffers.unit_lists),
         streams.slack,
     )
 
 
-def _skip_repeated(simulation: StepSimulation, marks: Sequence[_Snapshot], *, left: int, stride: int) -> int:
+def _skip_repeated_turns(
+    simulation: StepSimulation, marks: Sequence[_StreamSnapshot], *, left: int, stride: int
+) -> int:
     """Adds as many of the `left` turns as must repeat the last ones, and returns their number.
 
     marks: the state after each turn so far. stride: number of units by which each turn advances.
@@ -372,7 +380,7 @@ def _skip_repeated(simulation: StepSimulation, marks: Sequence[_Snapshot], *, le
     if not simulation.policy.skips:
         return 0
     for turns in range(1, min(_LONGEST_CYCLE, len(marks) - 1, left) + 1):
-        most = _most_cycles(marks, turns, stride=stride)
+        most = _count_exact_repeats(marks, turns, stride=stride)
         if most:
             break
     else:
@@ -391,12 +399,12 @@ def _skip_repeated(simulation: StepSimulation, marks: Sequence[_Snapshot], *, le
             setattr(streams, name, other + times * (other - one))
     shift, grown = times * stride * turns, times * length
     simulation.pending = {unit + shift: at + grown if at else 0 for unit, at in now.pending.items()}
-    for units, old, new in zip(simulation.in_buffers.kinds, before.buffered, now.buffered, strict=True):
+    for units, old, new in zip(simulation.in_buffers.unit_lists, before.buffered, now.buffered, strict=True):
         units[:] = new if old == new else (unit + shift for unit in new)
     return times * turns
 
 
-def _most_cycles(marks: Sequence[_Snapshot], turns: int, *, stride: int) -> int:
+def _count_exact_repeats(marks: Sequence[_StreamSnapshot], turns: int, *, stride: int) -> int:
     """Returns how often the last `turns` turns repeat exactly while the host stays ahead; 0 if never."""
     before, now = marks[-1 - turns], marks[-1]
     length = now.compute - before.compute

@@ -19,33 +19,33 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.collectives import collective_seconds, shard_group
+from fullshard.planner.collectives import collective_seconds, shard_group_layout
 from fullshard.planner.offload import (
-    Busy,
-    activation_terms,
-    busy_of,
-    gathers_of,
-    host_rates,
-    least_shards_read,
-    moved_of,
-    moves,
-    norm_ticks,
-    offload_terms,
-    records_of,
-    slots_hold,
-    with_host,
+    HostBusyTicks,
+    activation_copies,
+    add_offload_costs,
+    count_shard_loads,
+    group_state_bytes,
+    has_activation_copies,
+    host_busy_ticks,
+    host_norm_ticks,
+    least_shard_bytes_read,
+    offload_rates,
+    predict_activation_offload_terms,
+    predict_offload_terms,
+    state_slot_bytes,
 )
 from fullshard.planner.roofline import memory_seconds, phase_costs
-from fullshard.planner.schedule import program_of
-from fullshard.planner.simulate import Policy, Work, simulate_steady_step
-from fullshard.planner.streams import Streams
-from fullshard.planner.tensor_parallel import axis_seconds
+from fullshard.planner.schedule import build_schedule
+from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, simulate_steady_step
+from fullshard.planner.streams import StreamClocks
+from fullshard.planner.tensor_parallel import tensor_parallel_seconds
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
-from fullshard.planner.unit_costs import TICKS, UnitCost, ticks, unit_cost
+from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec, Trace
+from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
-from fullshard.spec.prediction import ActivationTerms, OffloadTerms, TimeTerms
+from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
 
 _ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole ticks
@@ -57,10 +57,10 @@ def step_seconds(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms: 
 
     Raises PlanError if `spec` lacks the trace, or `hardware` a rate, that `plan` needs.
     """
-    return StepTimer(spec, hardware).seconds(plan)
+    return StepTimePredictor(spec, hardware).predict_time(plan)
 
 
-class Units(NamedTuple):
+class UnitCosts(NamedTuple):
     """Sizes and costs of a trace's units on one mesh, and the optimizer step's costs."""
 
     sizes: tuple[UnitBytes, ...]
@@ -75,8 +75,8 @@ class Units(NamedTuple):
     ahead: int = 0  # ticks by which the drive's work is ahead when a step begins
 
 
-class Demand(NamedTuple):
-    """Least ticks per step of each stream beside computing; inputs of `StepTimer.least_seconds`."""
+class LeastTicks(NamedTuple):
+    """Least ticks per step of each stream beside computing, for `StepTimePredictor.lower_bound_seconds`."""
 
     copied: int  # copies on the compute stream
     network: int  # collectives on the shard axis's network
@@ -87,7 +87,7 @@ class Demand(NamedTuple):
     host: int = 0  # the busiest stream of the host or the drive
 
 
-class Computing(NamedTuple):
+class ComputeTicks(NamedTuple):
     """Ticks of all phases of a step."""
 
     device: int  # ticks of kernels on the device
@@ -98,14 +98,14 @@ WorkKey = tuple[int, int, bool, bool, int]
 
 
 @dataclass
-class StepTimer:
+class StepTimePredictor:
     """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`."""
 
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
-    _work: dict[WorkKey, Work] = field(default_factory=dict[WorkKey, Work])
-    _units: dict[tuple[object, ...], Units] = field(default_factory=dict[tuple[object, ...], Units])
+    _work: dict[WorkKey, MicrobatchWork] = field(default_factory=dict[WorkKey, MicrobatchWork])
+    _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
 
     def __post_init__(self) -> None:
         units = self.spec.units
@@ -113,62 +113,64 @@ class StepTimer:
         self._place = {unit: place for place, unit in enumerate(self._by_position)}
         self._serial = self.hardware.device == "cpu"
 
-    def seconds(self, plan: Plan) -> TimeTerms:
+    def predict_time(self, plan: Plan) -> TimeTerms:
         """Returns the predicted seconds of one step of `plan`, term by term."""
-        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
-        units = self.units(plan, trace)
-        again = self._recomputed(plan, trace)
-        slow = self._simulated(plan, trace, units=units)
-        if units.norm is None and not moves(trace.phases):
-            return self._terms(plan, slow, units=units, recompute=again)
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
+        units = self.unit_costs(plan, trace)
+        again = self._extra_recompute_ticks(plan, trace)
+        slow = self._simulate_streams(plan, trace, units=units)
+        if units.norm is None and not has_activation_copies(trace.phases):
+            return self._time_terms(plan, slow, units=units, recompute=again)
         fast = units._replace(costs=units.without_host, norm=None, ahead=0)
-        streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
-        terms = self._terms(plan, streams, units=units, recompute=again)
+        streams = self._simulate_streams(plan, trace, units=fast, moves_nothing=True)
+        terms = self._time_terms(plan, streams, units=units, recompute=again)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
-        busy = _busy(plan, trace, units=units, hardware=self.hardware, shards_read=slow.shards_read)
+        busy = _busy_ticks(plan, trace, units=units, hardware=self.hardware, shards_read=slow.shards_read)
         end = max(slow.compute, busy.disk)
         waits = max(0, end - streams.compute) / TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
 
-    def offload(self, plan: Plan) -> OffloadTerms | None:
+    def predict_offload(self, plan: Plan) -> OffloadTerms | None:
         """Returns the predicted host and drive use of the plan's offload target; None without one."""
-        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
-        units = self.units(plan, trace)
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
+        units = self.unit_costs(plan, trace)
         if units.norm is None:
             return None
-        reads = plan.run.offload.on_disk and plan.run.offload.takes_parameters
-        shards_read = self._simulated(plan, trace, units=units).shards_read if reads else 0
-        return offload_terms(
+        reads = plan.run.offload.is_on_drive and plan.run.offload.offloads_parameters
+        shards_read = self._simulate_streams(plan, trace, units=units).shards_read if reads else 0
+        return predict_offload_terms(
             plan,
             list(zip(units.sizes, units.counts, strict=True)),
             records=units.records,
-            busy=_busy(plan, trace, units=units, hardware=self.hardware, shards_read=shards_read),
+            busy=_busy_ticks(plan, trace, units=units, hardware=self.hardware, shards_read=shards_read),
             shards_read=shards_read,
             hardware=self.hardware,
         )
 
-    def activations(self, plan: Plan) -> ActivationTerms | None:
+    def predict_activation_offload(self, plan: Plan) -> ActivationOffloadTerms | None:
         """Returns the predicted host use of activations that are copied there; None if there are none."""
-        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
-        if not moves(trace.phases):
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
+        if not has_activation_copies(trace.phases):
             return None
-        turns = self._work_of(plan, trace, fused=False, adds=False).program.repeats
-        return activation_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
+        turns = self._microbatch_work(plan, trace, fused=False, adds=False).program.repeats
+        return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
-    def _simulated(self, plan: Plan, trace: Trace, *, units: Units, moves_nothing: bool = False) -> Streams:
-        streams = Streams(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
-        policy = Policy(
+    def _simulate_streams(
+        self, plan: Plan, trace: MicrobatchTrace, *, units: UnitCosts, moves_nothing: bool = False
+    ) -> StreamClocks:
+        streams = StreamClocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
+        policy = EventOrderSettings(
             prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,
             syncs=plan.sync_each_microbatch,
             by_position=self._by_position,
             place=self._place,
-            act=ticks(self.hardware.rates.unit_seconds),
+            act=to_ticks(self.hardware.rates.unit_seconds),
             norm=units.norm,
             skips=self.skips,
         )
-        work, accumulating = self._works(plan, trace)
+        work, accumulating = self._microbatch_works(plan, trace)
         if moves_nothing:
             work, accumulating = work._replace(moved=()), accumulating._replace(moved=())
         simulate_steady_step(
@@ -176,23 +178,22 @@ class StepTimer:
         )
         return streams
 
-    def units(self, plan: Plan, trace: Trace) -> Units:
+    def unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
         """Returns the sizes and costs of the trace's units on the plan's mesh."""
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
         update = (plan.run.optimizer.name, plan.run.optimizer.momentum, plan.run.optimizer.in_backward)
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
-            self._units[key] = self._measure(plan, trace)
+            self._units[key] = self._compute_unit_costs(plan, trace)
         return self._units[key]
 
-    def demand(self, plan: Plan) -> Demand:
+    def least_ticks(self, plan: Plan) -> LeastTicks:
         """Returns the least ticks per step of each stream, for any recompute mode and prefetch."""
-        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
-        units = self.units(plan, trace)
-        begun = [
-            {p.unit for p in trace.phases if p.event == event} for event in ("pre_forward", "pre_backward")
-        ]
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
+        units = self.unit_costs(plan, trace)
+        starts = ("pre_forward", "pre_backward")
+        begun = [{p.unit for p in trace.phases if p.event == event} for event in starts]
         frees = plan.reshard_after_forward is not False
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
         copied = network = apart = replicas = inline = 0
@@ -219,20 +220,20 @@ class StepTimer:
                     network += count * cost.all_reduce
                 else:
                     replicas += count * cost.all_reduce
-        host = 0 if units.norm is None else max(_busy(plan, trace, units=units, hardware=self.hardware))
-        return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
+        host = 0 if units.norm is None else max(_busy_ticks(plan, trace, units=units, hardware=self.hardware))
+        return LeastTicks(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
-    def computing(self, plan: Plan) -> Computing:
+    def compute_ticks(self, plan: Plan) -> ComputeTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
-        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
         device = issue = 0
-        for work, times in zip(self._works(plan, trace), (1, plan.accumulation - 1), strict=True):
+        for work, times in zip(self._microbatch_works(plan, trace), (1, plan.accumulation - 1), strict=True):
             for (length, launched), turns in zip(work.lengths, work.program.repeats, strict=True):
                 device += length * turns * times
                 issue += launched * turns * times
-        return Computing(device, issue)
+        return ComputeTicks(device, issue)
 
-    def least_seconds(self, computing: Computing, demand: Demand, *, inline: bool) -> float:
+    def lower_bound_seconds(self, computing: ComputeTicks, demand: LeastTicks, *, inline: bool) -> float:
         """Returns a lower bound on a step's seconds, from each stream's work. `inline`: without prefetch."""
         busy = computing.device + demand.copied
         if self._serial:
@@ -247,13 +248,15 @@ class StepTimer:
         total = (end + contention * overlapped + demand.tail) / TICKS + self.hardware.rates.step_seconds
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
-    def _works(self, plan: Plan, trace: Trace) -> tuple[Work, Work]:
+    def _microbatch_works(self, plan: Plan, trace: MicrobatchTrace) -> tuple[MicrobatchWork, MicrobatchWork]:
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
-        first = self._work_of(plan, trace, fused=fused, adds=False)
-        return first, self._work_of(plan, trace, fused=fused, adds=adds)
+        first = self._microbatch_work(plan, trace, fused=fused, adds=False)
+        return first, self._microbatch_work(plan, trace, fused=fused, adds=adds)
 
-    def _work_of(self, plan: Plan, trace: Trace, *, fused: bool, adds: bool) -> Work:
+    def _microbatch_work(
+        self, plan: Plan, trace: MicrobatchTrace, *, fused: bool, adds: bool
+    ) -> MicrobatchWork:
         key = (id(trace), plan.microbatch, fused, adds, plan.tensor_parallel)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
@@ -266,64 +269,68 @@ class StepTimer:
                 split=plan.tensor_parallel,
             )
             watched = trace.recompute.mode == "selective" and not fused
-            launch = ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
-            program = program_of(self.spec, trace, phases=phases)
-            firsts = program.first_units
-            axis = axis_seconds(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
-            sent = tuple(map(ticks, axis))
+            launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
+            program = build_schedule(self.spec, trace, phases=phases)
+            firsts = program.first_model_units
+            axis = tensor_parallel_seconds(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
+            sent = tuple(map(to_ticks, axis))
             lengths = tuple(
-                (ticks(cost.seconds) + own, cost.launches * launch)
+                (to_ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)
             )
-            moved = moved_of(phases, plan, hardware=self.hardware)
-            self._work[key] = Work(program, lengths, sent, moved)
+            moved = activation_copies(phases, plan, hardware=self.hardware)
+            self._work[key] = MicrobatchWork(program, lengths, sent, moved)
         return self._work[key]
 
-    def _measure(self, plan: Plan, trace: Trace) -> Units:
-        program = self._work_of(plan, trace, fused=False, adds=False).program
-        firsts, tensor = program.first_units, plan.tensor_parallel
+    def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
+        program = self._microbatch_work(plan, trace, fused=False, adds=False).program
+        firsts, tensor = program.first_model_units, plan.tensor_parallel
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in firsts)
         counts = tuple(program.traced.count(i) for i in range(len(firsts)))
         costs = tuple(
             unit_cost(size, self.hardware, world_size=plan.world_size, tensor=tensor) for size in sizes
         )
-        group = shard_group(
+        group = shard_group_layout(
             plan.world_size, per_node=self.hardware.ranks_per_node, world_size=plan.world_size
         )
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
-        units = Units(sizes, costs, costs, counts, ticks(summed))
+        units = UnitCosts(sizes, costs, costs, counts, to_ticks(summed))
         pairs = list(zip(sizes, counts, strict=True))
-        if not plan.run.offload.takes_optimizer:
+        if not plan.run.offload.offloads_optimizer:
             curves, shards = self.hardware.rates, sum(s.trained * s.master_itemsize * n for s, n in pairs)
             norm = memory_seconds(3 * shards, curves.memory)
             return units._replace(
-                update=ticks(norm + memory_seconds(_touched(plan) * shards, curves.optimizer))
+                update=to_ticks(norm + memory_seconds(_update_accesses(plan) * shards, curves.optimizer))
             )
-        rates, records = host_rates(plan, self.hardware), records_of(self.spec, plan)
-        held = slots_hold(plan, records)
+        rates, records = offload_rates(plan, self.hardware), group_state_bytes(self.spec, plan)
+        held = state_slot_bytes(plan, records)
         return units._replace(
-            costs=tuple(with_host(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)),
-            norm=norm_ticks(plan, sum(size.trained * count for size, count in pairs), rates=rates),
+            costs=tuple(
+                add_offload_costs(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)
+            ),
+            norm=host_norm_ticks(plan, sum(size.trained * count for size, count in pairs), rates=rates),
             records=records,
-            spared=ticks(rates.disk * held.kept),
-            ahead=ticks(rates.disk * sum(held)),
+            spared=to_ticks(rates.disk * held.kept),
+            ahead=to_ticks(rates.disk * sum(held)),
         )
 
-    def _recomputed(self, plan: Plan, trace: Trace) -> int:
+    def _extra_recompute_ticks(self, plan: Plan, trace: MicrobatchTrace) -> int:
         """Returns the ticks per step that recompute adds to the trace without recompute."""
         none = RecomputeSection(mode="none")
-        plain = next((one for one in self.spec.traces if one.holds_for(none, plan.microbatch)), trace)
+        plain = next((one for one in self.spec.traces if one.is_valid_for(none, plan.microbatch)), trace)
         if plain is trace:
             return 0
         fused = plan.run.run.compile is True
-        own, other = (self._work_of(plan, one, fused=fused, adds=False) for one in (trace, plain))
-        longer = _device_ticks(own, serial=self._serial) - _device_ticks(other, serial=self._serial)
+        own, other = (self._microbatch_work(plan, one, fused=fused, adds=False) for one in (trace, plain))
+        longer = _compute_ticks(own, serial=self._serial) - _compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 
-    def _terms(self, plan: Plan, streams: Streams, *, units: Units, recompute: int) -> TimeTerms:
-        works = self._works(plan, self.spec.trace(plan.run.recompute, plan.microbatch))
-        sent = _sent(works, accumulation=plan.accumulation)
+    def _time_terms(
+        self, plan: Plan, streams: StreamClocks, *, units: UnitCosts, recompute: int
+    ) -> TimeTerms:
+        works = self._microbatch_works(plan, self.spec.choose_trace(plan.run.recompute, plan.microbatch))
+        sent = _tensor_parallel_ticks(works, accumulation=plan.accumulation)
         recompute = min(recompute, streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
@@ -343,7 +350,7 @@ class StepTimer:
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
 
-def _touched(plan: Plan) -> float:
+def _update_accesses(plan: Plan) -> float:
     """Returns how often the optimizer's update reads or writes each element of the shards.
 
     Stochastic rounding takes about fifty launches instead of one: measured, 0.69 s for 8.03e9 bf16 parameters
@@ -365,19 +372,24 @@ def _touched(plan: Plan) -> float:
     )
 
 
-def _busy(
-    plan: Plan, trace: Trace, *, units: Units, hardware: Hardware, shards_read: int | None = None
-) -> Busy:
+def _busy_ticks(
+    plan: Plan,
+    trace: MicrobatchTrace,
+    *,
+    units: UnitCosts,
+    hardware: Hardware,
+    shards_read: int | None = None,
+) -> HostBusyTicks:
     """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
-    gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
+    gathers = count_shard_loads(plan, trace, costs=units.costs, counts=units.counts)
     each = list(zip(units.costs, units.counts, gathers, strict=True))
-    read = least_shards_read(plan, each) if shards_read is None else shards_read
-    disk = ticks(host_rates(plan, hardware).disk * read) - units.spared
-    return busy_of(each, reductions=reductions, norm=units.norm or 0, disk=disk)
+    read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
+    disk = to_ticks(offload_rates(plan, hardware).disk * read) - units.spared
+    return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
 
-def _device_ticks(work: Work, *, serial: bool) -> int:
+def _compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
     """Returns the ticks of all phases of a microbatch, without tensor-parallel collectives."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
@@ -385,7 +397,7 @@ def _device_ticks(work: Work, *, serial: bool) -> int:
     )
 
 
-def _sent(works: tuple[Work, Work], *, accumulation: int) -> int:
+def _tensor_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
     """Returns the ticks per step in which computing waits for tensor-parallel collectives."""
     return sum(
         sent * turns * times

@@ -42,7 +42,7 @@ Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 
 
 @dataclass(slots=True)
-class Streams:
+class StreamClocks:
     """Clocks (the tick at which each stream finishes its queued work), and sums of ticks spent.
 
     compute = computed + copied + sum of waited_*
@@ -80,7 +80,7 @@ class Streams:
     shards_read: int = 0  # bytes of shards that the drive reads for gathers
     slack: int = 0  # the host's least lead since its reset; negative if the compute stream waited
 
-    def work(self, length: int, *, issue: int) -> None:
+    def run_kernels(self, length: int, *, issue: int) -> None:
         """Runs kernels for `length` ticks on the compute stream. The host launches them in `issue` ticks."""
         if self.serial:
             self.compute += length + issue
@@ -95,39 +95,39 @@ class Streams:
         self.compute = end
         self.host += issue
 
-    def on_host(self, length: int) -> None:
+    def run_host_work(self, length: int) -> None:
         """Adds `length` ticks of FSDP2's own work on the host."""
         self.host += length
         if self.serial:
             self.compute = self.host
             self.copied += length
 
-    def copy(self, length: int) -> None:
+    def copy_on_compute_stream(self, length: int) -> None:
         if not length:
             return
-        self._reach_host()
+        self._wait_for_host_launch()
         self.compute += length
         self.copied += length
         if self.serial:
             self.host = self.compute
 
-    def wait(self, until: int, cause: Cause) -> None:
+    def wait_until(self, until: int, cause: Cause) -> None:
         """Makes the compute stream wait until tick `until`."""
         gap = until - self.compute
         if gap <= 0:
             return
         self.compute = until
-        self._blame(gap, cause)
+        self._add_waiting_time(gap, cause)
         if self.serial:
             self.host = self.compute
 
-    def start_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
+    def start_all_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
         """Issues an all-gather, and returns when it ends. `after`: the earliest tick for its copy-in."""
         into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
         inline = inline or self.serial
         if inline:
-            self.wait(after, "host")
-            self.copy(into)
+            self.wait_until(after, "host")
+            self.copy_on_compute_stream(into)
             start = self.compute
         else:
             ready = max(self.copy_in, after)
@@ -141,40 +141,40 @@ class Streams:
         if not inline:
             self.gather = end
         self.fetched = start if inline else self.copy_in
-        self._send(length, "all_gather")
+        self._record_collective(length, "all_gather")
         return end
 
-    def hold_gathers(self, until: int) -> None:
+    def delay_gather_streams(self, until: int) -> None:
         """Makes the copy-in and all-gather streams wait until tick `until`."""
         self.copy_in = max(self.copy_in, until)
         self.gather = max(self.gather, until)
 
-    def scatter(self, cost: UnitCost) -> None:
+    def run_reduce_scatter(self, cost: UnitCost) -> None:
         """Copies gradients into the buffer, and runs the reduce-scatter (over one rank, a copy)."""
         self.reduce = max(self.reduce, self.previous_gradient_out)
-        self.wait(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
-        self.copy(cost.pack)
+        self.wait_until(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
+        self.copy_on_compute_stream(cost.pack)
         if not cost.is_sharded:
-            self.on_reduce(cost.scatter)
+            self.copy_on_reduce_stream(cost.scatter)
         else:
             end = max(self.reduce, self.compute, self.network) + cost.scatter
             self.network = self.reduce = end
-            self._send(cost.scatter, "reduce_scatter")
+            self._record_collective(cost.scatter, "reduce_scatter")
         self.reduce_input_free = self.reduce
 
-    def move(self, *, out: int, back: int, waits: bool) -> None:
+    def copy_activations(self, *, out: int, back: int, waits: bool) -> None:
         """Waits for activations in transit if `waits`, then starts copies to and from the host."""
         if waits:
-            self.wait(self.activation_copy, "host")
+            self.wait_until(self.activation_copy, "host")
         if out:
             self.activation_copy = self.host_out = max(self.host_out, self.compute) + out
         if back:
             self.activation_copy = self.host_in = max(self.host_in, self.compute) + back
 
-    def on_reduce(self, length: int) -> None:
+    def copy_on_reduce_stream(self, length: int) -> None:
         """Runs a copy on the reduce-scatter stream, after the compute stream's queued work."""
         if self.serial:
-            self.copy(length)
+            self.copy_on_compute_stream(length)
         self.reduce = max(self.reduce, self.compute) + (0 if self.serial else length)
 
     def start_all_reduce(self, cost: UnitCost, *, settle: int) -> None:
@@ -182,29 +182,29 @@ class Streams:
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
-        self._send(cost.all_reduce, "all_reduce")
+        self._record_collective(cost.all_reduce, "all_reduce")
         if self.serial:
-            self.copy(settle)
+            self.copy_on_compute_stream(settle)
         self.all_reduce = max(end, self.compute) if self.serial else end + settle
 
-    def finish(self, *, is_sharded: bool) -> None:
-        self.wait(self.reduce, "reduce_scatter" if is_sharded else "copy")
-        self.wait(self.all_reduce, "all_reduce")
+    def wait_for_reductions(self, *, is_sharded: bool) -> None:
+        self.wait_until(self.reduce, "reduce_scatter" if is_sharded else "copy")
+        self.wait_until(self.all_reduce, "all_reduce")
 
-    def _send(self, length: int, cause: Cause) -> None:
+    def _record_collective(self, length: int, cause: Cause) -> None:
         self.sent += length
         if self.blocking and length:
             blocked = round(self.blocking * length)
             self.compute += blocked
-            self._blame(blocked, cause)
+            self._add_waiting_time(blocked, cause)
             if self.serial:
                 self.host = self.compute
 
-    def _blame(self, length: int, cause: Cause) -> None:
+    def _add_waiting_time(self, length: int, cause: Cause) -> None:
         name = "copied" if cause == "copy" else f"waited_{cause}"
         setattr(self, name, getattr(self, name) + length)
 
-    def _reach_host(self) -> None:
+    def _wait_for_host_launch(self) -> None:
         gap = self.host - self.compute
         self.slack = min(self.slack, -gap)
         if gap > 0:
@@ -214,18 +214,20 @@ class Streams:
 
 
 @dataclass
-class InBuffers:
+class BufferedUnits:
     """Units in the host's buffers, in order of use. See [Note: units in memory] in `offload.unit_buffers`."""
 
     trained: list[int] = field(default_factory=list[int])  # units whose own shards are buffered
     frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered
 
     @property
-    def kinds(self) -> tuple[list[int], list[int]]:
+    def unit_lists(self) -> tuple[list[int], list[int]]:
         return self.trained, self.frozen
 
 
-def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
+def simulate_shard_fetch(
+    streams: StreamClocks, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool
+) -> int:
     """Loads a unit's own shard to the device before its all-gather, and returns when it is there.
 
     updates: this is the unit's first gather of the step, so its group is updated first.
@@ -238,10 +240,10 @@ def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool,
     if updates and cost.update:
         streams.disk += cost.update_disk
         if streams.serial:  # only the drive works in parallel
-            streams.wait(streams.disk, "host")
-            ready = _spend(streams, cost.update_in + cost.update_out + cost.update + cost.back)
+            streams.wait_until(streams.disk, "host")
+            ready = _wait_ticks_for_host(streams, cost.update_in + cost.update_out + cost.update + cost.back)
         else:
-            ready = max(ready, _update(streams, cost))
+            ready = max(ready, _simulate_offloaded_update(streams, cost))
             if cost.back:
                 ready = streams.host_in = max(streams.host_in, ready) + cost.back
     if reads:
@@ -250,20 +252,20 @@ def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool,
     if not cost.fetch:
         return ready
     if streams.serial:
-        streams.wait(ready, "host")
-        return _spend(streams, cost.fetch)
+        streams.wait_until(ready, "host")
+        return _wait_ticks_for_host(streams, cost.fetch)
     streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
     return streams.host_in
 
 
-def touch_buffer(unit: int, buffers: list[int]) -> bool:
+def touch_lru_buffer(unit: int, buffers: list[int]) -> bool:
     """Marks `unit` as the most recently used of `buffers`, and returns True if it was among them."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
     return was_there
 
 
-def _update(streams: Streams, cost: UnitCost) -> int:
+def _simulate_offloaded_update(streams: StreamClocks, cost: UnitCost) -> int:
     """Updates a group's state, and returns the tick at which the result is in host memory."""
     if not cost.update_in:
         streams.updating = max(streams.updating, streams.disk) + cost.update
@@ -276,12 +278,12 @@ def _update(streams: Streams, cost: UnitCost) -> int:
     return streams.updating
 
 
-def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
+def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bool) -> None:
     """Copies a reduced gradient to the host. With `adds`, it is added to the gradient there."""
     if not cost.leave:
         return
     if streams.serial:
-        _spend(streams, cost.leave + (cost.add if adds else 0))
+        _wait_ticks_for_host(streams, cost.leave + (cost.add if adds else 0))
         return
     done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
     streams.host_out = max(streams.host_out, done) + cost.leave
@@ -290,13 +292,13 @@ def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
     streams.previous_gradient_out, streams.last_gradient_out = streams.last_gradient_out, streams.host_out
 
 
-def wait_for_gradients(streams: Streams, *, norm: int) -> None:
+def wait_for_offloaded_gradients(streams: StreamClocks, *, norm: int) -> None:
     """Waits until all gradients are on the host, and `norm` ticks more while the host computes their norm."""
-    streams.wait(max(streams.host_out, streams.host_sum), "host")
-    _spend(streams, norm)
+    streams.wait_until(max(streams.host_out, streams.host_sum), "host")
+    _wait_ticks_for_host(streams, norm)
 
 
-def _spend(streams: Streams, length: int) -> int:
+def _wait_ticks_for_host(streams: StreamClocks, length: int) -> int:
     """Makes the compute stream wait `length` ticks for the host, and returns its clock."""
-    streams.wait(streams.compute + length, "host")
+    streams.wait_until(streams.compute + length, "host")
     return streams.compute

@@ -29,16 +29,16 @@ from collections.abc import Sequence
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.collectives import collective_seconds, shard_group
+from fullshard.planner.collectives import collective_seconds, shard_group_layout
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec, Phase, UnitSpec
+from fullshard.spec.model import ModelSpec, TracePhase, UnitSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import ITEMSIZE, Plan
 
 _OF_A_BLOCK = 4  # collectives of a block per direction
 
 
-def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+def tensor_parallel_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     """Returns the shape of a rank's part: the first dim of a matrix that `degree` divides is split."""
     if degree == 1 or len(shape) < 2:
         return shape
@@ -48,30 +48,30 @@ def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     return shape
 
 
-def width_of(spec: ModelSpec) -> int:
+def hidden_width(spec: ModelSpec) -> int:
     """Returns the width d of the hidden state: the size that occurs in most parameters of a block."""
     blocks = [unit for unit in spec.units if unit.is_block] or list(spec.units)
     counted = Counter(dim for p in blocks[0].parameters for dim in set(p.shape))
     return max(counted, key=lambda dim: (counted[dim], dim)) if counted else 1
 
 
-def hidden_bytes(spec: ModelSpec, microbatch: int) -> int:
+def hidden_state_bytes(spec: ModelSpec, microbatch: int) -> int:
     """Returns the bytes of b s d values (the hidden state of a microbatch) in the compute dtype."""
-    return microbatch * spec.sequence_length * width_of(spec) * ITEMSIZE[spec.precision.param]
+    return microbatch * spec.sequence_length * hidden_width(spec) * ITEMSIZE[spec.precision.param]
 
 
-def gathered_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
+def gathered_sequence_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
     """Returns the bytes of gathered sequence parts that a rank allocates while a block computes."""
-    return 2 * hidden_bytes(spec, microbatch) * (degree - 1) // degree
+    return 2 * hidden_state_bytes(spec, microbatch) * (degree - 1) // degree
 
 
-def check_split(spec: ModelSpec, plan: Plan) -> None:
+def check_tensor_parallel_split(spec: ModelSpec, plan: Plan) -> None:
     """Raises PlanError if T does not divide a block's matrices, or the decoder's heads, kv_heads or d_ff."""
     degree = plan.tensor_parallel
     if degree == 1:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
-    whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
+    whole = [p.name for p in matrices if tensor_parallel_shape(p.shape, degree) == p.shape]
     model, wrong = plan.run.model, list[str]()
     # A saved spec may come with a run whose model has other sizes.
     if isinstance(model, DecoderConfig) and any(
@@ -89,8 +89,8 @@ def check_split(spec: ModelSpec, plan: Plan) -> None:
         )
 
 
-def axis_seconds(
-    spec: ModelSpec, phases: Sequence[Phase], *, plan: Plan, units: Sequence[int], hardware: Hardware
+def tensor_parallel_seconds(
+    spec: ModelSpec, phases: Sequence[TracePhase], *, plan: Plan, units: Sequence[int], hardware: Hardware
 ) -> list[float]:
     """Returns the seconds of tensor-parallel collectives in each phase. See [Note: tensor parallel].
 
@@ -99,14 +99,14 @@ def axis_seconds(
     degree, per_node = plan.tensor_parallel, hardware.ranks_per_node
     if degree == 1:
         return [0.0] * len(phases)
-    group = shard_group(degree, per_node=per_node, world_size=plan.world_size)
-    count = hidden_bytes(spec, plan.microbatch)
+    group = shard_group_layout(degree, per_node=per_node, world_size=plan.world_size)
+    count = hidden_state_bytes(spec, plan.microbatch)
     both = sum(
         collective_seconds(kind, count, group=group, hardware=hardware)
         for kind in ("all_gather", "reduce_scatter")
     )
     forward, backward = (
-        _matmul_flops(spec, phases, event=event, microbatch=plan.microbatch)
+        _matmul_flops_by_unit(spec, phases, event=event, microbatch=plan.microbatch)
         for event in ("pre_forward", "pre_backward")
     )
     sent: list[float] = []
@@ -114,7 +114,7 @@ def axis_seconds(
         times = 0.0
         if phase.event in ("pre_forward", "pre_backward") and phase.unit >= 0:
             unit = spec.units[units[phase.unit]]
-            times = _collectives(unit)
+            times = _count_collectives_per_direction(unit)
             first = forward.get(phase.unit, 0.0)
             if unit.is_block and phase.event == "pre_backward" and first:
                 again = min(1.0, max(0.0, backward.get(phase.unit, 0.0) / first - 2))
@@ -123,15 +123,15 @@ def axis_seconds(
     return sent
 
 
-def _collectives(unit: UnitSpec) -> float:
+def _count_collectives_per_direction(unit: UnitSpec) -> float:
     """Returns the number of a unit's collectives in forward, which equals that in backward."""
     if unit.is_block:
         return _OF_A_BLOCK
     return 1 if any(len(p.shape) > 1 and prod(p.shape) for p in unit.parameters) else 0
 
 
-def _matmul_flops(
-    spec: ModelSpec, phases: Sequence[Phase], *, event: str, microbatch: int
+def _matmul_flops_by_unit(
+    spec: ModelSpec, phases: Sequence[TracePhase], *, event: str, microbatch: int
 ) -> dict[int, float]:
     """Returns the FLOP of matmuls in the phases that `event` opens, by traced unit."""
     found: dict[int, float] = {}
@@ -139,7 +139,7 @@ def _matmul_flops(
         if phase.event != event or phase.unit < 0:
             continue
         flops = sum(
-            spec.kernels[one.kernel].flops.at(microbatch) * one.times
+            spec.kernels[one.kernel].flops.value_at(microbatch) * one.times
             for one in phase.work
             if spec.kernels[one.kernel].kind == "matmul"
         )

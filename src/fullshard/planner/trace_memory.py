@@ -10,13 +10,13 @@ FSDP2 can reach ahead (prefetch).
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fullshard.planner.schedule import runs_of
-from fullshard.planner.tensor_parallel import gathered_bytes
-from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
+from fullshard.planner.schedule import split_by_repeat
+from fullshard.planner.tensor_parallel import gathered_sequence_bytes
+from fullshard.spec.model import Event, LiveTensorBytes, MicrobatchTrace, ModelSpec, RepeatedUnits, TracePhase
 
 
 class LiveBytes(NamedTuple):
-    """Live bytes by kind; see `fullshard.spec.model.Moment`."""
+    """Live bytes by kind; see `fullshard.spec.model.LiveTensorBytes`."""
 
     activations: int = 0
     loss: int = 0
@@ -50,7 +50,7 @@ class MemoryTrace:
 
 def memory_trace(
     spec: ModelSpec,
-    trace: Trace,
+    trace: MicrobatchTrace,
     *,
     microbatch: int,
     reach: int,
@@ -64,20 +64,20 @@ def memory_trace(
     tensor: number of ranks that activations are split over. See [Note: tensor parallel].
     """
     key = (id(trace), microbatch, reach, accumulating, tensor)
-    found = spec.kept.get(key)
+    found = spec.derived_value_cache.get(key)
     if not isinstance(found, MemoryTrace):
-        found = _with_periods_skipped(
+        found = _skip_periods(
             trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating
         )
         if tensor > 1:
-            found = _split(
-                found, spec, degree=tensor, gathered=gathered_bytes(spec, microbatch, degree=tensor)
+            found = _split_over_ranks(
+                found, spec, degree=tensor, gathered=gathered_sequence_bytes(spec, microbatch, degree=tensor)
             )
-        spec.kept[key] = found
+        spec.derived_value_cache[key] = found
     return found
 
 
-def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
+def _split_over_ranks(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
     """Returns one rank's share of the bytes, plus `gathered` bytes while a block computes."""
     phases: list[PhaseBytes] = []
     for phase in found.phases:
@@ -88,24 +88,26 @@ def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -
     return MemoryTrace(tuple(phases), found.units)
 
 
-def _with_periods_skipped(
-    trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool
+def _skip_periods(
+    trace: MicrobatchTrace, microbatch: int, *, units: int, reach: int, accumulating: bool
 ) -> MemoryTrace:
     traced = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
     # One period's part of forward or of backward, by its first phase.
-    periods = {start: (end, repeat) for start, end, repeat in runs_of(traced, trace.repeats) if repeat}
+    periods = {
+        start: (end, repeat) for start, end, repeat in split_by_repeat(traced, trace.repeats) if repeat
+    }
     phases: list[PhaseBytes] = []
-    shift, at, done = LiveBytes(), 0, set[Repeat]()
+    shift, at, done = LiveBytes(), 0, set[RepeatedUnits]()
     while at < len(traced):
         if at not in periods:
             phase = _phase_bytes(traced[at], at, microbatch=microbatch, shift=shift)
-            phases.append(phase._replace(unit=_place(phase.unit, 0, shown=shown)))
+            phases.append(phase._replace(unit=_shown_index(phase.unit, 0, shown=shown)))
             at += 1
             continue
         end, repeat = periods[at]
-        before, after = (_at(traced[index].end, microbatch) for index in (at - 1, end - 1))
-        growth = _plus(after, before, times=-1)
+        before, after = (_live_bytes(traced[index].end, microbatch) for index in (at - 1, end - 1))
+        growth = _add_bytes(after, before, times=-1)
         copies = shown[repeat]
         backward = repeat in done  # from the last period to the first
         done.add(repeat)
@@ -114,16 +116,18 @@ def _with_periods_skipped(
             for index in range(at, end):
                 phase = _phase_bytes(traced[index], index, microbatch=microbatch, shift=shift)
                 copy = copies - 1 - number if backward else number
-                phase = phase._replace(unit=_place(phase.unit, copy, shown=shown))
+                phase = phase._replace(unit=_shown_index(phase.unit, copy, shown=shown))
                 if index == end - 1:
-                    phase = phase._replace(skipped_periods=skips, end=_plus(phase.end, growth, times=skips))
+                    phase = phase._replace(
+                        skipped_periods=skips, end=_add_bytes(phase.end, growth, times=skips)
+                    )
                 phases.append(phase._replace(starts_period=index == at and skips > 0))
-            shift = _plus(shift, growth, times=skips + (number < copies - 1))
+            shift = _add_bytes(shift, growth, times=skips + (number < copies - 1))
         at = end
-    return MemoryTrace(tuple(phases), _spec_units(shown, units=units))
+    return MemoryTrace(tuple(phases), _spec_indices(shown, units=units))
 
 
-def _place(unit: int, copy: int, *, shown: dict[Repeat, int]) -> int:
+def _shown_index(unit: int, copy: int, *, shown: dict[RepeatedUnits, int]) -> int:
     """Returns the index of copy `copy` of a traced unit among the units shown."""
     place = unit
     for repeat in shown:
@@ -134,7 +138,7 @@ def _place(unit: int, copy: int, *, shown: dict[Repeat, int]) -> int:
     return place
 
 
-def _spec_units(shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
+def _spec_indices(shown: dict[RepeatedUnits, int], *, units: int) -> tuple[int, ...]:
     """Returns the spec index of each unit shown: of repeated units, the first and the last copies."""
     found: list[int] = []
     index = skipped = 0
@@ -149,16 +153,16 @@ def _spec_units(shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
     return (*found, *range(index, units))
 
 
-def _phase_bytes(phase: Phase, index: int, *, microbatch: int, shift: LiveBytes) -> PhaseBytes:
-    peaks = (_at(moment, microbatch) for moment in phase.peaks)
+def _phase_bytes(phase: TracePhase, index: int, *, microbatch: int, shift: LiveBytes) -> PhaseBytes:
+    peaks = (_live_bytes(moment, microbatch) for moment in phase.peaks)
     peak = max(peaks, key=lambda live: live.total)
-    end = _at(phase.end, microbatch)
-    return PhaseBytes(phase.event, phase.unit, index, _plus(peak, shift), _plus(end, shift))
+    end = _live_bytes(phase.end, microbatch)
+    return PhaseBytes(phase.event, phase.unit, index, _add_bytes(peak, shift), _add_bytes(end, shift))
 
 
-def _at(moment: Moment, microbatch: int) -> LiveBytes:
-    return LiveBytes(*(round(line.at(microbatch)) for line in moment))
+def _live_bytes(moment: LiveTensorBytes, microbatch: int) -> LiveBytes:
+    return LiveBytes(*(round(line.value_at(microbatch)) for line in moment))
 
 
-def _plus(live: LiveBytes, change: LiveBytes, *, times: int = 1) -> LiveBytes:
+def _add_bytes(live: LiveBytes, change: LiveBytes, *, times: int = 1) -> LiveBytes:
     return LiveBytes(*(a + times * b for a, b in zip(live, change, strict=True)))

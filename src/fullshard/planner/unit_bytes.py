@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.tensor_parallel import split_shape
-from fullshard.spec.groups import part_bytes
+from fullshard.planner.tensor_parallel import tensor_parallel_shape
+from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings
 
@@ -60,23 +60,23 @@ def shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
 
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
-    settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
+    settings = UnitSettings.for_unit(plan, unit.override, kept=unit.kept)
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
     compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
     if plan.tensor_parallel > 1:
-        unit = split_unit(unit, plan.tensor_parallel)
+        unit = tensor_parallel_unit(unit, plan.tensor_parallel)
 
-    def padded(parameter: ParamSpec) -> int:
+    def padded_parameter_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree)
 
-    def used_in(parameter: ParamSpec) -> int:
+    def compute_itemsize(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
 
-    shards, casts, again, uncast = _shards_and_casts(unit, plan, settings=settings)
+    shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
-    wire = sum(padded(p) for p in trained)
+    wire = sum(padded_parameter_numel(p) for p in trained)
     own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     return UnitBytes(
         shard_degree=degree,
@@ -84,31 +84,35 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reshards=reshard is not False,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
-        own_shards=sum(padded(p) // degree * used_in(p) for p in trained),
-        on_drive=sum(part_bytes(padded(p) // degree, used_in(p)) for p in trained),
-        frozen=sum(padded(p) // degree * p.itemsize for p in frozen),
-        frozen_on_drive=sum(part_bytes(padded(p) // degree, p.itemsize) for p in frozen),
-        gathered=sum(padded(p) * used_in(p) for p in unit.parameters),
+        own_shards=sum(padded_parameter_numel(p) // degree * compute_itemsize(p) for p in trained),
+        on_drive=sum(
+            page_aligned_bytes(padded_parameter_numel(p) // degree, compute_itemsize(p)) for p in trained
+        ),
+        frozen=sum(padded_parameter_numel(p) // degree * p.itemsize for p in frozen),
+        frozen_on_drive=sum(
+            page_aligned_bytes(padded_parameter_numel(p) // degree, p.itemsize) for p in frozen
+        ),
+        gathered=sum(padded_parameter_numel(p) * compute_itemsize(p) for p in unit.parameters),
         cast_copy=sum(casts) + uncast,
         kept_copy=sum(again),
         largest_cast=max(casts, default=0) + uncast,
-        whole=sum(p.numel * used_in(p) for p in trained),
+        whole=sum(p.numel * compute_itemsize(p) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
-        largest_whole=max((p.numel * used_in(p) for p in trained), default=0),
-        last_whole=sum(p.numel * used_in(p) for p in trained[-1:]),
+        largest_whole=max((p.numel * compute_itemsize(p) for p in trained), default=0),
+        last_whole=sum(p.numel * compute_itemsize(p) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=wire * reduced,
         reduce_output=wire // degree * reduced,
-        gradient=wire // degree * (reduced if plan.gradients_leave else master),
+        gradient=wire // degree * (reduced if plan.copies_gradients_to_host else master),
         trained=sum(own),
         trained_parameters=len(trained),
         largest_trained=max(own, default=0),
-        in_eight_bits=sum(_eight_bits(numel, master) for numel in own),
+        in_eight_bits=sum(_eight_bit_moment_bytes(numel, master) for numel in own),
         master_itemsize=master,
     )
 
 
-def _shards_and_casts(
+def _shard_and_cast_bytes(
     unit: UnitSpec, plan: Plan, *, settings: UnitSettings
 ) -> tuple[int, list[int], list[int], int]:
     """Returns bytes on the device as (shards, casts, again, uncast).
@@ -121,15 +125,15 @@ def _shards_and_casts(
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
     compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
     # On the CPU, host memory is device memory: masters are the shards, unless they are on the drive.
-    is_master = not tier.takes_optimizer or (on_cpu and not tier.on_disk)
+    is_master = not tier.offloads_optimizer or (on_cpu and not tier.is_on_drive)
     shards, casts, again, uncast = 0, list[int](), list[int](), 0
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
         kept = parameter.itemsize if not is_trained else master if is_master else compute
         used = compute if parameter.is_floating else parameter.itemsize
-        of_tier = tier.takes_optimizer if is_trained else tier.takes_parameters and not is_master
-        is_elsewhere = of_tier and (tier.takes_parameters or is_master)
+        of_tier = tier.offloads_optimizer if is_trained else tier.offloads_parameters and not is_master
+        is_elsewhere = of_tier and (tier.offloads_parameters or is_master)
         shards += 0 if is_elsewhere else elements * kept
         # A shard copied in from the host occupies device memory like a shard that is cast.
         if used != kept or (is_elsewhere and not on_cpu):
@@ -141,7 +145,7 @@ def _shards_and_casts(
     return shards, casts, again, uncast
 
 
-def _eight_bits(numel: int, itemsize: int) -> int:
+def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:
     """Returns the bytes of a moment in 8 bits: codes, a 4-byte scale per 256 values, and a 1 KiB table.
 
     Shards below 4096 elements, and those not divisible by 256, keep the master dtype. torchao.optim, 0.18.
@@ -151,13 +155,15 @@ def _eight_bits(numel: int, itemsize: int) -> int:
     return numel + 4 * (numel // 256) + 4 * 256
 
 
-def split_unit(unit: UnitSpec, degree: int) -> UnitSpec:
+def tensor_parallel_unit(unit: UnitSpec, degree: int) -> UnitSpec:
     """Returns `unit` with the shapes of one rank's part on a tensor-parallel axis of `degree` ranks."""
-    parts = tuple(p.model_copy(update={"shape": split_shape(p.shape, degree)}) for p in unit.parameters)
+    parts = tuple(
+        p.model_copy(update={"shape": tensor_parallel_shape(p.shape, degree)}) for p in unit.parameters
+    )
     return unit.model_copy(update={"parameters": parts})
 
 
-def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
+def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     """Returns the bytes of optimizer state on the device for a rank's own shards of a unit.
 
     - AdamW: 2 · numel in the master dtype, and a 4-byte step count per parameter.
@@ -168,7 +174,7 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     Raises PlanError for an optimizer whose state is not known.
     """
     section = plan.run.optimizer
-    if plan.run.offload.takes_optimizer:
+    if plan.run.offload.offloads_optimizer:
         return 4 * size.trained_parameters if plan.device == "cpu" else 0
     name = section.name.lower()
     if name == "adamw":
@@ -184,7 +190,7 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     )
 
 
-def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
+def update_temporary_bytes(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     """Returns the bytes of temporaries of an update of the units of `sizes`. Fused AdamW has none.
 
     Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
@@ -193,7 +199,7 @@ def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     and less where it is compiled.
     """
     section, units = plan.run.optimizer, list(sizes)
-    if plan.run.offload.takes_optimizer:
+    if plan.run.offload.offloads_optimizer:
         return 0
     largest = max((size.largest_trained for size in units), default=0)
     if plan.precision.stochastic_rounding:

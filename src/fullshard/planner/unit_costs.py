@@ -6,7 +6,12 @@ state repeats.
 
 from dataclasses import dataclass
 
-from fullshard.planner.collectives import CollectiveGroup, collective_seconds, replicate_group, shard_group
+from fullshard.planner.collectives import (
+    CollectiveLayout,
+    collective_seconds,
+    replicate_group_layout,
+    shard_group_layout,
+)
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes
 from fullshard.spec.hardware import Hardware
@@ -60,20 +65,20 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
 
     tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
     """
-    shard, replicate, fewer = _groups(size, hardware, world_size=world_size, tensor=tensor)
+    shard, replicate, fewer = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
 
-    def moved(*counts: int) -> int:
-        return ticks(memory_seconds(sum(counts), hardware.rates.memory))
+    def traffic_ticks(*counts: int) -> int:
+        return to_ticks(memory_seconds(sum(counts), hardware.rates.memory))
 
     part = size.gathered // size.shard_degree
     sharded, hpz = size.shard_degree > 1, size.reshard_degree > 1
     cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
-    into = moved(cast_in, 2 * part) if sharded else 0
-    again_in = moved(4 * size.gathered // size.reshard_degree) if hpz else into
-    gather = ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))
-    again = ticks(collective_seconds("all_gather", size.gathered, group=fewer, hardware=hardware))
+    into = traffic_ticks(cast_in, 2 * part) if sharded else 0
+    again_in = traffic_ticks(4 * size.gathered // size.reshard_degree) if hpz else into
+    gather = to_ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))
+    again = to_ticks(collective_seconds("all_gather", size.gathered, group=fewer, hardware=hardware))
     reduced, chunk, gradient = size.reduce_input, size.reduce_output, size.gradient
-    scatter = ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
+    scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
     return UnitCost(
@@ -88,38 +93,38 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         copy_in=into,
         gather=gather,
         # Over one rank, shards are cast one by one and then copied.
-        copy_out=moved(2 * size.gathered) if sharded else moved(cast_in, 2 * size.gathered),
+        copy_out=traffic_ticks(2 * size.gathered) if sharded else traffic_ticks(cast_in, 2 * size.gathered),
         again_in=again_in,
         backward_gather=again if hpz else gather,
-        hpz_copy=moved(2 * size.gathered // size.reshard_degree) if hpz else 0,
-        pack=moved(size.whole, reduced),
-        scatter=scatter if sharded else moved(2 * reduced),
-        cast_gradient=moved(*cast_out),
-        settle_again=moved(*cast_out, 3 * gradient),
-        add_partial=moved(3 * chunk),
-        all_reduce=ticks(collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)),
-        keep_unsynced=0 if same else moved(size.whole, size.whole_reduced),
-        keep_again=0 if same else moved(size.whole, 2 * size.whole_reduced),
+        hpz_copy=traffic_ticks(2 * size.gathered // size.reshard_degree) if hpz else 0,
+        pack=traffic_ticks(size.whole, reduced),
+        scatter=scatter if sharded else traffic_ticks(2 * reduced),
+        cast_gradient=traffic_ticks(*cast_out),
+        settle_again=traffic_ticks(*cast_out, 3 * gradient),
+        add_partial=traffic_ticks(3 * chunk),
+        all_reduce=to_ticks(collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)),
+        keep_unsynced=0 if same else traffic_ticks(size.whole, size.whole_reduced),
+        keep_again=0 if same else traffic_ticks(size.whole, 2 * size.whole_reduced),
     )
 
 
-def ticks(seconds: float) -> int:
+def to_ticks(seconds: float) -> int:
     """Returns `seconds` as whole picoseconds."""
     return round(seconds * TICKS)
 
 
-def _groups(
+def _group_layouts(
     size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
-) -> tuple[CollectiveGroup, CollectiveGroup, CollectiveGroup]:
+) -> tuple[CollectiveLayout, CollectiveLayout, CollectiveLayout]:
     per_node, degree = hardware.ranks_per_node, size.shard_degree
     if tensor > 1:
         return (
-            replicate_group(degree, tensor, per_node=per_node),
-            replicate_group(size.replicate_degree, degree * tensor, per_node=per_node),
-            replicate_group(size.reshard_degree, tensor, per_node=per_node),
+            replicate_group_layout(degree, tensor, per_node=per_node),
+            replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node),
+            replicate_group_layout(size.reshard_degree, tensor, per_node=per_node),
         )
     return (
-        shard_group(degree, per_node=per_node, world_size=world_size),
-        replicate_group(size.replicate_degree, degree, per_node=per_node),
-        shard_group(size.reshard_degree, per_node=per_node, world_size=world_size),
+        shard_group_layout(degree, per_node=per_node, world_size=world_size),
+        replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
+        shard_group_layout(size.reshard_degree, per_node=per_node, world_size=world_size),
     )

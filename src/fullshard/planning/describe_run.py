@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fullshard.planning.spec_cache import key_of, read_cached, write_cached
+from fullshard.planning.spec_cache import build_spec_key, read_cached_spec, write_cached_spec
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -18,24 +18,26 @@ def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None"
 
     torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
     """
-    key = key_of(plan, device)
-    spec = read_cached(key)
+    key = build_spec_key(plan, device)
+    spec = read_cached_spec(key)
     if spec is None:
-        spec = describe_anew(plan, device, model=model)
-        write_cached(key, spec)
+        spec = describe_run_uncached(plan, device, model=model)
+        write_cached_spec(key, spec)
     return spec
 
 
-def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
+def describe_run_uncached(
+    plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None
+) -> ModelSpec:
     """Traces the run's model without using the cache. Returns the same spec as `describe_run`."""
     from fullshard.models.build import build_model
     from fullshard.tracing.describe import describe
-    from fullshard.training.loss import loss_of
+    from fullshard.training.loss import choose_loss
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
     batch = _example_batch(plan, model)
-    return describe(model, plan, loss=loss_of(run, model), batch=batch, device_type=device)
+    return describe(model, plan, loss=choose_loss(run, model), batch=batch, device_type=device)
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:
@@ -47,7 +49,7 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
 
     from fullshard.data.build import build_data
     from fullshard.models.examples import example_batch
-    from fullshard.training.loss import loss_of, model_loss
+    from fullshard.training.loss import choose_loss, model_computed_loss
 
     run = plan.run if isinstance(plan, Plan) else plan
     rows = plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1
@@ -55,7 +57,7 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
         alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
         own = Plan.from_run(run.model_copy(update={"train": alone}), world_size=1)
         return next(iter(build_data(run).microbatches(0, rank=0, plan=own)))
-    if loss_of(run, model) is model_loss:
+    if choose_loss(run, model) is model_computed_loss:
         return example_batch(model, run, rows=rows)
     if not run.data.document_mask:
         return None

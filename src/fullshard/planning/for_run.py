@@ -7,26 +7,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.launch.environment import join_ranks, under_torchelastic, under_torchrun
-from fullshard.launch.gc import gc_disabled, gc_frozen_imports
-from fullshard.launch.request import Request
-from fullshard.launch.start import own_ranks
-from fullshard.planner.offload import with_untimed_drive
-from fullshard.planner.search import no_plan_fits, predict, search
+from fullshard.launch.environment import (
+    is_started_by_torchelastic,
+    is_started_by_torchrun,
+    prepare_rank_environment,
+)
+from fullshard.launch.gc import disable_gc, freeze_imports_in_gc
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.start import choose_rank_count_and_device
+from fullshard.planner.offload import with_infinitely_fast_drive
+from fullshard.planner.search import no_plan_fits_error, predict, search
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
-from fullshard.system.terminal import printable
-from fullshard.training.schedule import warmup_note
+from fullshard.system.terminal import escape_control_characters
+from fullshard.training.schedule import warmup_warning
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def plan_run(request: Request) -> Request:
+def plan_run(request: LaunchRequest) -> LaunchRequest:
     """Returns `request` with the fastest plan that fits, and its prediction.
 
     Every process that calls this for the same run on the same machine gets the same plan. If the planner
@@ -35,43 +39,43 @@ def plan_run(request: Request) -> Request:
 
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
-    if (note := warmup_note(request.run)) is not None:
-        _print_note(note)
-    ranks, device = _place(request)
-    if request.plan is not None and not _is_for(request.plan, ranks, device=device):
+    if (note := warmup_warning(request.run)) is not None:
+        _print_note_on_rank_0(note)
+    ranks, device = _rank_count_and_device_type(request)
+    if request.plan is not None and not _is_plan_for_ranks(request.plan, ranks, device=device):
         return request  # nodes have left or joined: only the job can decide
     # Plain mistakes are found here, before torch is imported (unless something has imported it already).
-    run = _with_precision((request.plan or request).run, device)
+    run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
-    _require_writable_checkpoints(run)
+    _check_checkpoint_settings(run)
     # A model of this package imports only torch, if anything.
-    with gc_frozen_imports() if _is_checked(run) else gc_disabled():
-        plan = _planned(run, chosen=request.plan, plain=plain)
-    if plan.prediction is not None and not plan.prediction.is_timed:
-        _print_note(
+    with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
+        plan = _choose_plan(run, chosen=request.plan, plain=plain)
+    if plan.prediction is not None and not plan.prediction.has_complete_step_time:
+        _print_note_on_rank_0(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
     return request.model_copy(update={"run": plan.run, "plan": plan})
 
 
-def _place(request: Request) -> tuple[int, DeviceType]:
+def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:
     """Returns the number of ranks that the request will run on, and their device type."""
-    if not join_ranks():
-        return own_ranks(request)
-    from fullshard.sharding.mesh import pick_device_type
+    if not prepare_rank_environment():
+        return choose_rank_count_and_device(request)
+    from fullshard.sharding.mesh import choose_device_type
 
-    return int(os.environ["WORLD_SIZE"]), pick_device_type(request.run.run.device)
+    return int(os.environ["WORLD_SIZE"]), choose_device_type(request.run.run.device)
 
 
-def _is_for(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
+def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     """Returns whether the plan is for this number of ranks. Under torchrun, their number may have changed.
 
     Raises PlanError for a plan for another device, or, without torchrun, for other ranks.
     """
     if plan.device != device:
         raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
-    if plan.world_size != ranks and not under_torchelastic():
+    if plan.world_size != ranks and not is_started_by_torchelastic():
         raise PlanError(
             f"the plan is for {plan.world_size} ranks.",
             got=f"{ranks} ranks",
@@ -80,7 +84,7 @@ def _is_for(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     return plan.world_size == ranks
 
 
-def _require_writable_checkpoints(run: Run) -> None:
+def _check_checkpoint_settings(run: Run) -> None:
     """Raises an error if the checkpoint location or the key file is not valid, before the model is built."""
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of
@@ -89,31 +93,31 @@ def _require_writable_checkpoints(run: Run) -> None:
     if run.checkpoint.key_file is not None:
         from fullshard.checkpoint.digests import KeyFile
 
-        KeyFile(Path(run.checkpoint.key_file)).require()
+        KeyFile(Path(run.checkpoint.key_file)).check_usable()
 
 
-def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
+def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
     """Returns the plan to train with, including its prediction unless the planner cannot decide.
 
     chosen: the user's plan, which gets a prediction; None to search for the fastest plan
     plain: the run's plan with plain defaults, returned if there is no other
     """
     device = plain.device
-    model = None if _is_checked(run) else _checked_model(run)
+    model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
     try:
         # Under torchrun, it finds the ranks per node in the environment.
-        hardware = detect_hardware(device, ranks=None if under_torchrun() else plain.world_size)
-        if run.offload.on_disk and hardware.disk_bytes_per_second is None:
-            hardware = with_untimed_drive(hardware)
+        hardware = detect_hardware(device, ranks=None if is_started_by_torchrun() else plain.world_size)
+        if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
+            hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:
             return predict(describe_run(chosen, device, model=model), chosen, hardware)
-        quick = _without_recompute(run, hardware, model=model)
+        quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
         spec = describe_run(run, device, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
-        uses_host = run.offload.takes_optimizer or run.recompute.mode == "offload"
+        uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
         if run.offload.host_bytes is not None and uses_host:
             raise PlanError(
                 "offload.host_bytes cannot be held to: this run cannot be planned.",
@@ -121,42 +125,42 @@ def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
                 why=error.what,
                 fix=error.fix or "offload.host_bytes left out",
             ) from error
-        _print_note(
+        _print_note_on_rank_0(
             f"not planned, so with plain defaults: {error.what}"
             + (f"\n  try: {error.fix}" if error.fix else "")
         )
         return chosen or plain
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
+        raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
     return found.best
 
 
-def _is_checked(run: Run) -> bool:
+def _has_only_builtin_parts(run: Run) -> bool:
     """Returns whether model, data and loss are from this package, so that loading the run checked them."""
     outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
     return isinstance(run.model, DecoderConfig) and not outside
 
 
-def _checked_model(run: Run) -> "Module":
+def _build_and_check_model(run: Run) -> "Module":
     """Builds the run's model. Raises the errors that the ranks would raise for it, the data and the loss."""
     if "torch" not in sys.modules:
-        with gc_frozen_imports():  # the user's own modules are imported later
+        with freeze_imports_in_gc():  # the user's own modules are imported later
             import_module("torch._dynamo")  # needed by fake tensors
             import_module("fullshard.tracing.describe")
-    from fullshard.data.build import tokenizer_vocabulary
+    from fullshard.data.build import tokenizer_vocabulary_size
     from fullshard.models.build import build_model
-    from fullshard.models.checks import check_positions, check_vocabulary
-    from fullshard.training.loss import loss_of
+    from fullshard.models.checks import check_sequence_length, check_vocabulary
+    from fullshard.training.loss import choose_loss
 
     model = build_model(run)
-    check_positions(model, run)
-    check_vocabulary(run, tokens=tokenizer_vocabulary(run.data), model=model)
-    loss_of(run, model)
+    check_sequence_length(model, run)
+    check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data), model=model)
+    choose_loss(run, model)
     return model
 
 
-def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
+def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
     """Returns the fastest plan without recompute if it fits; None if it does not, or recompute is not auto.
 
     Recompute trades time for memory, so no plan with recompute is faster. Tracing the model without it takes
@@ -169,7 +173,7 @@ def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") 
     return found.best if found.best == found.fastest else None
 
 
-def _with_precision(run: Run, device: DeviceType) -> Run:
+def _with_resolved_precision(run: Run, device: DeviceType) -> Run:
     """Returns the run with the precision `auto` replaced by bf16 if the device supports it, else by fp32."""
     if run.precision.mode != "auto":
         return run
@@ -182,6 +186,6 @@ def _with_precision(run: Run, device: DeviceType) -> Run:
     return run.model_copy(update={"precision": precision})
 
 
-def _print_note(text: str) -> None:
+def _print_note_on_rank_0(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {printable(text)}", file=sys.stderr)
+        print(f"note: {escape_control_characters(text)}", file=sys.stderr)

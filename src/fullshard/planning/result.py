@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from fullshard.errors import SpecError
-from fullshard.planner.capacity import fewest_ranks, largest_microbatch, largest_sequence
-from fullshard.planner.explain import Explanation, explain
-from fullshard.planner.search import SearchResult, no_plan_fits, search
+from fullshard.planner.capacity import (
+    fewest_ranks_for_deadline,
+    largest_fitting_microbatch,
+    largest_fitting_sequence_length,
+)
+from fullshard.planner.explain import PlanExplanation, explain_plan
+from fullshard.planner.search import SearchResult, no_plan_fits_error, search
 from fullshard.planning.target import PlanTarget
 from fullshard.quantities import format_bytes, format_count
-from fullshard.report.plan import Budget, PlanPage, show_plan, show_plans
-from fullshard.report.table import show_rows
+from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
+from fullshard.report.table import show_labelled_lines
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
@@ -22,7 +26,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 if TYPE_CHECKING:
-    from fullshard.dryrun.values import DryRun
+    from fullshard.dryrun.values import DryRunMemory
 
 
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
@@ -39,23 +43,23 @@ class PlanRequest:
     hardware: Hardware
     spec: ModelSpec
 
-    def about_saving(self, path: Path) -> str | None:
+    def saved_plan_note(self, path: Path) -> str | None:
         if self.subject.spec is None:
             return None
         return f"{path} is for fs.shard in your own loop: fullshard train has no model to a saved spec"
 
     @property
-    def model_line(self) -> str:
+    def model_summary(self) -> str:
         spec = self.spec
         blocks = sum(unit.is_block for unit in spec.units)
-        text = f"{self.subject.name}: {_parameters(spec.numel)} parameters"
+        text = f"{self.subject.name}: {_format_parameter_count(spec.numel)} parameters"
         # Active parameters are shown for sparse experts only; an embedding lookup is not worth a mention.
         if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
-            text += f", {_parameters(spec.active_numel)} of them for each token"
+            text += f", {_format_parameter_count(spec.active_numel)} of them for each token"
         return f"{text}, {blocks} blocks" if blocks else text
 
     @property
-    def hardware_line(self) -> str:
+    def hardware_summary(self) -> str:
         h = self.hardware
         where = f", {h.nodes:,} nodes of {h.ranks_per_node}" if h.nodes > 1 else ""
         links = h.within.name if h.across is None or h.nodes == 1 else f"{h.within.name}, {h.across.name}"
@@ -76,25 +80,25 @@ class PlanResult:
     question: PlanRequest
     best: Plan
     found: SearchResult | None = None
-    explanation: Explanation | None = None
+    explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
-    dry: "DryRun | None" = None
+    dry: "DryRunMemory | None" = None
 
-    def show(self, budget: Budget | None, *, compare: bool) -> None:
+    def print_page(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
         if self.largest is not None:
             what, size = self.largest
-            show_rows([(f"largest {what}", f"{size:,}"), ("", "")])
+            show_labelled_lines([(f"largest {what}", f"{size:,}"), ("", "")])
         why: list[str] = []
         if self.explanation is not None:
-            instead = [line for line in self.explanation.lines() if line.startswith("instead: ")]
+            instead = [line for line in self.explanation.format_lines() if line.startswith("instead: ")]
             why = [f"{self.explanation.binds}; {self.explanation.because}", *instead[:RUNNERS_UP]]
         show_plan(
-            PlanPage(
+            PlanReport(
                 self.best,
                 self.question.asked,
-                model=self.question.model_line,
-                hardware=self.question.hardware_line,
+                model=self.question.model_summary,
+                hardware=self.question.hardware_summary,
                 rates=self.question.hardware.source,
                 why=why,
                 budget=budget,
@@ -103,12 +107,12 @@ class PlanResult:
         )
         if compare and self.found is not None:
             typer.echo("")
-            show_plans(self.best, self.found.by_strategy.values())
+            show_plan_table(self.best, self.found.by_strategy.values())
             typer.echo("")
             rules = self.explanation.rules if self.explanation else ()
-            show_rows(("", line) for rule in rules for line in rule.lines())
+            show_labelled_lines(("", line) for rule in rules for line in rule.format_lines())
 
-    def data(self, budget: Budget | None) -> dict[str, object]:
+    def json_record(self, budget: TrainingBudget | None) -> dict[str, object]:
         """Returns the result as JSON values. `best` is the plan that --save writes."""
         best, spec, hardware = self.best, self.question.spec, self.question.hardware
         data: dict[str, object] = {
@@ -117,7 +121,7 @@ class PlanResult:
             "best": best.model_dump(mode="json"),
         }
         if best.prediction is not None:
-            data |= _summary(best, budget)
+            data |= _prediction_record(best, budget)
         if self.largest is not None:
             data["largest"] = dict([self.largest])
         if self.explanation is not None:
@@ -132,40 +136,40 @@ class PlanResult:
         return data
 
 
-def _summary(plan: Plan, budget: Budget | None) -> Mapping[str, object]:
+def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str, object]:
     prediction = plan.prediction
     assert prediction is not None, "the chosen plan is predicted"
     data: dict[str, object] = {
-        "fits": prediction.fits,
-        "bytes_per_rank": prediction.needed_bytes,
+        "fits": prediction.fits_in_memory,
+        "bytes_per_rank": prediction.required_device_bytes,
         "seconds_per_step": prediction.time.total,
-        "what_if": plan.is_what_if,
+        "what_if": plan.is_prediction_only,
     }
     if budget is not None:
         data["budget"] = {
             "tokens": budget.tokens,
-            "seconds": budget.seconds(prediction),
+            "seconds": budget.training_seconds(prediction),
             "rank_hours": budget.rank_hours(plan, prediction),
-            "dollars": budget.cost(plan, prediction),
+            "dollars": budget.cost_dollars(plan, prediction),
         }
     return data
 
 
-def answer_of(question: PlanRequest) -> PlanResult:
+def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits. Raises PlanError, with the closest plan, if none does."""
     spec, hardware, run = question.spec, question.hardware, question.asked
     found = search(spec, hardware, run)
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
-    return PlanResult(question, found.best, found, explanation=explain(found, hardware, spec=spec))
+        raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
+    return PlanResult(question, found.best, found, explanation=explain_plan(found, hardware, spec=spec))
 
 
-def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
+def choose_largest_plan(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
     """Searches for the largest microbatch or sequence that fits. Raises PlanError if none does."""
     spec, hardware, run = question.spec, question.hardware, question.asked
     if what == "microbatch":
-        found = largest_microbatch(spec, hardware, run=run)
+        found = largest_fitting_microbatch(spec, hardware, run=run)
         return PlanResult(question, found.plan, largest=(what, found.size))
     if question.subject.spec is not None:
         raise SpecError(
@@ -174,23 +178,23 @@ def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -
             why="a saved spec holds for the sequences that it was traced with",
             fix="a preset, a config.json or a run.toml",
         )
-    found = largest_sequence(
-        lambda longer: question.subject.described(longer, hardware), hardware, run=run, lengths=LENGTHS
+    found = largest_fitting_sequence_length(
+        lambda longer: question.subject.describe_model(longer, hardware), hardware, run=run, lengths=LENGTHS
     )
     return PlanResult(question, found.plan, largest=("sequence", found.size))
 
 
-def fewest_gpus(question: PlanRequest, *, days: float, budget: Budget | None) -> PlanRequest:
+def with_fewest_gpus(question: PlanRequest, *, days: float, budget: TrainingBudget | None) -> PlanRequest:
     """Returns `question` for the fewest GPUs that process the budget's tokens in `days`.
 
     Raises PlanError if no number of GPUs does, SpecError without a budget.
     """
     if budget is None:
         raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
-    fleet = fewest_ranks(
+    fleet = fewest_ranks_for_deadline(
         question.spec, question.hardware, run=question.asked, tokens=budget.tokens, days=days
     )
-    hardware = question.hardware.on(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
+    hardware = question.hardware.with_rank_counts(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
     return replace(question, hardware=hardware)
 
 
@@ -208,6 +212,6 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
     return replace(answer, dry=dry_run(answer.best))
 
 
-def _parameters(count: int) -> str:
+def _format_parameter_count(count: int) -> str:
     """Formats a number of parameters as in `8.03B`: billions are customary here, not giga."""
     return format_count(count).replace("G", "B")

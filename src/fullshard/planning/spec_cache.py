@@ -28,11 +28,11 @@ from fullshard.errors import SpecError
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.pretrained import locate
+from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import VALUE_BYTES, read_bytes
 from fullshard.spec.value import FrozenModel
-from fullshard.system.files import write_whole
+from fullshard.system.files import write_file_atomically
 
 SHIPPED_FILE = Path(__file__).with_name("preset_specs.xz")
 VARIABLE = "FULLSHARD_CACHE"
@@ -60,19 +60,19 @@ class SpecKey(FrozenModel):
     made_by: dict[str, str]
 
     @property
-    def name(self) -> str:
+    def file_name(self) -> str:
         """The name of the cache entry's file."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32] + ".json"
 
 
-class _Head(FrozenModel):
+class _CacheEntryHeader(FrozenModel):
     """The first line of an entry."""
 
     key: SpecKey
     sha256: str
 
 
-def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
+def build_spec_key(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
     """Returns the cache key of the spec of the model of `plan` with the kernels of `device`.
 
     The key is None if the model, data or loss is other code than this package and transformers, because such
@@ -80,17 +80,21 @@ def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
     """
     run = plan.run if isinstance(plan, Plan) else plan
     outside = run.train.loss is not None or run.data.source == "python"
-    torch = _version("torch")
+    torch = _installed_version("torch")
     if outside or torch is None or not isinstance(run.model, DecoderConfig | HuggingFaceModel):
         return None
-    made_by = {"fullshard": _version("fullshard") or "", "sources": _sources(), "machine": platform.machine()}
+    made_by = {
+        "fullshard": _installed_version("fullshard") or "",
+        "sources": _digest_of_own_sources(),
+        "machine": platform.machine(),
+    }
     if isinstance(run.model, HuggingFaceModel) or run.adapter.rank:
         if isinstance(run.model, HuggingFaceModel) and run.model.trust_remote_code:
             return None
-        made_by |= {name: _version(name) or "" for name in _LIBRARIES}
+        made_by |= {name: _installed_version(name) or "" for name in _LIBRARIES}
     settings = {
         "device": device,
-        "model": _model(run.model),
+        "model": _model_key(run.model),
         "adapter": run.adapter.model_dump(mode="json"),
         "data": run.data.model_dump(mode="json", include={"sequence_length", "document_mask"}),
         "microbatch": run.train.microbatch,
@@ -104,20 +108,20 @@ def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
     return SpecKey(settings=text, torch=torch, made_by=made_by)
 
 
-def read_cached(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+def read_cached_spec(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
     """Returns the shipped or cached spec of `key`; None if there is none, or the cache is off."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
-    shipped = read_shipped(SHIPPED_FILE, torch=public_version(key.torch)).get(key.settings)
+    shipped = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(key.torch)).get(key.settings)
     if shipped is not None:
         return ModelSpec.model_validate_json(shipped)
     directory = cache_directory(environment)
     if directory is None:
         return None
-    path = directory / key.name
+    path = directory / key.file_name
     try:
         first, _, text = read_bytes(path, most_bytes=VALUE_BYTES).partition(b"\n")
-        head = _Head.model_validate_json(first)
+        head = _CacheEntryHeader.model_validate_json(first)
         if head.key != key or head.sha256 != hashlib.sha256(text).hexdigest():
             return None
         spec = ModelSpec.model_validate_json(text)
@@ -128,7 +132,7 @@ def read_cached(key: SpecKey | None, environment: Mapping[str, str] = os.environ
     return spec
 
 
-def write_cached(
+def write_cached_spec(
     key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Writes `spec` into the cache atomically. Does nothing if the cache is off or not writable."""
@@ -136,13 +140,13 @@ def write_cached(
     if key is None or directory is None:
         return
     text = spec.model_dump_json()
-    head = _Head(key=key, sha256=hashlib.sha256(text.encode()).hexdigest()).model_dump_json()
+    head = _CacheEntryHeader(key=key, sha256=hashlib.sha256(text.encode()).hexdigest()).model_dump_json()
     if len(head) + len(text) >= VALUE_BYTES:
         return
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / key.name, f"{head}\n{text}")
-        trim(directory)
+        write_file_atomically(directory / key.file_name, f"{head}\n{text}")
+        trim_cache(directory)
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -156,7 +160,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
     return Path(path) if os.path.isabs(path) else None
 
 
-def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
+def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
     """Removes the least recently used files until the rest take at most `most_bytes`."""
     room = most_bytes
     found = [(path.stat(), path) for path in directory.iterdir() if ".json" in path.suffixes]
@@ -166,11 +170,11 @@ def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
             path.unlink(missing_ok=True)
 
 
-def _model(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
+def _model_key(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
     """Returns the model's part of a key: its sizes, or a digest of its config.json and the options."""
     if isinstance(section, DecoderConfig):
         return section.model_dump(mode="json")
-    path = locate(section.hf)
+    path = locate_config_file(section.hf)
     try:
         config = read_bytes(path, most_bytes=VALUE_BYTES)
     except OSError as error:
@@ -180,7 +184,7 @@ def _model(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
 
 
 @cache
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -188,7 +192,7 @@ def _version(package: str) -> str | None:
 
 
 @cache
-def _sources() -> str:
+def _digest_of_own_sources() -> str:
     """Returns a digest of this package's sources, which change without the version during development."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
@@ -197,7 +201,7 @@ def _sources() -> str:
 
 
 @cache
-def read_shipped(path: Path, *, torch: str) -> Mapping[str, str]:
+def read_shipped_specs(path: Path, *, torch: str) -> Mapping[str, str]:
     """Reads shipped specs, as JSON by `SpecKey.settings`; none if they are for another version of torch."""
     try:
         import lzma  # Python may be built without it
@@ -209,16 +213,16 @@ def read_shipped(path: Path, *, torch: str) -> Mapping[str, str]:
     return dict(zip(lines[::2], lines[1::2], strict=True)) if made_with == torch else {}
 
 
-def pack_specs(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
+def compress_specs(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
     """Returns the contents of the file of shipped specs. `specs` is keyed by `SpecKey.settings`."""
     import lzma
 
-    lines = [public_version(torch)]
+    lines = [version_without_build(torch)]
     for settings, spec in specs.items():
         lines += [settings, spec.model_dump_json()]
     return lzma.compress("\n".join(lines).encode(), preset=9)
 
 
-def public_version(version: str) -> str:
+def version_without_build(version: str) -> str:
     """Returns the version without its build: `2.13.0` for `2.13.0+cpu`."""
     return version.partition("+")[0]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.launch.gc import gc_disabled
-from fullshard.launch.request import Request
-from fullshard.launch.start import own_ranks
+from fullshard.launch.gc import disable_gc
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.quantities import format_count
@@ -19,13 +19,13 @@ from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Precision
-from fullshard.spec.presets import find_preset, nearest_presets
+from fullshard.spec.presets import find_preset, similar_preset_names
 from fullshard.spec.pretrained import (
     CONFIG_NAME,
-    cached_config,
-    check_sizes,
-    expressed,
-    not_a_decoder_reason,
+    check_config_sizes,
+    convert_to_decoder,
+    find_cached_config,
+    find_decoder_incompatibility,
     read_config,
 )
 from fullshard.spec.run import Run
@@ -54,19 +54,19 @@ class PlanTarget:
     chosen_here: bool = True
     differs: tuple[str, ...] = ()
 
-    def run(self, overrides: Sequence[str]) -> Run:
+    def load_run(self, overrides: Sequence[str]) -> Run:
         """Returns the run for this model with the user's `section.key=value` overrides. Raises SpecError."""
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
-    def described(self, run: Run, hardware: Hardware) -> ModelSpec:
+    def describe_model(self, run: Run, hardware: Hardware) -> ModelSpec:
         """Returns the spec of the model as `run` trains it on `hardware`, from the cache if possible."""
         if self.spec is not None:
             return self.spec
-        with gc_disabled():
+        with disable_gc():
             return describe_run(run, hardware.device)
 
 
-def find_subject(name: str | None) -> PlanTarget:
+def resolve_plan_target(name: str | None) -> PlanTarget:
     """Returns the model that `name` refers to: a preset, a file, or a repository in the Hugging Face cache.
 
     None means fullshard's default model. Raises SpecError for an unknown name, with the nearest presets.
@@ -75,50 +75,50 @@ def find_subject(name: str | None) -> PlanTarget:
         return PlanTarget(name="the embedded default model", chosen_here=False)
     path = Path(name)
     if os.path.exists(path):
-        return _from_file(path)
+        return _target_from_file(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         raise SpecError(f"{name} cannot be read.", got="no such file")
-    cached = cached_config(name) if "/" in name else None
+    cached = find_cached_config(name) if "/" in name else None
     if cached is not None:
-        return _from_config(cached, name=name)
+        return _target_from_hf_config(cached, name=name)
     preset = find_preset(name)
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
-        return PlanTarget(name=preset.name, settings=_model_settings(preset.model), differs=differs)
-    cached = cached_config(name)
+        return PlanTarget(name=preset.name, settings=_model_overrides(preset.model), differs=differs)
+    cached = find_cached_config(name)
     if cached is not None:
-        return _from_config(cached, name=name)
+        return _target_from_hf_config(cached, name=name)
     raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
-        fix=f"{', '.join(nearest_presets(name))}; or the path of a config.json, a saved spec or a run.toml",
+        fix=f"{', '.join(similar_preset_names(name))}; or the path of a config.json, spec or run.toml",
     )
 
 
-def _from_file(path: Path) -> PlanTarget:
+def _target_from_file(path: Path) -> PlanTarget:
     if path.is_dir():
         if not (path / CONFIG_NAME).is_file():
             raise SpecError(f"{path} is a directory without a {CONFIG_NAME}.", fix="a preset, or a file")
-        return _from_config(path / CONFIG_NAME, name=path.resolve().name)
+        return _target_from_hf_config(path / CONFIG_NAME, name=path.resolve().name)
     if path.suffix == ".toml":
         return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
     if "traces" in read_config(path):
-        return _from_spec(path)
-    return _from_config(path, name=str(path))
+        return _target_from_saved_spec(path)
+    return _target_from_hf_config(path, name=str(path))
 
 
-def _from_config(path: Path, *, name: str) -> PlanTarget:
+def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     config = read_config(path)
-    check_sizes(config, source=str(path))
+    check_config_sizes(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
         raise SpecError(
             f"{path} is no config.json of a model, and no saved spec.",
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
         )
-    if not_a_decoder_reason(config) is None:
-        found = expressed(config, source=str(path))
-        return PlanTarget(name=name, settings=_model_settings(found.model), differs=found.differs)
+    if find_decoder_incompatibility(config) is None:
+        found = convert_to_decoder(config, source=str(path))
+        return PlanTarget(name=name, settings=_model_overrides(found.model), differs=found.differs)
     positions = (config.get("max_position_embeddings"), config.get("n_positions"))
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
     # Images have no tokens, so each counts as one.
@@ -127,34 +127,34 @@ def _from_config(path: Path, *, name: str) -> PlanTarget:
     return PlanTarget(name=name, settings=settings)
 
 
-def _from_spec(path: Path) -> PlanTarget:
+def _target_from_saved_spec(path: Path) -> PlanTarget:
     spec = ModelSpec.load(path)
     length = spec.sequence_length
     settings = (
         f"data.sequence_length={length}",
         f"model.max_sequence={length}",
-        f"precision.mode={_mode_of(spec)}",
+        f"precision.mode={_precision_mode_of_spec(spec)}",
     )
     return PlanTarget(name=str(path), settings=settings, spec=spec)
 
 
-def _mode_of(spec: ModelSpec) -> str:
+def _precision_mode_of_spec(spec: ModelSpec) -> str:
     own = (spec.precision.param, spec.precision.reduce, spec.precision.master)
     for mode in ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"):
-        named = Precision.of(mode)
+        named = Precision.from_mode(mode)
         if own == (named.param, named.reduce, named.master):
             return mode
     raise AssertionError(f"no precision mode computes in {own[0]}, reduces in {own[1]} and keeps {own[2]}")
 
 
-def _model_settings(model: DecoderConfig) -> tuple[str, ...]:
+def _model_overrides(model: DecoderConfig) -> tuple[str, ...]:
     """Returns the model as `--set` arguments, with a sequence length that its positions allow."""
     length = min(model.max_sequence, DEFAULT_SEQUENCE)
     own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)
     return (*own, f"data.sequence_length={length}")
 
 
-def batch_for(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
+def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
 
     tokens: tokens per step; None means about a million
@@ -182,7 +182,7 @@ def batch_for(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | N
     )
 
 
-def batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | None]:
+def choose_global_batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): a power of two, which suits many numbers of ranks."""
     wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
     sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
@@ -192,13 +192,13 @@ def batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | Non
     )
 
 
-def hardware_for(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
+def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
     """Returns the hardware named by `on` with `ranks` ranks, or this machine if `on` is None.
 
     Raises SpecError for unknown hardware, or ranks that do not fill whole nodes.
     """
     if on is None:
-        own, device = own_ranks(Request(run=run))
+        own, device = choose_rank_count_and_device(LaunchRequest(run=run))
         return detect_hardware(device, ranks=ranks or own)
     hardware = hardware_on(on)
     if ranks is None or ranks == hardware.world_size:
@@ -210,4 +210,4 @@ def hardware_for(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
             got=f"--ranks {ranks}, {each} a node",
             fix=f"a multiple of {each}, or at most {each}",
         )
-    return hardware.on(nodes=max(1, ranks // each), ranks_per_node=min(ranks, each))
+    return hardware.with_rank_counts(nodes=max(1, ranks // each), ranks_per_node=min(ranks, each))

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.spec.catalog import find_chip
+from fullshard.spec.catalog import find_chip_by_device_name
 from fullshard.spec.hardware import ComputeDtype
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.plan import Dtype
@@ -38,7 +38,7 @@ def time_calls(work: Callable[[], object], calls: int, *, device: torch.device) 
     return start.elapsed_time(end) / 1000
 
 
-def sustained_rate(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
+def measure_calls_per_second(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
     """Returns the calls of `work` per second, measured over a window of about `seconds`.
 
     With more ranks than cores, a single call may get a whole core, but a window shows this rank's share.
@@ -68,7 +68,7 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
         a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
         multiply = partial(torch.mm, a, b, out=out)
-        best = max(best, 2 * n**3 * sustained_rate(multiply, seconds=window, timer=timer))
+        best = max(best, 2 * n**3 * measure_calls_per_second(multiply, seconds=window, timer=timer))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return _mean_over_ranks(best, device)
@@ -80,8 +80,8 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
     Collective if there is a process group: returns the mean over the ranks' chips. If the catalog lacks any
     of them, all ranks measure.
     """
-    arithmetic = _arithmetic(device, dtype)
-    name, listed = _listed(device, arithmetic)
+    arithmetic = _matmul_compute_dtype(device, dtype)
+    name, listed = _name_and_catalog_flops_per_second(device, arithmetic)
     if _mean_over_ranks(float(listed is not None), device) == 1:
         rate = _mean_over_ranks(listed or 0.0, device)
         return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="catalog", device=name)
@@ -89,17 +89,19 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
     return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="measured", device=name)
 
 
-def _listed(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float | None]:
+def _name_and_catalog_flops_per_second(
+    device: torch.device, arithmetic: ComputeDtype
+) -> tuple[str, float | None]:
     """Returns (name, FLOP/s) of the device; the FLOP/s are None if the catalog does not list them."""
     if device.type != "cuda":
         threads = torch.get_num_threads()
         return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}", None
     name = torch.cuda.get_device_name(device)
-    chip = find_chip(name, memory_bytes=torch.cuda.get_device_properties(device).total_memory)
+    chip = find_chip_by_device_name(name, memory_bytes=torch.cuda.get_device_properties(device).total_memory)
     return (name, None) if chip is None else (chip.name, chip.flops_per_second.get(arithmetic))
 
 
-def _arithmetic(device: torch.device, dtype: Dtype) -> ComputeDtype:
+def _matmul_compute_dtype(device: torch.device, dtype: Dtype) -> ComputeDtype:
     """Returns the dtype in which matmuls of `dtype` compute: `dtype`, or tf32 if torch is set to that."""
     rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == "fp32" and rounded else dtype

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
-from fullshard.spec.catalog import find_chip, find_entry, find_link
+from fullshard.spec.catalog import find_catalog_entry, find_chip_by_device_name, link_from_catalog
 from fullshard.spec.hardware import Chip, CollectiveRate, Hardware, Link
-from fullshard.spec.hardware_text import hardware_of
-from fullshard.spec.rates import default_cpu_rates, efficiencies
+from fullshard.spec.hardware_text import uncalibrated_hardware
+from fullshard.spec.rates import default_cpu_rates, read_default_rate_figures
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
 # Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
@@ -29,7 +29,7 @@ print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
-class Gpus(NamedTuple):
+class DetectedGpus(NamedTuple):
     """The number of GPUs that torch can use, and the name and memory of the first."""
 
     number: int
@@ -37,7 +37,7 @@ class Gpus(NamedTuple):
     memory_bytes: int
 
 
-_NO_GPUS = Gpus(0, "", 0)
+_NO_GPUS = DetectedGpus(0, "", 0)
 
 
 def detect_hardware(
@@ -64,14 +64,18 @@ def detect_hardware(
         ranks_per_node = ranks_per_node or int(environment.get("LOCAL_WORLD_SIZE", str(ranks)))
     path = user_hardware_path(environment)
     saved = Hardware.load(path) if path.exists() or environment.get(HARDWARE_VARIABLE) else None
-    gpus = find_gpus(device)
+    gpus = detect_gpus(device)
     by_file = saved.ranks_per_node if saved is not None and saved.device == "cpu" else 1
     count = ranks or gpus.number or by_file
     each = ranks_per_node or count
-    if saved is not None and _same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
-        return saved.on(nodes=max(1, count // each), ranks_per_node=each)
+    if (
+        saved is not None
+        and _is_hardware_of_same_chip(saved, gpus)
+        and (gpus.number or saved.ranks_per_node == each)
+    ):
+        return saved.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
     found = describe_machine(gpus, ranks=count, ranks_per_node=each)
-    if gpus.number and find_entry(found.chip) is None:
+    if gpus.number and find_catalog_entry(found.chip) is None:
         raise SpecError(
             "this GPU is not in the catalog.",
             got=gpus.name,
@@ -84,17 +88,19 @@ def detect_hardware(
     return found.model_copy(update={"source": found.source + other})
 
 
-def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware:
+def describe_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_node: int) -> Hardware:
     """Returns this machine's hardware from the catalog; a GPU that it lacks gets placeholder rates."""
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
-        cpu = _cpu(ranks_per_node).on(nodes=nodes, ranks_per_node=ranks_per_node)
+        cpu = _describe_cpu_share_of_rank(ranks_per_node).with_rank_counts(
+            nodes=nodes, ranks_per_node=ranks_per_node
+        )
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
-    chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
-    entry = find_entry(chip) if chip is not None else None
+    chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
+    entry = find_catalog_entry(chip) if chip is not None else None
     host_memory_bytes = _host_memory_bytes() // ranks_per_node
     if entry is not None:
-        known = hardware_of(entry).on(nodes=nodes, ranks_per_node=ranks_per_node)
+        known = uncalibrated_hardware(entry).with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return known.model_copy(update={"host_memory_bytes": host_memory_bytes})
     return Hardware(
         name=gpus.name,
@@ -110,8 +116,8 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         rates=default_cpu_rates(1),
-        within=find_link("pcie4"),
-        across=find_link("nic-100"),
+        within=link_from_catalog("pcie4"),
+        across=link_from_catalog("nic-100"),
         source="not in the catalog",
         host_memory_bytes=host_memory_bytes,
     )
@@ -125,16 +131,16 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(configuration).expanduser() / "fullshard" / "hardware.toml"
 
 
-def cpu_name() -> str:
+def cpu_model_and_core_count() -> str:
     """Returns the CPU's model and the number of cores that this process may use: `AMD EPYC, 2 cores`."""
-    cores = _cores()
-    return f"{_cpu_model()}, {cores} core{'s' if cores > 1 else ''}"
+    cores = _count_usable_cores()
+    return f"{_read_cpu_model_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
-def _same_chip(saved: Hardware, gpus: Gpus) -> bool:
+def _is_hardware_of_same_chip(saved: Hardware, gpus: DetectedGpus) -> bool:
     if not gpus.number:
-        return saved.device == "cpu" and saved.chip.name == cpu_name()
-    chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
+        return saved.device == "cpu" and saved.chip.name == cpu_model_and_core_count()
+    chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
     return saved.device == "cuda" and saved.chip.name == (chip.name if chip is not None else gpus.name)
 
 
@@ -143,14 +149,14 @@ def may_have_gpus() -> bool:
     return sys.platform != "linux" or any(Path(path).exists() for path in _DRIVER_FILES)
 
 
-def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
+def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus:
     """Returns the GPUs that torch can use on this machine; none if `device` is "cpu"."""
     if device == "cpu" or not may_have_gpus():
         return _NO_GPUS
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return Gpus(torch.cuda.device_count(), properties.name, properties.total_memory)
+        return DetectedGpus(torch.cuda.device_count(), properties.name, properties.total_memory)
     if torch is not None and not torch.cuda.device_count():  # asks the driver, without creating a context
         return _NO_GPUS
     try:
@@ -159,13 +165,13 @@ def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
         raise SpecError("torch could not be asked for GPUs.", got=str(error)) from error
     if done.returncode:
         raise SpecError("torch could not be asked for GPUs.", got=done.stderr.strip().splitlines()[-1:])
-    return Gpus(*json.loads(done.stdout))
+    return DetectedGpus(*json.loads(done.stdout))
 
 
-def _cpu(ranks_per_node: int) -> Hardware:
+def _describe_cpu_share_of_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
-    table = efficiencies().cpu
-    cores = max(_cores() / ranks_per_node, 1 / ranks_per_node)
+    table = read_default_rate_figures().cpu
+    cores = max(_count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
     rates = default_cpu_rates(cores)
     rate = CollectiveRate(
         base_seconds=0.0,
@@ -181,7 +187,7 @@ def _cpu(ranks_per_node: int) -> Hardware:
         source=table.source,
     )
     chip = Chip(
-        name=cpu_name(),
+        name=cpu_model_and_core_count(),
         device_names=("cpu",),
         memory_bytes=_host_memory_bytes() // ranks_per_node,
         memory_bytes_per_second=table.bytes_per_second * cores,
@@ -200,13 +206,13 @@ def _cpu(ranks_per_node: int) -> Hardware:
     )
 
 
-def _cores() -> int:
+def _count_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _cpu_model() -> str:
+def _read_cpu_model_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -27,8 +27,8 @@ _STEP = "fullshard::optimizer_step"
 
 
 @dataclass
-class Peak:
-    """Peak memory, and its parts. The result of `measure_peak`, which sets it when its context ends."""
+class PeakMemory:
+    """Peak memory and its parts. `measure_peak_memory` sets the fields when its context ends."""
 
     bytes: int = 0  # of live tensors
     active_bytes: int = 0  # on CUDA, also of freed blocks that another stream may still read; 0 on the CPU
@@ -36,15 +36,15 @@ class Peak:
     parts: MemoryParts | None = None  # of `bytes`, if a model was given
 
 
-def live_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes_of_tensors(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages of `tensors`, each counted once; for a DTensor, of its local part."""
-    return sum(_storages(tensors).values())
+    return sum(_storage_bytes_by_address(tensors).values())
 
 
 @contextmanager
-def measure_peak(
+def measure_peak_memory(
     device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
-) -> Generator[Peak]:
+) -> Generator[PeakMemory]:
     """Measures the peak memory of the context's block, which runs one or more steps. Yields the result.
 
     model, optimizer: their tensors exist before the block, and are parts of the peak
@@ -52,30 +52,33 @@ def measure_peak(
     On the CPU, gradients must be cleared when the block starts, because the release of a tensor that is older
     than the measurement is not recorded.
     """
-    peak = Peak()
-    holdings = _Holdings(model, optimizer)
+    peak = PeakMemory()
+    holdings = _ModelAndOptimizerStorages(model, optimizer)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        with holdings.gradients_noted():
+        with holdings.record_gradients_before_steps():
             yield peak
-        _read_cuda(peak, device, holdings=holdings)
+        _read_cuda_peak_memory(peak, device, holdings=holdings)
         return
-    held = holdings.storages()
+    held = holdings.all_storage_bytes()
     # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with holdings.gradients_noted(), profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
+    with (
+        holdings.record_gradients_before_steps(),
+        profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler,
+    ):
         yield peak
     assert profiler is not None, "it is enabled"
-    timeline = _Timeline.of(profiler)
-    live = timeline.live_at_peak(held)
+    timeline = _AllocationTimeline.from_profiler(profiler)
+    live = timeline.blocks_live_at_peak(held)
     peak.bytes = sum(block.size for block in live.values())
     if model is not None:
-        peak.parts = holdings.parts(live, timeline)
+        peak.parts = holdings.split_peak_into_parts(live, timeline)
 
 
 @dataclass(frozen=True)
-class _MemoryBlock:
+class _LiveMemoryBlock:
     """A block of memory: its bytes, whether FSDP2 made it, and the index of that event (-1: older)."""
 
     size: int
@@ -84,7 +87,7 @@ class _MemoryBlock:
 
 
 @dataclass(frozen=True)
-class _Timeline:
+class _AllocationTimeline:
     """Allocations and releases of a profile, in order.
 
     events: (address, bytes, whether FSDP2 made it); the bytes are negative for a release
@@ -95,7 +98,7 @@ class _Timeline:
     steps: list[int]
 
     @classmethod
-    def of(cls, profiler: profile) -> "_Timeline":
+    def from_profiler(cls, profiler: profile) -> "_AllocationTimeline":
         """Reads the memory events and the optimizer's steps of a profile."""
         assert profiler.kineto_results is not None, "the profiler has ended"
         events: list[tuple[int, int, int, bool]] = []
@@ -122,33 +125,33 @@ class _Timeline:
             sorted(sum(event[0] < step for event in events) for step in steps),
         )
 
-    def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _MemoryBlock]:
+    def blocks_live_at_peak(self, held: Mapping[int, int]) -> dict[int, _LiveMemoryBlock]:
         """Returns address -> block at the first moment of the peak. `held`: address -> bytes at the start."""
-        changes = list(self._changes({}))
+        changes = list(self._apply_events_and_yield_changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
-        live = {pointer: _MemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
-        for _ in itertools.islice(self._changes(live), totals.index(max(totals))):
+        live = {pointer: _LiveMemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
+        for _ in itertools.islice(self._apply_events_and_yield_changes(live), totals.index(max(totals))):
             pass
         return live
 
-    def _changes(self, live: dict[int, _MemoryBlock]) -> Iterator[int]:
+    def _apply_events_and_yield_changes(self, live: dict[int, _LiveMemoryBlock]) -> Iterator[int]:
         """Applies the events to `live`, one by one, and yields the bytes by which each changes the total."""
         for index, (pointer, size, engine) in enumerate(self.events):
             # An address that is allocated again was released before, even if unseen: on another thread.
             old = live.pop(pointer, None)
             change = -old.size if old is not None else 0
             if size > 0:
-                live[pointer] = _MemoryBlock(size, engine, birth=index)
+                live[pointer] = _LiveMemoryBlock(size, engine, birth=index)
                 change += size
             yield change
 
-    def births(self, pointers: Iterable[int], *, before: int | None = None) -> set[int]:
+    def last_allocating_events(self, pointers: Iterable[int], *, before: int | None = None) -> set[int]:
         """Returns indices, below `before`, of the events that last allocated these addresses; -1: older."""
         last = {event[0]: i for i, event in enumerate(self.events[:before]) if event[1] > 0}
         return {last.get(pointer, -1) for pointer in pointers}
 
 
-class _Holdings:
+class _ModelAndOptimizerStorages:
     """The storages that a model and its optimizer keep: each method reads one part as address -> bytes."""
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -156,59 +159,68 @@ class _Holdings:
         self.optimizer = optimizer
         self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
 
-    def parameters(self) -> dict[int, int]:
+    def parameter_storage_bytes(self) -> dict[int, int]:
         # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather.
         copies: Iterable[Tensor] = getattr(self.optimizer, "copies", ())
-        return _storages(self.model.parameters()) | _storages(copies)
+        return _storage_bytes_by_address(self.model.parameters()) | _storage_bytes_by_address(copies)
 
-    def gradients(self) -> dict[int, int]:
-        return _storages(p.grad for p in self.model.parameters() if p.grad is not None)
+    def gradient_storage_bytes(self) -> dict[int, int]:
+        return _storage_bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
 
-    def optimizer_state(self) -> dict[int, int]:
+    def optimizer_state_storage_bytes(self) -> dict[int, int]:
         states = self.optimizer.state.values() if self.optimizer is not None else []
-        own = _storages(t for state in states for t in state.values() if isinstance(t, Tensor))
+        own = _storage_bytes_by_address(
+            t for state in states for t in state.values() if isinstance(t, Tensor)
+        )
         # The part of an offloaded state that currently streams through device memory.
         passing: Iterable[Tensor] = getattr(self.optimizer, "passing", ())
-        return own | _storages(passing)
+        return own | _storage_bytes_by_address(passing)
 
-    def buffers(self) -> dict[int, int]:
-        return _storages(self.model.buffers())
+    def buffer_storage_bytes(self) -> dict[int, int]:
+        return _storage_bytes_by_address(self.model.buffers())
 
-    def storages(self) -> dict[int, int]:
-        return self.parameters() | self.gradients() | self.optimizer_state() | self.buffers()
+    def all_storage_bytes(self) -> dict[int, int]:
+        return (
+            self.parameter_storage_bytes()
+            | self.gradient_storage_bytes()
+            | self.optimizer_state_storage_bytes()
+            | self.buffer_storage_bytes()
+        )
 
     @contextmanager
-    def gradients_noted(self) -> Generator[None]:
+    def record_gradients_before_steps(self) -> Generator[None]:
         """Records the gradients before each optimizer step in this context, because the step clears them."""
         if self.optimizer is None:
             yield
             return
 
-        def note(*_arguments: object) -> None:
+        def record_gradients(*_arguments: object) -> None:
             with torch.profiler.record_function(_STEP):
-                self._noted.append(self.gradients())
+                self._noted.append(self.gradient_storage_bytes())
 
-        handle = self.optimizer.register_step_pre_hook(note)
+        handle = self.optimizer.register_step_pre_hook(record_gradients)
         try:
             yield
         finally:
             handle.remove()
 
-    def parts(self, live: Mapping[int, _MemoryBlock], timeline: _Timeline) -> MemoryParts:
+    def split_peak_into_parts(
+        self, live: Mapping[int, _LiveMemoryBlock], timeline: _AllocationTimeline
+    ) -> MemoryParts:
         """Returns the bytes of each part of the peak. Assigns `live` blocks by their allocating events."""
-        gradients = timeline.births(self.gradients())
+        gradients = timeline.last_allocating_events(self.gradient_storage_bytes())
         for noted, step in zip(self._noted, timeline.steps, strict=True):
-            gradients |= timeline.births(noted, before=step)
+            gradients |= timeline.last_allocating_events(noted, before=step)
 
-        def alive(storages: Mapping[int, int]) -> set[int]:
-            births = timeline.births(storages)
+        def addresses_live_at_peak(storages: Mapping[int, int]) -> set[int]:
+            births = timeline.last_allocating_events(storages)
             return {pointer for pointer in storages if pointer in live and live[pointer].birth in births}
 
         sets = [
-            alive(self.parameters()),
+            addresses_live_at_peak(self.parameter_storage_bytes()),
             {p for p, block in live.items() if block.birth in gradients and block.birth >= 0},
-            alive(self.optimizer_state()),
-            alive(self.buffers()),
+            addresses_live_at_peak(self.optimizer_state_storage_bytes()),
+            addresses_live_at_peak(self.buffer_storage_bytes()),
         ]
         known = set[int]().union(*sets)
         engine = {pointer for pointer, block in live.items() if block.engine} - known
@@ -216,25 +228,32 @@ class _Holdings:
         parts = zip(MemoryParts.model_fields, (*sets, engine, rest), strict=True)
         return MemoryParts(**{name: sum(live[pointer].size for pointer in part) for name, part in parts})
 
-    def sizes(self) -> list[int]:
+    def total_bytes_by_part(self) -> list[int]:
         """Returns the bytes of [parameters, gradients before the last step, optimizer state, buffers]."""
-        gradients = self.gradients() or (self._noted[-1] if self._noted else {})
-        parts = (self.parameters(), gradients, self.optimizer_state(), self.buffers())
+        gradients = self.gradient_storage_bytes() or (self._noted[-1] if self._noted else {})
+        parts = (
+            self.parameter_storage_bytes(),
+            gradients,
+            self.optimizer_state_storage_bytes(),
+            self.buffer_storage_bytes(),
+        )
         return [sum(storages.values()) for storages in parts]
 
 
-def _read_cuda(peak: Peak, device: torch.device, *, holdings: _Holdings) -> None:
+def _read_cuda_peak_memory(
+    peak: PeakMemory, device: torch.device, *, holdings: _ModelAndOptimizerStorages
+) -> None:
     stats = torch.cuda.memory_stats(device)
     peak.bytes = stats["allocated_bytes.all.peak"]
     peak.active_bytes = stats["active_bytes.all.peak"]
     peak.reserved_bytes = stats["reserved_bytes.all.peak"]
     # The allocator does not report what was alive at the peak, so all gradients are assumed to be.
-    sizes = holdings.sizes()
+    sizes = holdings.total_bytes_by_part()
     values = [*sizes, 0, max(0, peak.bytes - sum(sizes))]
     peak.parts = MemoryParts(**dict(zip(MemoryParts.model_fields, values, strict=True)))
 
 
-def _held_parts(tensor: Tensor) -> list[Tensor]:
+def _tensors_holding_data(tensor: Tensor) -> list[Tensor]:
     """Returns the tensors that hold the data: codes and scales if it is quantised, else the local part."""
     local = local_tensor(tensor)
     if not is_traceable_wrapper_subclass(local):
@@ -242,10 +261,10 @@ def _held_parts(tensor: Tensor) -> list[Tensor]:
     return [getattr(local, name) for name in cast(Any, local).__tensor_flatten__()[0]]
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def _storage_bytes_by_address(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns address -> bytes of the tensors' storages, without those that have no data (meta, freed)."""
     sizes: dict[int, int] = {}
-    for tensor in itertools.chain.from_iterable(map(_held_parts, tensors)):
+    for tensor in itertools.chain.from_iterable(map(_tensors_holding_data, tensors)):
         storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage.nbytes():
             sizes[storage.data_ptr()] = storage.nbytes()

@@ -47,7 +47,7 @@ HOST_ORDER = (*_COLLECTIVES, "optimizer", "engine", "data", "compute")
 DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """An operation, a kernel or a range of a profile. `start` and `end` are in ns."""
 
     name: str
@@ -59,7 +59,7 @@ class Event(NamedTuple):
     on_device: bool = False
 
 
-class Span(NamedTuple):
+class KindInterval(NamedTuple):
     """An interval of one kind, from `start` to `end` in ns."""
 
     kind: str
@@ -68,16 +68,16 @@ class Span(NamedTuple):
 
 
 @dataclass
-class TracedStep:
-    """Result of `trace_step`, which sets it when its context ends."""
+class ProfiledStep:
+    """Result of `profile_step`, which sets it when its context ends."""
 
     seconds: StepSeconds | None = None
 
 
 @contextmanager
-def trace_step(device: torch.device) -> Generator[TracedStep]:
+def profile_step(device: torch.device) -> Generator[ProfiledStep]:
     """Profiles the context's block, which runs one step. Yields the result. Profiling slows the step down."""
-    traced = TracedStep()
+    traced = ProfiledStep()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `profiler.memory`: it prints otherwise
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -88,24 +88,26 @@ def trace_step(device: torch.device) -> Generator[TracedStep]:
     ):
         yield traced
     assert profiler is not None, "it is enabled"
-    traced.seconds = step_seconds(_events(profiler))
+    traced.seconds = step_seconds_from_events(_read_profiler_events(profiler))
 
 
-def step_seconds(events: Sequence[Event]) -> StepSeconds:
+def step_seconds_from_events(events: Sequence[TraceEvent]) -> StepSeconds:
     """Returns the seconds of the step recorded in `events`, by term. See [Note: what counts as what]."""
     step = next(event for event in events if event.name == _STEP and not event.on_device)
     device = [event for event in events if event.on_device]
     if not device:
         own = [event for event in events if event.thread == step.thread]
-        nanoseconds = shared_out(host_spans(own), HOST_ORDER, start=step.start, end=step.end)
+        nanoseconds = divide_time_among_kinds(host_intervals(own), HOST_ORDER, start=step.start, end=step.end)
     else:
-        spans = [*device_spans(events), *(s for s in host_spans(events) if s.kind == "data")]
+        spans = [*device_intervals(events), *(s for s in host_intervals(events) if s.kind == "data")]
         end = max(step.end, *(event.end for event in device))
-        nanoseconds = shared_out(spans, DEVICE_ORDER, start=step.start, end=end)
+        nanoseconds = divide_time_among_kinds(spans, DEVICE_ORDER, start=step.start, end=end)
     return StepSeconds(**{kind: count * 1e-9 for kind, count in nanoseconds.items()})
 
 
-def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: int) -> dict[str, int]:
+def divide_time_among_kinds(
+    spans: Iterable[KindInterval], order: Sequence[str], *, start: int, end: int
+) -> dict[str, int]:
     """Returns kind -> ns. Each moment of [start, end] counts for the first kind in `order` that is active.
 
     A kind is active during its spans. `other` has the moments without any span. The sum is end - start.
@@ -128,57 +130,59 @@ def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: 
     return dict(zip([*order, "other"], own, strict=True))
 
 
-def host_spans(events: Iterable[Event]) -> list[Span]:
+def host_intervals(events: Iterable[TraceEvent]) -> list[KindInterval]:
     """Returns the spans of the host's ranges and all-reduces. An all-reduce lasts until the next event."""
-    spans: list[Span] = []
-    waiting: Event | None = None  # an all-reduce
-    around: list[Event] = []  # ranges that are open
+    spans: list[KindInterval] = []
+    waiting: TraceEvent | None = None  # an all-reduce
+    around: list[TraceEvent] = []  # ranges that are open
     host = (event for event in events if not event.on_device)
     for event in sorted(host, key=lambda one: (one.thread, one.start, -one.end)):
         if waiting is not None and (event.thread != waiting.thread or event.start >= waiting.end):
-            spans.append(_wait(waiting, around, before=event))
+            spans.append(_all_reduce_interval(waiting, around, before=event))
             waiting = None
         while around and (around[-1].thread != event.thread or around[-1].end <= event.start):
             around.pop()
         if event.name == _ALL_REDUCE:
             waiting = event
-        kind = _range_kind(event.name)
+        kind = _kind_of_range(event.name)
         if kind is not None:
-            spans.append(Span(kind, event.start, event.end))
+            spans.append(KindInterval(kind, event.start, event.end))
         if kind is not None or event.name == _STEP:
             around.append(event)
     if waiting is not None:
-        spans.append(_wait(waiting, around, before=None))
+        spans.append(_all_reduce_interval(waiting, around, before=None))
     return spans
 
 
-def _wait(call: Event, around: Sequence[Event], *, before: Event | None) -> Span:
+def _all_reduce_interval(
+    call: TraceEvent, around: Sequence[TraceEvent], *, before: TraceEvent | None
+) -> KindInterval:
     """Returns the span from an all-reduce's call to its thread's next event, within the range around it."""
     ends = [event.end for event in around if event.thread == call.thread and event.end >= call.end]
     if before is not None and before.thread == call.thread:
         ends.append(before.start)
-    return Span("exposed_all_reduce", call.start, min(ends, default=call.end))
+    return KindInterval("exposed_all_reduce", call.start, min(ends, default=call.end))
 
 
-def _range_kind(name: str) -> str | None:
+def _kind_of_range(name: str) -> str | None:
     if name.startswith(_ENGINE):
         return None if name.startswith(_ENGINE_CASTS) else "engine"
     return _RANGES.get(name)
 
 
-def device_spans(events: Iterable[Event]) -> list[Span]:
+def device_intervals(events: Iterable[TraceEvent]) -> list[KindInterval]:
     """Returns a span per kernel and copy of the device. Its kind is that of its name or launching range."""
     events = list(events)
-    ranges = _innermost(event for event in events if not event.on_device)
+    ranges = _innermost_range_by_event_id(event for event in events if not event.on_device)
     ranges.pop(0, None)  # `launched_by` is 0 if it is unknown
     return [
-        Span(_device_kind(event.name, ranges.get(event.launched_by, "")), event.start, event.end)
+        KindInterval(_kind_of_kernel(event.name, ranges.get(event.launched_by, "")), event.start, event.end)
         for event in events
         if event.on_device
     ]
 
 
-def _device_kind(name: str, inside: str) -> str:
+def _kind_of_kernel(name: str, inside: str) -> str:
     """Returns the kind of a kernel. `inside`: name of the innermost range that launched it, or empty."""
     if "nccl" in name.lower():
         named = next((kind for part, kind in _KERNELS.items() if part in name), None)
@@ -188,14 +192,14 @@ def _device_kind(name: str, inside: str) -> str:
         if inside.startswith("FSDP::all_gather"):
             return "exposed_all_gather"
         return "exposed_reduce_scatter" if inside.startswith(_ENGINE) else "exposed_all_reduce"
-    kind = _range_kind(inside)
+    kind = _kind_of_range(inside)
     return kind if kind in ("engine", "optimizer") else "compute"
 
 
-def _innermost(events: Iterable[Event]) -> dict[int, str]:
+def _innermost_range_by_event_id(events: Iterable[TraceEvent]) -> dict[int, str]:
     """Returns id of a host event -> name of the innermost range around it (itself, if it is a range)."""
     found: dict[int, str] = {}
-    around: list[Event] = []
+    around: list[TraceEvent] = []
     for event in sorted(events, key=lambda one: (one.thread, one.start, -one.end)):
         while around and (around[-1].thread != event.thread or around[-1].end <= event.start):
             around.pop()
@@ -205,16 +209,16 @@ def _innermost(events: Iterable[Event]) -> dict[int, str]:
     return found
 
 
-def _events(profiler: profile) -> list[Event]:
+def _read_profiler_events(profiler: profile) -> list[TraceEvent]:
     """Returns the profiler's events, except asynchronous ones, driver calls, and device copies of ranges."""
     assert profiler.kineto_results is not None, "the profiler has ended"
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for one in profiler.kineto_results.events():
         on_device = one.device_type() != torch.autograd.DeviceType.CPU
         if one.is_user_annotation() if on_device else one.is_async() or one.name().startswith(_RUNTIME):
             continue
         events.append(
-            Event(
+            TraceEvent(
                 one.name(),
                 one.start_ns(),
                 one.start_ns() + one.duration_ns(),

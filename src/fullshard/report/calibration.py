@@ -10,21 +10,21 @@ from fullshard.spec.hardware import CollectiveRate, Curve, Hardware, Link
 def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines: the best point of each rate curve, other rates, and the fit errors."""
     hardware, rates = calibration.hardware, calibration.hardware.rates
-    yield "hardware", _layout(hardware)
+    yield "hardware", _hardware_text(hardware)
     yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; a rank's rates:"
     for dtype, curve in rates.matmul.items():
-        yield f"matmul {dtype}", _best(curve, amount="FLOP")
+        yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
     for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
         for dtype, curve in curves.items():
-            yield f"{label} {dtype}", _best(curve, amount="FLOP")
-    yield "memory", _best(rates.memory, amount="B")
-    yield "fused AdamW", _best(rates.optimizer, amount="B")
+            yield f"{label} {dtype}", _best_rate_text(curve, amount="FLOP")
+    yield "memory", _best_rate_text(rates.memory, amount="B")
+    yield "fused AdamW", _best_rate_text(rates.optimizer, amount="B")
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
     yield "engine", f"{rates.unit_seconds * 1e6:.0f} us an act on a unit"
     yield "step", f"{format_seconds(rates.step_seconds)} outside of model and engine"
     for axis, link in (("within", hardware.within), ("across", hardware.across)):
         if link is not None and any(name.startswith(f"{axis}.") for name in calibration.fit_errors):
-            yield from _collectives(axis, link, calibration=calibration)
+            yield from _collective_rate_rows(axis, link, calibration=calibration)
     if hardware.host_bytes_per_second is not None:
         yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
     yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s a rank"
@@ -38,13 +38,13 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     yield "process", f"{format_bytes(hardware.context_bytes)} beside the tensors"
 
 
-def _layout(hardware: Hardware) -> str:
+def _hardware_text(hardware: Hardware) -> str:
     ranks = f"{hardware.ranks_per_node} rank{'s' if hardware.ranks_per_node > 1 else ''}"
     nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     return f"{hardware.name}, {ranks}{nodes}"
 
 
-def _best(curve: Curve, *, amount: str) -> str:
+def _best_rate_text(curve: Curve, *, amount: str) -> str:
     best = max(curve, key=lambda point: point.rate)
     text = f"{format_count(best.rate)}{amount}/s at {format_count(best.size)}{amount} a launch"
     if best is not curve[-1]:
@@ -52,7 +52,7 @@ def _best(curve: Curve, *, amount: str) -> str:
     return text
 
 
-def _collectives(axis: str, link: Link, *, calibration: Calibration) -> Iterator[tuple[str, str]]:
+def _collective_rate_rows(axis: str, link: Link, *, calibration: Calibration) -> Iterator[tuple[str, str]]:
     ranks = calibration.hardware.ranks_per_node if axis == "within" else calibration.hardware.nodes
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         rate: CollectiveRate = getattr(link, kind)

@@ -20,8 +20,8 @@ from typing import TextIO
 from pydantic import computed_field
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.plan import label_of
-from fullshard.report.table import show_grid
+from fullshard.report.plan import term_label
+from fullshard.report.table import show_table
 from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.value import FrozenModel
@@ -42,7 +42,7 @@ _NOT_MEASURED_ON_CUDA = ("gradients", "units_in_flight")
 _SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce", "engine")
 
 
-class Compared(FrozenModel):
+class ComparisonLine(FrozenModel):
     """One term of a comparison. A value that was not predicted, or cannot be measured separately, is None."""
 
     term: str
@@ -67,26 +67,26 @@ class Comparison(FrozenModel):
     speed: tokens/s of all ranks, and MFU
     """
 
-    memory: tuple[Compared, ...] = ()
-    drive: tuple[Compared, ...] = ()
-    step: tuple[Compared, ...] = ()
-    speed: tuple[Compared, ...] = ()
+    memory: tuple[ComparisonLine, ...] = ()
+    drive: tuple[ComparisonLine, ...] = ()
+    step: tuple[ComparisonLine, ...] = ()
+    speed: tuple[ComparisonLine, ...] = ()
 
 
-def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
+def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comparison:
     """Compares a prediction with a measurement. See [Note: terms that share a line]."""
     peak = measurement.peak_bytes
     return Comparison(
-        memory=() if peak is None else tuple(_memory(prediction, peak)),
-        drive=tuple(_drive(prediction, measurement)),
-        step=tuple(_step(prediction, measurement)),
-        speed=tuple(_speed(prediction, measurement)),
+        memory=() if peak is None else tuple(_compare_memory(prediction, peak)),
+        drive=tuple(_compare_drive_traffic(prediction, measurement)),
+        step=tuple(_compare_step_time(prediction, measurement)),
+        speed=tuple(_compare_speed(prediction, measurement)),
     )
 
 
 def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> None:
     """Prints the comparison as a table to `file` (standard output by default)."""
-    show_grid(HEADER, comparison_rows(comparison), file=file)
+    show_table(HEADER, comparison_rows(comparison), file=file)
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -103,85 +103,91 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("step", comparison.step, format_seconds),
     ):
         if lines:
-            rows += [(heading, "", "", ""), *_cells(lines, show)]
+            rows += [(heading, "", "", ""), *_format_line_cells(lines, show)]
     for line in comparison.speed:
-        show = format_count if line.term == "tokens_per_second" else _percent
-        rows += _cells([line], show, indent="")
+        show = format_count if line.term == "tokens_per_second" else _format_percent
+        rows += _format_line_cells([line], show, indent="")
     return rows
 
 
-def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
+def _compare_memory(prediction: Prediction, peak: PeakBytes) -> Iterable[ComparisonLine]:
     on_cuda = peak.allocated is not None
     apart = {"rest", *(_NOT_MEASURED_ON_CUDA if on_cuda else ())}
     seen = {name: count for name, count in peak.parts().items() if name not in apart}
     predicted = prediction.memory.terms()
     total = peak.total if peak.allocated is None else peak.allocated
     for name, count in seen.items():
-        yield Compared(term=name, predicted=predicted[name], measured=count)
-    yield Compared(
+        yield ComparisonLine(term=name, predicted=predicted[name], measured=count)
+    yield ComparisonLine(
         term="rest",
         predicted=prediction.memory.total - sum(predicted[name] for name in seen),
         measured=total - sum(seen.values()),
     )
-    yield Compared(term="total", predicted=prediction.memory.total, measured=total)
+    yield ComparisonLine(term="total", predicted=prediction.memory.total, measured=total)
     if peak.reserved is not None:
-        yield Compared(term="reserved", predicted=prediction.reserved_bytes, measured=peak.reserved)
+        yield ComparisonLine(
+            term="reserved", predicted=prediction.allocator_reserved_bytes, measured=peak.reserved
+        )
     if prediction.offload is not None and peak.host is not None:
-        yield Compared(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
+        yield ComparisonLine(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
 
 
-def _drive(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
+def _compare_drive_traffic(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
     predicted, moved = prediction.offload, measurement.drive
     if predicted is not None and moved is not None and predicted.disk_bytes:
-        yield Compared(term="read", predicted=predicted.disk_read_bytes, measured=moved.read)
-        yield Compared(term="written", predicted=predicted.disk_written_bytes, measured=moved.written)
+        yield ComparisonLine(term="read", predicted=predicted.disk_read_bytes, measured=moved.read)
+        yield ComparisonLine(term="written", predicted=predicted.disk_written_bytes, measured=moved.written)
 
 
-def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
+def _compare_step_time(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
     predicted, step = prediction.time, measurement.step_seconds
     if step is not None:
-        yield Compared(
+        yield ComparisonLine(
             term="compute",
             predicted=predicted.compute + predicted.recompute + predicted.contention,
             measured=step.compute + step.other,
         )
         seen: Mapping[str, float] = step.terms()
         for name in _SAME_SECONDS:
-            yield Compared(term=name, predicted=predicted.terms()[name], measured=seen[name])
+            yield ComparisonLine(term=name, predicted=predicted.terms()[name], measured=seen[name])
         update = predicted.optimizer + (predicted.offload if prediction.offload is not None else 0.0)
-        known = update if prediction.is_timed else None
-        yield Compared(term="optimizer", predicted=known, measured=seen["optimizer"])
-        yield Compared(term="data", measured=step.data)
-        yield Compared(term="stragglers", predicted=predicted.stragglers)
+        known = update if prediction.has_complete_step_time else None
+        yield ComparisonLine(term="optimizer", predicted=known, measured=seen["optimizer"])
+        yield ComparisonLine(term="data", measured=step.data)
+        yield ComparisonLine(term="stragglers", predicted=predicted.stragglers)
     seconds = measurement.pace.step_seconds
     if seconds is not None:
-        yield Compared(
-            term="total", predicted=predicted.total if prediction.is_timed else None, measured=seconds
+        yield ComparisonLine(
+            term="total",
+            predicted=predicted.total if prediction.has_complete_step_time else None,
+            measured=seconds,
         )
 
 
-def _speed(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
-    rate, timed = measurement.tokens_per_second, prediction.is_timed
+def _compare_speed(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
+    rate, timed = measurement.tokens_per_second, prediction.has_complete_step_time
     if rate is not None:
         predicted = prediction.tokens_per_second if timed else None
-        yield Compared(term="tokens_per_second", predicted=predicted, measured=rate)
+        yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
     if measurement.mfu is not None and prediction.mfu is not None:
-        yield Compared(term="mfu", predicted=prediction.mfu if timed else None, measured=measurement.mfu)
+        yield ComparisonLine(
+            term="mfu", predicted=prediction.mfu if timed else None, measured=measurement.mfu
+        )
 
 
-def _cells(
-    lines: Iterable[Compared], show: Callable[[float], str], *, indent: str = "  "
+def _format_line_cells(
+    lines: Iterable[ComparisonLine], show: Callable[[float], str], *, indent: str = "  "
 ) -> Iterable[tuple[str, ...]]:
     for line in lines:
         if line.predicted or line.measured:
             error = line.error_percent
             yield (
-                f"{indent}{_LABELS.get(line.term) or label_of(line.term)}",
+                f"{indent}{_LABELS.get(line.term) or term_label(line.term)}",
                 "-" if line.predicted is None else show(line.predicted),
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",
             )
 
 
-def _percent(part: float) -> str:
+def _format_percent(part: float) -> str:
     return f"{100 * part:.1f} %"

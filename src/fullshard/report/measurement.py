@@ -5,12 +5,12 @@ from textwrap import indent
 from typing import TextIO
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.comparison import CRUMB_BYTES, compare, show_comparison
-from fullshard.report.plan import label_of, traffic_lines
-from fullshard.report.table import show_rows
+from fullshard.report.comparison import CRUMB_BYTES, compare_prediction, show_comparison
+from fullshard.report.plan import drive_traffic_lines, term_label
+from fullshard.report.table import show_labelled_lines
 from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
 from fullshard.spec.prediction import Prediction
-from fullshard.system.terminal import printable
+from fullshard.system.terminal import escape_control_characters
 
 
 def show_measurement(
@@ -20,12 +20,12 @@ def show_measurement(
 
     With a `prediction`, a second table compares bytes and seconds with the predicted ones, term by term.
     """
-    show_rows(measurement_rows(measurement, prediction=prediction), file=file)
+    show_labelled_lines(measurement_rows(measurement, prediction=prediction), file=file)
     if prediction is not None:
         print(file=file)
-        show_comparison(compare(prediction, measurement), file=file)
+        show_comparison(compare_prediction(prediction, measurement), file=file)
     if measurement.sample is not None:
-        sample = indent(printable(measurement.sample), "    ")
+        sample = indent(escape_control_characters(measurement.sample), "    ")
         print(f"\na sample of what it writes\n\n{sample}", file=file)
 
 
@@ -43,7 +43,7 @@ def measurement_rows(
         if prediction is not None and prediction.offload is not None and prediction.offload.disk_bytes:
             held = format_bytes(prediction.offload.disk_bytes)
             yield "", f"predicted: {held} of the drive a rank"
-            yield from (("", line) for line in traffic_lines(prediction))
+            yield from (("", line) for line in drive_traffic_lines(prediction))
         elif m.drive is not None:
             moved = f"reads {format_bytes(m.drive.read)} and writes {format_bytes(m.drive.written)}"
             yield "", f"a step {moved} of the drive, a rank"
@@ -51,19 +51,19 @@ def measurement_rows(
         yield "steps", f"none: {m.last_step} were done before"
         return
     yield "steps", f"{m.first_step} to {m.last_step}, {m.skipped_steps} skipped"
-    yield from _losses(m)
-    yield from _speed(m)
+    yield from _loss_rows(m)
+    yield from _speed_rows(m)
     if m.step_seconds is not None and prediction is None:
-        yield from _seconds(m.step_seconds)
+        yield from _step_time_rows(m.step_seconds)
     if m.startup_seconds is not None:
         yield "first step", f"done {format_seconds(m.startup_seconds)} after the command"
     if m.peak_bytes is not None and prediction is None:
-        yield from _memory(m.peak_bytes)
+        yield from _peak_memory_rows(m.peak_bytes)
     if m.checkpoint is not None:
         yield "checkpoint", m.checkpoint
 
 
-def _losses(m: Measurement) -> Iterator[tuple[str, str]]:
+def _loss_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     if m.first_loss is not None and m.last_loss is not None:
         yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
     if m.validation_loss is not None:
@@ -74,7 +74,7 @@ def _losses(m: Measurement) -> Iterator[tuple[str, str]]:
         yield "validation", f"{m.validation_loss:.4f} nats a token{share}"
 
 
-def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
+def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     pace, rate = m.pace, m.tokens_per_second
     left_out = min(pace.steps, pace.warmup_steps)
     if rate is None:
@@ -89,22 +89,24 @@ def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:
         whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
-        peak = f"{_flops(m.peak.flops_per_second)}/s a rank ({m.peak.device}, {m.peak.dtype}, {whence})"
+        peak = (
+            f"{_format_flops(m.peak.flops_per_second)}/s a rank ({m.peak.device}, {m.peak.dtype}, {whence})"
+        )
         yield "MFU", f"{100 * m.mfu:.1f} % of {peak}"
 
 
-def _seconds(step: StepSeconds) -> Iterator[tuple[str, str]]:
+def _step_time_rows(step: StepSeconds) -> Iterator[tuple[str, str]]:
     for name, seconds in step.terms().items():
         if seconds:
             share = f"{100 * seconds / step.total:.1f} %"
-            yield f"  {label_of(name)}", f"{format_seconds(seconds)}, {share}"
+            yield f"  {term_label(name)}", f"{format_seconds(seconds)}, {share}"
 
 
-def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
+def _peak_memory_rows(peak: PeakBytes) -> Iterator[tuple[str, str]]:
     yield "memory", f"{format_bytes(peak.total)} at the peak of the fullest rank"
     for name, count in peak.parts().items():
         if count > CRUMB_BYTES * peak.total:
-            yield f"  {label_of(name)}", format_bytes(count)
+            yield f"  {term_label(name)}", format_bytes(count)
     if peak.host is not None:
         yield "host memory", f"{format_bytes(peak.host)} a rank beside, for its tier"
     cuda = [("active", peak.active), ("allocated", peak.allocated), ("reserved", peak.reserved)]
@@ -113,7 +115,7 @@ def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
         yield "  CUDA", ", ".join(counted)
 
 
-def _flops(count: float) -> str:
+def _format_flops(count: float) -> str:
     """Returns a FLOP count with its unit: `1.02e11` -> `102 GFLOP`."""
     text = format_count(count)
     return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.table import show_grid, show_rows
+from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import ActivationTerms, Prediction
+from fullshard.spec.prediction import ActivationOffloadTerms, Prediction
 from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
@@ -27,29 +27,29 @@ _LABELS = {
 }
 
 
-def label_of(term: str) -> str:
+def term_label(term: str) -> str:
     """Returns the printed label for a field of `MemoryTerms` or `TimeTerms`, or for the `rest`."""
     return _LABELS.get(term, term.replace("_", " "))
 
 
-class Budget(FrozenModel):
+class TrainingBudget(FrozenModel):
     """A number of tokens to train on, and their price."""
 
     tokens: PositiveInt
     price_per_hour: PositiveFloat | None = None  # dollars per rank; None if unknown
 
-    def seconds(self, prediction: Prediction) -> float:
+    def training_seconds(self, prediction: Prediction) -> float:
         """Returns the seconds that training on the tokens takes."""
         return self.tokens / prediction.tokens_per_second
 
     def rank_hours(self, plan: Plan, prediction: Prediction) -> float:
-        return self.seconds(prediction) / 3600 * plan.world_size
+        return self.training_seconds(prediction) / 3600 * plan.world_size
 
-    def cost(self, plan: Plan, prediction: Prediction) -> float | None:
+    def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
         return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
 
 
-class PlanPage(NamedTuple):
+class PlanReport(NamedTuple):
     """Contents of the report about one plan."""
 
     plan: Plan
@@ -58,65 +58,65 @@ class PlanPage(NamedTuple):
     hardware: str  # one line about the hardware
     rates: str = ""  # source of the hardware's rates
     why: Sequence[str] = ()  # paragraphs of reasons
-    budget: Budget | None = None  # tokens to train on, if any
+    budget: TrainingBudget | None = None  # tokens to train on, if any
     dry_run: Mapping[str, int] | None = None  # bytes by part, counted by a dry run of the real step
 
 
-def show_plan(page: PlanPage, *, file: TextIO | None = None) -> None:
+def show_plan(page: PlanReport, *, file: TextIO | None = None) -> None:
     """Prints the report to `file` (standard output by default)."""
-    show_rows(plan_rows(page), file=file)
+    show_labelled_lines(plan_rows(page), file=file)
 
 
-def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
+def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     """Yields the (label, text) lines of the report. Empty parts have none."""
     plan, prediction = page.plan, page.plan.prediction
     yield "model", page.model
     yield "hardware", page.hardware
     if page.rates:
         yield "  rates", page.rates
-    yield from _settings(plan, page.asked)
+    yield from _settings_rows(plan, page.asked)
     if prediction is None:
         yield "prediction", "none was made"
         return
-    yield from _memory(prediction)
+    yield from _memory_rows(prediction)
     if plan.run.checkpoint.mode == "async":
-        staged = format_bytes(prediction.memory.staged_bytes)
+        staged = format_bytes(prediction.memory.staged_checkpoint_bytes)
         yield "checkpoints", f"{staged} of host memory a rank besides, for the copy that is written"
     if page.dry_run is not None:
-        yield from _dry_run(page.dry_run, prediction)
+        yield from _dry_run_rows(page.dry_run, prediction)
     if prediction.offload is not None:
-        yield from _outside(prediction)
+        yield from _offload_rows(prediction)
     if prediction.activations is not None:
-        yield from _on_host(prediction.activations, held=prediction.host_bytes)
-    yield from _time(prediction)
-    yield from _speed(plan, prediction)
+        yield from _host_activation_rows(prediction.activations, held=prediction.required_host_bytes)
+    yield from _step_time_rows(prediction)
+    yield from _speed_rows(plan, prediction)
     if page.budget is not None:
-        yield from _spending(page.budget, plan)
+        yield from _budget_rows(page.budget, plan)
     for index, text in enumerate(page.why):
         yield "why" if index == 0 else "", text
 
 
-def show_plans(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
+def show_plan_table(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
     """Prints a table of the plans that have a prediction, `chosen` first, to `file` (standard output)."""
-    show_grid(_COMPARED, plan_cells(chosen, others), file=file)
+    show_table(_COMPARED, plan_table_rows(chosen, others), file=file)
 
 
-def plan_cells(chosen: Plan, others: Iterable[Plan]) -> list[tuple[str, ...]]:
+def plan_table_rows(chosen: Plan, others: Iterable[Plan]) -> list[tuple[str, ...]]:
     """Returns the table's cells: the chosen plan, other plans that fit, by speed, then the rest, by bytes."""
     assert chosen.prediction is not None, "the chosen plan is predicted"
     predicted = [(plan, plan.prediction) for plan in others if plan.prediction is not None and plan != chosen]
-    predicted.sort(key=lambda one: _order(one[1]))
+    predicted.sort(key=lambda one: _plan_sort_key(one[1]))
     rows = [(chosen, chosen.prediction), *predicted]
-    return [_plan_cells(plan, prediction, chosen=chosen.prediction) for plan, prediction in rows]
+    return [_plan_table_row(plan, prediction, chosen=chosen.prediction) for plan, prediction in rows]
 
 
-def _order(prediction: Prediction) -> tuple[int, float]:
-    if prediction.fits:
+def _plan_sort_key(prediction: Prediction) -> tuple[int, float]:
+    if prediction.fits_in_memory:
         return (0, -prediction.tokens_per_second)
-    return (1, prediction.needed_bytes)
+    return (1, prediction.required_device_bytes)
 
 
-def _plan_cells(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[str, ...]:
+def _plan_table_row(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[str, ...]:
     reshard = f"→{plan.reshard_after_forward}" if type(plan.reshard_after_forward) is int else ""
     mfu = f"{100 * prediction.mfu:.1f} %" if prediction.mfu is not None else "-"
     return (
@@ -124,18 +124,18 @@ def _plan_cells(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tu
         f"{plan.replicate_degree}×{plan.shard_degree}{reshard}",
         f"{plan.microbatch}×{plan.accumulation}",
         recompute_text(plan.run).removesuffix(" block"),
-        format_bytes(prediction.needed_bytes),
+        format_bytes(prediction.required_device_bytes),
         format_seconds(prediction.time.total),
         format_count(prediction.tokens_per_second),
         mfu,
-        _verdict(prediction, chosen=chosen),
+        _verdict_against_chosen(prediction, chosen=chosen),
     )
 
 
-def _verdict(prediction: Prediction, *, chosen: Prediction) -> str:
+def _verdict_against_chosen(prediction: Prediction, *, chosen: Prediction) -> str:
     """Returns a plan's extra time per token over the chosen one, or the bytes by which it does not fit."""
-    if not prediction.fits:
-        return f"{format_bytes(prediction.needed_bytes - prediction.capacity_bytes)} over"
+    if not prediction.fits_in_memory:
+        return f"{format_bytes(prediction.required_device_bytes - prediction.capacity_bytes)} over"
     if prediction is chosen:
         return "chosen"
     longer = 100 * (chosen.tokens_per_second / prediction.tokens_per_second - 1)
@@ -145,8 +145,8 @@ def _verdict(prediction: Prediction, *, chosen: Prediction) -> str:
 def mesh_text(plan: Plan) -> str:
     """Returns the mesh as `full_shard over 8 ranks` or `hybrid_shard over 8 ranks, in 4 replicas`."""
     if plan.strategy is Strategy.NO_SHARD:
-        return f"{plan.strategy}: {_times(plan.data_parallel, 'replica')}"
-    text = f"{plan.strategy} over {_times(plan.shard_degree, 'rank')}"
+        return f"{plan.strategy}: {_format_count_of(plan.data_parallel_degree, 'replica')}"
+    text = f"{plan.strategy} over {_format_count_of(plan.shard_degree, 'rank')}"
     if plan.replicate_degree > 1:
         text += f", in {plan.replicate_degree} replicas"
     if type(plan.reshard_after_forward) is int:
@@ -156,7 +156,7 @@ def mesh_text(plan: Plan) -> str:
 
 def recompute_text(run: Run) -> str:
     """Returns `every 2nd block`, `offload, every 2nd block`, `full`, `selective`, `offload` or `none`."""
-    section, every = run.recompute, run.recompute.period
+    section, every = run.recompute, run.recompute.block_period
     if section.mode not in ("every", "offload") or (section.mode == "offload" and every == 1):
         return section.mode
     ends = {1: "st", 2: "nd", 3: "rd"}
@@ -164,91 +164,91 @@ def recompute_text(run: Run) -> str:
     return f"{'offload, ' if section.mode == 'offload' else ''}every {every}{end} block"
 
 
-def _settings(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
-    def settled(text: str, *, pinned: bool) -> str:
+def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
+    def mark_as_asked(text: str, *, pinned: bool) -> str:
         return f"{text}  (as asked)" if pinned else text
 
     run, precision = plan.run, plan.precision
-    yield "strategy", settled(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
-    if plan.is_what_if:
+    yield "strategy", mark_as_asked(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
+    if plan.is_prediction_only:
         yield "WHAT-IF", "not yet run by train"
     if plan.tensor_parallel > 1:
         yield (
             "tensor parallel",
-            f"matmuls over {_times(plan.tensor_parallel, 'rank')}, and the sequence between",
+            f"matmuls over {_format_count_of(plan.tensor_parallel, 'rank')}, and the sequence between",
         )
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there
-    sequences = plan.data_parallel * plan.microbatch * plan.accumulation
+    sequences = plan.data_parallel_degree * plan.microbatch * plan.accumulation
     batch = f"microbatch {plan.microbatch}"
     if plan.accumulation > 1:
         when = "each" if plan.sync_each_microbatch else "once a step"
         batch += f" × {plan.accumulation} accumulated (reduced {when})"
-    yield "batch", settled(batch, pinned=asked.train.microbatch is not None)
+    yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
     length = run.data.sequence_length
     yield (
         "",
-        f"× {_times(plan.data_parallel, 'rank')} = {sequences:,} sequences of {length:,} "
+        f"× {_format_count_of(plan.data_parallel_degree, 'rank')} = {sequences:,} sequences of {length:,} "
         f"= {format_count(sequences * length)} tokens a step",
     )
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
     yield "precision", f"{precision.param} computed, {precision.reduce} reduced{kept}"
-    yield "recompute", settled(recompute_text(run), pinned=asked.recompute.mode != "auto")
+    yield "recompute", mark_as_asked(recompute_text(run), pinned=asked.recompute.mode != "auto")
     prefetch = run.prefetch.mode
     if prefetch == "explicit":
         prefetch += f": {run.prefetch.forward} ahead in forward, {run.prefetch.backward} in backward"
-    yield "prefetch", settled(prefetch, pinned=asked.prefetch.mode != "auto")
+    yield "prefetch", mark_as_asked(prefetch, pinned=asked.prefetch.mode != "auto")
     yield "compile", "yes" if run.run.compile is True else "no"
 
 
-def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    needed, capacity = prediction.needed_bytes, prediction.capacity_bytes
-    rest = f"{format_bytes(abs(capacity - needed))} {'free' if prediction.fits else 'TOO MUCH'}"
+def _memory_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    needed, capacity = prediction.required_device_bytes, prediction.capacity_bytes
+    rest = f"{format_bytes(abs(capacity - needed))} {'free' if prediction.fits_in_memory else 'TOO MUCH'}"
     yield (
         "memory",
         f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank "
         f"({100 * needed / capacity:.0f} %): {rest}",
     )
-    terms = {label_of(name): float(count) for name, count in prediction.memory.terms().items()}
+    terms = {term_label(name): float(count) for name, count in prediction.memory.terms().items()}
     terms["allocator reserve"] = prediction.allocator_reserve_bytes
     terms["device context"] = prediction.context_bytes
-    yield from _bars(terms, format_bytes, whole=needed)
+    yield from _bar_rows(terms, format_bytes, whole=needed)
     yield "  highest at", prediction.memory.moment
 
 
-def traffic_lines(prediction: Prediction) -> Iterator[str]:
+def drive_traffic_lines(prediction: Prediction) -> Iterator[str]:
     """Yields lines about a step's drive traffic, and the wear per day if the step's time is known."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
     written = format_bytes(terms.disk_written_bytes)
     yield f"a step reads {format_bytes(terms.disk_read_bytes)}{all_there} and writes {written}"
-    if prediction.is_timed:
+    if prediction.has_complete_step_time:
         a_day = terms.disk_written_bytes / prediction.time.total * 86_400
         yield f"what is written wears it by {format_count(a_day)}B a day for each rank"
     else:
         yield "what is written wears it"
 
 
-def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
-    room = "" if terms.fits else ": TOO MUCH"
+    room = "" if terms.fits_in_host_memory else ": TOO MUCH"
     yield "host memory", f"{format_bytes(terms.host_bytes)}{of} a rank{room}"
     if terms.disk_bytes:
         yield "drive", f"{format_bytes(terms.disk_bytes)} a rank"
-        yield from (("", line) for line in traffic_lines(prediction))
+        yield from (("", line) for line in drive_traffic_lines(prediction))
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
-    yield "  at least", f"{each}, beside each other: {terms.binds} binds"
+    yield "  at least", f"{each}, beside each other: {terms.step_bottleneck} binds"
     if terms.disk_seconds is None:
         yield "", "the drive's time is not known: fullshard calibrate --drive DIRECTORY"
 
 
-def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
+def _host_activation_rows(terms: ActivationOffloadTerms, *, held: int) -> Iterator[tuple[str, str]]:
     """Yields lines about the activations' use of the host. `held`: host bytes with the offload target's."""
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
@@ -261,7 +261,7 @@ def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
     )
 
 
-def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
+def _dry_run_rows(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
     """Yields lines that compare the bytes counted in a dry run with the predicted ones, part by part."""
     terms = prediction.memory.terms()
     predicted = {name: terms.get(name, 0) for name in parts}
@@ -275,19 +275,19 @@ def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple
     for name, count in parts.items():
         if count or predicted[name]:
             yield (
-                f"  {label_of(name)}",
+                f"  {term_label(name)}",
                 f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}",
             )
 
 
-def _time(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def _step_time_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     total = prediction.time.total
-    yield "step", format_seconds(total) + ("" if prediction.is_timed else ", without its drive")
-    terms = {label_of(name): seconds for name, seconds in prediction.time.terms().items()}
-    yield from _bars(terms, format_seconds, whole=total)
+    yield "step", format_seconds(total) + ("" if prediction.has_complete_step_time else ", without its drive")
+    terms = {term_label(name): seconds for name, seconds in prediction.time.terms().items()}
+    yield from _bar_rows(terms, format_seconds, whole=total)
 
 
-def _bars(
+def _bar_rows(
     terms: Mapping[str, float], show: Callable[[float], str], *, whole: float
 ) -> Iterator[tuple[str, str]]:
     """Yields one line per term with its figure, its share of `whole` and a bar. Small terms share a line."""
@@ -303,7 +303,7 @@ def _bars(
             yield f"  {label}", f"{show(value):>{width}}  {share}  {bar}".rstrip()
 
 
-def _speed(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]:
+def _speed_rows(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]:
     rate = prediction.tokens_per_second
     each = f", {format_count(rate / plan.world_size)} a rank" if plan.world_size > 1 else ""
     yield "speed", f"{format_count(rate)} tokens/s{each}"
@@ -311,16 +311,16 @@ def _speed(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]:
         yield "MFU", f"{100 * prediction.mfu:.1f} %"
 
 
-def _spending(budget: Budget, plan: Plan) -> Iterator[tuple[str, str]]:
+def _budget_rows(budget: TrainingBudget, plan: Plan) -> Iterator[tuple[str, str]]:
     prediction = plan.prediction
     assert prediction is not None, "only what is predicted has a price"
     hours = budget.rank_hours(plan, prediction)
-    yield f"{format_count(budget.tokens)} tokens", format_duration(budget.seconds(prediction))
+    yield f"{format_count(budget.tokens)} tokens", format_duration(budget.training_seconds(prediction))
     kind = "GPU" if plan.device == "cuda" else "rank"
-    text = f"{_rounded(hours)} {kind} hours"
-    cost = budget.cost(plan, prediction)
+    text = f"{_format_rounded(hours)} {kind} hours"
+    cost = budget.cost_dollars(plan, prediction)
     if cost is not None:
-        text += f" at ${budget.price_per_hour:,.2f} = ${_rounded(cost)}"
+        text += f" at ${budget.price_per_hour:,.2f} = ${_format_rounded(cost)}"
     yield "", text
 
 
@@ -330,10 +330,10 @@ def format_duration(seconds: float) -> str:
     return format_seconds(seconds) if days < 2 else f"{days:,.1f} days"
 
 
-def _rounded(value: float) -> str:
+def _format_rounded(value: float) -> str:
     """Returns `1234567.8` as `1,234,568`, and values below 100 with two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 
-def _times(count: int, noun: str) -> str:
+def _format_count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

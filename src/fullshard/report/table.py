@@ -8,21 +8,21 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from fullshard.system.terminal import printable, printable_line
+from fullshard.system.terminal import escape_control_characters, escape_to_single_line
 
 PLAIN_COLUMNS = 100
 
 
-def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
+def show_labelled_lines(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
     """Prints (label, text) lines in two columns. Long texts continue on the lines below."""
     out: TextIO = file or sys.stdout
-    rows = [(printable(label), printable(text)) for label, text in rows]
+    rows = [(escape_control_characters(label), escape_control_characters(text)) for label, text in rows]
     console = Console(file=out, highlight=False, soft_wrap=True)
     columns = console.width if out.isatty() else PLAIN_COLUMNS
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
         style = "dim" if label.startswith(" ") else "bold"
-        for index, line in enumerate(_lines(text, columns - width - 2)):
+        for index, line in enumerate(_wrap_text(text, columns - width - 2)):
             shown = f"{label if index == 0 else '':<{width}}"
             if out.isatty():
                 console.print(Text.assemble((shown, style), f"  {line}"))
@@ -30,10 +30,10 @@ def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) ->
                 print(f"{shown}  {line}".rstrip(), file=out)
 
 
-def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
+def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
     """Prints a table with the first column left-aligned and the others right-aligned."""
     out: TextIO = file or sys.stdout
-    lines = list(grid_lines(header, rows))
+    lines = list(format_table_lines(header, rows))
     if out.isatty():
         console = Console(file=out, highlight=False, soft_wrap=True)
         console.print(Text(lines[0], style="bold"))
@@ -41,9 +41,9 @@ def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: Tex
     print("\n".join(lines), file=out)
 
 
-def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+def format_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
     """Yields the lines of a table, with the first column left-aligned and the others right-aligned."""
-    rows = [[printable_line(cell) for cell in row] for row in rows]
+    rows = [[escape_to_single_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         cells = [
@@ -53,7 +53,7 @@ def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable
         yield "  ".join(cells).rstrip()
 
 
-def _lines(text: str, columns: int) -> list[str]:
+def _wrap_text(text: str, columns: int) -> list[str]:
     if len(text) <= columns:
         return [text]
     return wrap(

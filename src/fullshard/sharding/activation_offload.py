@@ -40,14 +40,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.sharding.host_copy import HostCopy, host_copy_for
+from fullshard.sharding.host_copy import HostCopier, choose_host_copier
 from fullshard.spec.plan import DeviceType
 
 Forward = Callable[..., Any]
 
 
 def offload_activations(
-    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, copier: HostCopy | None = None
+    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, copier: HostCopier | None = None
 ) -> None:
     """Makes `blocks`, in order of use, keep tensors saved for backward on the host.
 
@@ -59,30 +59,34 @@ def offload_activations(
     """
     mover = ActivationOffloader(device, copier=copier)
     for block in blocks:
-        block.forward = _moved(block, mover, least=least if block is not blocks[-1] else None)
+        block.forward = _make_offloading_forward(
+            block, mover, least=least if block is not blocks[-1] else None
+        )
 
 
-def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | None) -> Forward:
+def _make_offloading_forward(
+    block: nn.Module, mover: "ActivationOffloader", *, least: float | None
+) -> Forward:
     """Returns the block's forward with saved-tensor hooks of `mover`. If `least` is None, nothing moves."""
     forward = block.forward
 
     @wraps(forward)
-    def moved(*args: Any, **kwargs: Any) -> Any:  # signature: the block's own
+    def offloading_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the block's own
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        entering = _first_floating((args, kwargs))
+        entering = _first_floating_point_tensor((args, kwargs))
         least_bytes = least * entering.nbytes if least is not None and entering is not None else None
-        call = mover.enter(block, entering, least_bytes=least_bytes)
-        with saved_tensors_hooks(partial(mover.pack, call), mover.unpack):
+        call = mover.start_forward_call(block, entering, least_bytes=least_bytes)
+        with saved_tensors_hooks(partial(mover.pack_saved_tensor, call), mover.unpack_saved_tensor):
             result = forward(*args, **kwargs)
-        mover.leave(call)
+        mover.end_forward_call(call)
         return result
 
-    return moved
+    return offloading_forward
 
 
 @dataclass(eq=False)
-class Storage:
+class SavedStorage:
     """A device storage that was saved for backward, and its copies."""
 
     reference: "weakref.ref[torch.UntypedStorage]"
@@ -90,17 +94,17 @@ class Storage:
     source: Tensor | None  # flat view of the whole storage, until it has been copied to the host
     host: Any = None  # copy on the host
     copy: Tensor | None = None  # flat tensor on the device, once the storage was copied back
-    coming: "PendingFetch | None" = None  # the copy back, if computing has not waited for it
+    pending_fetch: "PendingCopyToDevice | None" = None  # the copy back, if computing has not waited for it
     overwritten: bool = False  # whether it was changed in place after it was saved
 
-    def check(self) -> None:
+    def record_overwrite(self) -> None:
         """Sets `overwritten` if the source was changed in place after it was saved."""
         if self.source is not None and self.source._version != self.version:
             self.overwritten = True
 
 
 @dataclass(eq=False)
-class PendingFetch:
+class PendingCopyToDevice:
     """Copies to the device that computing has not waited for, and the tensors to hold until then."""
 
     ticket: Any
@@ -108,15 +112,15 @@ class PendingFetch:
 
 
 @dataclass(eq=False)
-class BlockForward:
+class BlockForwardCall:
     """One forward call of one block, with the storages that it saved."""
 
     block: nn.Module
     device: torch.device | None
     least_bytes: float | None  # smaller storages stay on the device; None: all storages stay
-    before: "weakref.ref[BlockForward] | None"  # the preceding forward call, of any block
+    before: "weakref.ref[BlockForwardCall] | None"  # the preceding forward call, of any block
     held: set[int] | None  # storages of parameters and buffers, which stay; None: not gathered yet
-    saved: list["weakref.ref[Storage]"] = field(default_factory=list["weakref.ref[Storage]"])
+    saved: list["weakref.ref[SavedStorage]"] = field(default_factory=list["weakref.ref[SavedStorage]"])
     is_in_backward: bool = False
 
     def keeps_on_device(self, tensor: Tensor) -> bool:
@@ -131,23 +135,23 @@ class BlockForward:
         if size < max(self.least_bytes, 1) or size % tensor.itemsize:
             return True
         base = tensor if tensor._base is None else tensor._base
-        held = self.held if self.held is not None else _held_by(self.block)
+        held = self.held if self.held is not None else _parameter_and_buffer_storage_keys(self.block)
         return isinstance(base, nn.Parameter) or storage_key(tensor) in held
 
 
-class KeptTensor(NamedTuple):
+class TensorKeptOnDevice(NamedTuple):
     """A saved tensor that stays on the device, and its version when it was saved."""
 
-    call: BlockForward
+    call: BlockForwardCall
     tensor: Tensor
     version: int
 
 
-class MovedView(NamedTuple):
+class ViewOfOffloadedStorage(NamedTuple):
     """A saved tensor whose storage is moved: the storage, and how the tensor views it."""
 
-    call: BlockForward
-    storage: Storage
+    call: BlockForwardCall
+    storage: SavedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -160,153 +164,163 @@ class ActivationOffloader:
     Invariant: a device tensor that is being copied is held here until computing has waited for the copy.
     """
 
-    def __init__(self, device: DeviceType, *, copier: HostCopy | None = None) -> None:
+    def __init__(self, device: DeviceType, *, copier: HostCopier | None = None) -> None:
         self._device: DeviceType = device
         self._own = copier
-        self._storages: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
-        self._last: weakref.ref[BlockForward] | None = None
-        self._leaving: list[tuple[Any, list[Storage]]] = []
-        self._coming: list[PendingFetch] = []
+        self._storages: weakref.WeakValueDictionary[tuple[int, int], SavedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._last: weakref.ref[BlockForwardCall] | None = None
+        self._leaving: list[tuple[Any, list[SavedStorage]]] = []
+        self._coming: list[PendingCopyToDevice] = []
 
-    def enter(self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None) -> BlockForward:
+    def start_forward_call(
+        self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None
+    ) -> BlockForwardCall:
         """Starts a forward call of `block`. `entering` is its first floating-point input, if any."""
         gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
-        call = BlockForward(
+        call = BlockForwardCall(
             block,
             entering.device if entering is not None else None,
             least_bytes,
             before=self._last,
-            held=_held_by(block) if gathered else None,
+            held=_parameter_and_buffer_storage_keys(block) if gathered else None,
         )
         self._last = weakref.ref(call)
         return call
 
-    def pack(self, call: BlockForward, tensor: Tensor) -> KeptTensor | MovedView:
+    def pack_saved_tensor(
+        self, call: BlockForwardCall, tensor: Tensor
+    ) -> TensorKeptOnDevice | ViewOfOffloadedStorage:
         """Returns the object that autograd saves in place of `tensor`: the pack hook of saved tensors."""
         if call.keeps_on_device(tensor):
             # Detached: the output of an operation would form a reference cycle, which is never freed.
-            return KeptTensor(call, tensor.detach(), tensor._version)
-        storage = self._storage(tensor)
+            return TensorKeptOnDevice(call, tensor.detach(), tensor._version)
+        storage = self._get_or_make_storage_record(tensor)
         if not any(reference() is storage for reference in call.saved):
             call.saved.append(weakref.ref(storage))
-        return MovedView(call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return ViewOfOffloadedStorage(
+            call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
 
-    def leave(self, call: BlockForward) -> None:
+    def end_forward_call(self, call: BlockForwardCall) -> None:
         """Ends a forward call: frees the device storages of the previous call, starts copying this call's."""
         while self._leaving:
             ticket, storages = self._leaving.pop()
-            self._copier(call).wait(ticket)
+            self._get_host_copier(call).wait_for_copies(ticket)
             for storage in storages:
-                _drop_source(storage)
+                _free_device_source(storage)
         for coming in self._coming:  # left by an interrupted backward
-            self._copier(call).wait(coming.ticket)
+            self._get_host_copier(call).wait_for_copies(coming.ticket)
         self._coming.clear()
-        leaving = [one for one in _alive(call) if one.source is not None and one.host is None]
+        leaving = [one for one in _iterate_live_storages(call) if one.source is not None and one.host is None]
         if not leaving:
             return
-        copier = self._copier(call)
+        copier = self._get_host_copier(call)
         # If copies are not concurrent, at most one storage at a time is in memory twice.
-        for storages in [leaving] if copier.beside else [[storage] for storage in leaving]:
-            self._depart(storages, copier)
+        for storages in [leaving] if copier.is_concurrent else [[storage] for storage in leaving]:
+            self._start_copy_to_host(storages, copier)
 
-    def unpack(self, saved: KeptTensor | MovedView) -> Tensor:
+    def unpack_saved_tensor(self, saved: TensorKeptOnDevice | ViewOfOffloadedStorage) -> Tensor:
         """Returns the tensor that was packed as `saved`: the unpack hook, which backward calls."""
-        self._begin_backward(saved.call)
-        if isinstance(saved, KeptTensor):
+        self._copy_back_for_backward(saved.call)
+        if isinstance(saved, TensorKeptOnDevice):
             if saved.tensor._version != saved.version:
-                raise _overwritten(saved.tensor)
+                raise _overwritten_tensor_error(saved.tensor)
             return saved.tensor
         storage = saved.storage
-        storage.check()
+        storage.record_overwrite()
         if storage.source is None and storage.copy is None:
-            self._bring([storage], saved.call)
-        self._await(storage)
+            self._start_copy_to_device([storage], saved.call)
+        self._wait_for_copy_to_device(storage)
         flat = storage.source if storage.source is not None else storage.copy
         assert flat is not None, "it was just brought"
         flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
         tensor = flat.as_strided(saved.size, saved.stride, saved.offset)
         if storage.overwritten:
-            raise _overwritten(tensor)
+            raise _overwritten_tensor_error(tensor)
         return tensor
 
-    def _copier(self, call: BlockForward) -> HostCopy:
+    def _get_host_copier(self, call: BlockForwardCall) -> HostCopier:
         if self._own is None:
             assert call.device is not None, "nothing moves in a block that no floating-point tensor enters"
-            self._own = host_copy_for(self._device, call.device)
+            self._own = choose_host_copier(self._device, call.device)
         return self._own
 
-    def _storage(self, tensor: Tensor) -> Storage:
+    def _get_or_make_storage_record(self, tensor: Tensor) -> SavedStorage:
         """Returns the record of `tensor`'s storage at its present version; makes one if there is none."""
         key = (storage_key(tensor), tensor._version)
         found, storage = self._storages.get(key), tensor.untyped_storage()
         if found is None or found.reference() is not storage:
             count = storage.nbytes() // tensor.itemsize
             flat = tensor.detach().as_strided((count,), (1,), 0)
-            found = self._storages[key] = Storage(weakref.ref(storage), tensor._version, flat)
+            found = self._storages[key] = SavedStorage(weakref.ref(storage), tensor._version, flat)
         return found
 
-    def _depart(self, storages: list[Storage], copier: HostCopy) -> None:
+    def _start_copy_to_host(self, storages: list[SavedStorage], copier: HostCopier) -> None:
         flats = [storage.source for storage in storages if storage.source is not None]
-        hosts, ticket = copier.to_host(flats)
+        hosts, ticket = copier.copy_to_host(flats)
         for storage, host in zip(storages, hosts, strict=True):
             storage.host = host
             if ticket is None:
-                _drop_source(storage)
+                _free_device_source(storage)
         if ticket is not None:
             self._leaving.append((ticket, storages))
 
-    def _begin_backward(self, call: BlockForward) -> None:
+    def _copy_back_for_backward(self, call: BlockForwardCall) -> None:
         """At a call's first unpack, copies its storages back, then starts copying the preceding call's."""
         if call.is_in_backward:
             return
         call.is_in_backward = True
-        self._bring(list(_alive(call)), call)
-        for storage in _alive(call):
-            self._await(storage)
+        self._start_copy_to_device(list(_iterate_live_storages(call)), call)
+        for storage in _iterate_live_storages(call):
+            self._wait_for_copy_to_device(storage)
         before = call.before() if call.before is not None else None
         if before is not None:
-            self._bring(list(_alive(before)), before)
+            self._start_copy_to_device(list(_iterate_live_storages(before)), before)
 
-    def _bring(self, storages: list[Storage], call: BlockForward) -> None:
+    def _start_copy_to_device(self, storages: list[SavedStorage], call: BlockForwardCall) -> None:
         absent = [one for one in storages if one.source is None and one.copy is None]
         if not absent:
             return
         assert call.device is not None, "what was moved was on a device"
-        copies, ticket = self._copier(call).to_device([one.host for one in absent], device=call.device)
-        coming = PendingFetch(ticket, copies) if ticket is not None else None
+        copies, ticket = self._get_host_copier(call).copy_to_device(
+            [one.host for one in absent], device=call.device
+        )
+        coming = PendingCopyToDevice(ticket, copies) if ticket is not None else None
         for storage, copy in zip(absent, copies, strict=True):
-            storage.copy, storage.host, storage.coming = copy, None, coming
+            storage.copy, storage.host, storage.pending_fetch = copy, None, coming
         if coming is not None:
             self._coming.append(coming)
 
-    def _await(self, storage: Storage) -> None:
-        coming, storage.coming = storage.coming, None
+    def _wait_for_copy_to_device(self, storage: SavedStorage) -> None:
+        coming, storage.pending_fetch = storage.pending_fetch, None
         if coming in self._coming and self._own is not None:
-            self._own.wait(coming.ticket)
+            self._own.wait_for_copies(coming.ticket)
             self._coming.remove(coming)
 
 
-def _alive(call: BlockForward) -> Iterator[Storage]:
+def _iterate_live_storages(call: BlockForwardCall) -> Iterator[SavedStorage]:
     return (storage for reference in call.saved if (storage := reference()) is not None)
 
 
-def _drop_source(storage: Storage) -> None:
-    storage.check()
+def _free_device_source(storage: SavedStorage) -> None:
+    storage.record_overwrite()
     storage.source = None
 
 
-def _held_by(block: nn.Module) -> set[int]:
+def _parameter_and_buffer_storage_keys(block: nn.Module) -> set[int]:
     """Returns the storage keys of a block's buffers and parameters, except those that are not gathered."""
     held = [*block.parameters(), *block.buffers()]
     return {storage_key(tensor) for tensor in held if not isinstance(tensor, DTensor)}
 
 
-def _first_floating(values: Any) -> Tensor | None:
+def _first_floating_point_tensor(values: Any) -> Tensor | None:
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 
 
-def _overwritten(tensor: Tensor) -> RuntimeError:
+def _overwritten_tensor_error(tensor: Tensor) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{tensor.dtype} {tuple(tensor.shape)}, saved in a block whose activations are offloaded"

@@ -16,31 +16,31 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
-from fullshard.sharding.collectives import use_gloo_collectives
-from fullshard.sharding.materialize import Initialise, fill_shards, meta_parameters
-from fullshard.sharding.mesh import build_mesh, replicating_mesh, shared_post_forward_mesh
-from fullshard.sharding.precision import cast_buffers, engine_policy
-from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing
+from fullshard.sharding.collectives import replace_gloo_collectives
+from fullshard.sharding.materialize import Initialise, fill_shards, replace_parameters_by_meta
+from fullshard.sharding.mesh import build_mesh, build_replicated_mesh, share_post_forward_mesh
+from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
+from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
-from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
-from fullshard.spec.plan import DeviceType, Plan, check_runs
+from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.spec.plan import DeviceType, Plan, check_run_is_trainable
 from fullshard.spec.run import PrefetchSection
 
 
 class ShardSink(Protocol):
     """Receives the initialised shards of each unit when the plan offloads them."""
 
-    def start(self, model: nn.Module, *, unset: bool) -> None:
+    def start_receiving_shards(self, model: nn.Module, *, unset: bool) -> None:
         """Prepares to receive the shards of `model`, whose parameters are on the meta device under FSDP2.
 
-        If `unset`, `put_unit` receives only NaN, and a later load sets the values.
+        If `unset`, `put_unit_shards` receives only NaN, and a later load sets the values.
         """
 
-    def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def put_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Receives the parameters of one unit, by name, with values. Called in the units' order of use."""
 
-    def finish(self) -> None:
+    def finish_receiving_shards(self) -> None:
         """Waits until all shards are stored. Called after the last unit."""
 
 
@@ -71,21 +71,21 @@ def shard(
     sharded like this; that model cannot be used any more. Warns of units that are too small or too large
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
-    prepared = prepare(model, plan, units=units)
-    _refuse_methods(model, methods)
+    prepared = prepare_sharding(model, plan, units=units)
+    _check_methods_exist(model, methods)
     given = collect_rank0_values(model)
     if init != "none":
-        warn_of_missing(model, given, stacklevel=2)
+        warn_of_missing_weights(model, given, stacklevel=2)
     apply_fully_shard(model, prepared, plan=plan, methods=methods)
     order, keep = prepared.units, None
     if keeper is not None:
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
-        keeper.start(model, unset=init == "none" and not given_some)
-        order, keep = _in_forward_order(model, order), keeper.put_unit
+        keeper.start_receiving_shards(model, unset=init == "none" and not given_some)
+        order, keep = _sort_units_in_forward_order(model, order), keeper.put_unit_shards
     fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if keeper is not None:
-        keeper.finish()
-    finish_sharding(model, prepared.units, plan=plan)
+        keeper.finish_receiving_shards()
+    cast_buffers_and_set_prefetch(model, prepared.units, plan=plan)
     return model
 
 
@@ -99,17 +99,17 @@ class ShardingInputs:
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if there are none
 
 
-def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
+def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
     """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
-    check_runs(plan.run)
-    _refuse(model)
+    check_run_is_trainable(plan.run)
+    _check_not_sharded(model)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
-    _check_overrides(found, plan)
-    repeated = find_repeated(model, section, units=found)
+    _check_reshard_degrees(found, plan)
+    repeated = find_recompute_blocks(model, section, units=found)
     mesh = unsharded_mesh = build_mesh(plan)
     if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
-        unsharded_mesh = replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
+        unsharded_mesh = build_replicated_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
     warn_of_unit_sizes(found, plan, stacklevel=3)
     return ShardingInputs(found, repeated, mesh, unsharded_mesh)
 
@@ -127,27 +127,27 @@ def apply_fully_shard(
     stands_for: the device that fake tensors stand for, if it is not the plan's
     """
     units = prepared.units
-    meta_parameters(model, units, plan=plan)
-    _recompute_and_compile(prepared.blocks, units, plan=plan, device=stands_for or plan.device)
+    replace_parameters_by_meta(model, units, plan=plan)
+    _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=stands_for or plan.device)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    with shared_post_forward_mesh():
+    with share_post_forward_mesh():
         for unit in units:
             is_sharded = unit.settings(plan).shard_degree == plan.shard_degree
             mesh = prepared.mesh if is_sharded else prepared.unsharded_mesh
-            _fully_shard(unit, plan, mesh=mesh, scalars=scalars)
-    model.forward = _explained(model.forward)
+            _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+    model.forward = _explain_ungathered_parameters(model.forward)
     for method in methods:
         register_fsdp_forward_method(model, method)
 
 
-def finish_sharding(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+def cast_buffers_and_set_prefetch(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Casts the buffers and sets the prefetch of units, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
-    in_order = [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
+    in_order = [cast(FSDPModule, unit.modules[0]) for unit in _sort_units_in_forward_order(model, units)]
     _apply_prefetch(in_order, plan.run.prefetch)
 
 
-def _refuse(model: nn.Module) -> None:
+def _check_not_sharded(model: nn.Module) -> None:
     name = type(model).__name__
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardError(f"{name} is sharded already.", fix="shard a model once")
@@ -159,14 +159,14 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _refuse_methods(model: nn.Module, methods: Sequence[str]) -> None:
+def _check_methods_exist(model: nn.Module, methods: Sequence[str]) -> None:
     for method in methods:
         if not callable(getattr(model, method, None)):
             name = type(model).__name__
             raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
 
 
-def _check_overrides(units: Sequence[Unit], plan: Plan) -> None:
+def _check_reshard_degrees(units: Sequence[Unit], plan: Plan) -> None:
     for unit in units:
         settings = unit.settings(plan)
         kept_over, degree = settings.reshard_after_forward, settings.shard_degree
@@ -180,7 +180,7 @@ def _check_overrides(units: Sequence[Unit], plan: Plan) -> None:
             )
 
 
-def _recompute_and_compile(
+def _apply_recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
 ) -> None:
     """Compiles and recomputes blocks. Replaces `forward`s, not modules, so that state-dict names stay."""
@@ -209,7 +209,7 @@ def _recompute_and_compile(
             block.forward = torch.compile(block.forward)
 
 
-def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
+def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
     settings = unit.settings(plan)
     modules = list(unit.modules)
     engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
@@ -218,7 +218,7 @@ def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Pa
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=engine_policy(settings.precision, is_root=unit.is_root),
+            mp_policy=fsdp_mixed_precision_policy(settings.precision, is_root=unit.is_root),
             ignored_params=scalars or None,
         )
     except RuntimeError as error:
@@ -233,16 +233,16 @@ def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Pa
         ) from error
     engine_module = cast(FSDPModule, modules[0])
     if plan.device == "cpu":
-        use_gloo_collectives(engine_module)
+        replace_gloo_collectives(engine_module)
     # Experts that none of a rank's tokens reached have no gradient there, but the rank must still take part
     # in their reduction.
     if unit.holds_experts and hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
     elif unit.holds_experts:
-        _reduce_unused_parameters(engine_module)
+        _reduce_missing_gradients_as_zeros(engine_module)
 
 
-def _reduce_unused_parameters(module: FSDPModule) -> None:
+def _reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
     """Makes the unit of `module` reduce zeros for parameters without a gradient, so that all ranks take part.
 
     For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
@@ -252,7 +252,7 @@ def _reduce_unused_parameters(module: FSDPModule) -> None:
         return
     post_backward = group.post_backward
 
-    def with_zeros(*unused: Any) -> None:
+    def post_backward_with_zeros(*unused: Any) -> None:
         for parameter in group.fsdp_params:
             if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
                 continue
@@ -261,14 +261,14 @@ def _reduce_unused_parameters(module: FSDPModule) -> None:
                 value.grad = torch.zeros_like(value)
         post_backward(*unused)
 
-    group.post_backward = with_zeros
+    group.post_backward = post_backward_with_zeros
 
 
-def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `forward` so that a parameter that is not gathered raises ShardError, not torch's error."""
 
     @wraps(forward)
-    def explained(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+    def explaining_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
@@ -282,7 +282,7 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
                 'overrides = [{match = "<the unit>", reshard_after_forward = false}]',
             ) from error
 
-    return explained
+    return explaining_forward
 
 
 def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:
@@ -307,7 +307,7 @@ def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> No
             unit._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
 
 
-def _in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+def _sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """Sorts units in order of registration, the root first, since its pre-forward runs before all others."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]

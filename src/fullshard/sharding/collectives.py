@@ -44,7 +44,7 @@ class DirectReduceScatter:
                     dist.irecv(arriving, group=group, group_src=source, tag=_REDUCTION),
                     dist.isend(chunks[target], group=group, group_dst=target, tag=_REDUCTION),
                 ]
-                _wait(works)
+                _wait_for_works(works)
                 output_tensor.add_(chunks[own] if step == 1 else arriving)
                 arriving = chunks[target]
             if op == dist.ReduceOp.AVG:
@@ -74,17 +74,17 @@ class DirectAllGather:
                 works.append(dist.isend(input_tensor, group=group, group_dst=target))
             # FSDP2 accepts at most one Work to wait for: all except the last are waited for here.
             last = works.pop() if async_op and works else None
-            _wait(works)
+            _wait_for_works(works)
         return last
 
 
-def _wait(works: Sequence[dist.Work | None]) -> None:
+def _wait_for_works(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:
             work.wait()
 
 
-def use_gloo_collectives(unit: FSDPModule) -> None:
+def replace_gloo_collectives(unit: FSDPModule) -> None:
     """Sets DirectAllGather and DirectReduceScatter as the collectives of `unit`, which is on a CPU mesh."""
     unit.set_custom_all_gather(cast(Any, DirectAllGather()))
     unit.set_custom_reduce_scatter(cast(Any, DirectReduceScatter()))

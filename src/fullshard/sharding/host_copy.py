@@ -12,55 +12,55 @@ Way = Literal["out", "back", "wait"]
 Report = Callable[[Way, int], None]  # the kind of act, and the bytes of one tensor (0 for a wait)
 
 
-class HostCopy(Protocol):
+class HostCopier(Protocol):
     """Copies flat tensors to the host and back. A ticket stands for copies in progress; None: none are.
 
     Each implementation has its own form for the copies on the host.
 
-    beside: whether copies run concurrently with computing; the device tensors of a copy must then stay
+    is_concurrent: whether copies run concurrently with computing; the device tensors of a copy must then stay
         allocated until computing has waited for its ticket
     """
 
-    beside: bool
+    is_concurrent: bool
 
-    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def copy_to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         """Copies to the host, after the computation enqueued so far. Returns (host copies, ticket)."""
         ...
 
-    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         """Copies back to the device. Returns (tensors, ticket). `hosts` may be freed after the call."""
         ...
 
-    def wait(self, ticket: Any) -> None:
+    def wait_for_copies(self, ticket: Any) -> None:
         """Makes the computation enqueued after this call wait for the copies of `ticket`."""
         ...
 
 
-class CpuHostCopy:
-    """Copier for the CPU, where device memory is host memory. `to_host` clones the tensors."""
+class CpuHostCopier:
+    """Copier for the CPU, where device memory is host memory. `copy_to_host` clones the tensors."""
 
-    beside = False
+    is_concurrent = False
 
-    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def copy_to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         return [flat.clone() for flat in flats], None
 
-    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         return list(hosts), None
 
-    def wait(self, ticket: Any) -> None:
+    def wait_for_copies(self, ticket: Any) -> None:
         pass
 
 
-class CudaHostCopy:
+class CudaHostCopier:
     """Copier for CUDA: copies to and from pinned memory, in order, on one stream of its own."""
 
-    beside = True
+    is_concurrent = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def copy_to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             hosts = [torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True) for flat in flats]
@@ -68,7 +68,7 @@ class CudaHostCopy:
                 host.copy_(flat, non_blocking=True)
             return list(hosts), self._stream.record_event()
 
-    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         # Allocated on the computing stream, which may still use this memory for an earlier tensor. So the
         # copy waits for that stream too.
         flats = [torch.empty(host.shape, dtype=host.dtype, device=device) for host in hosts]
@@ -78,35 +78,35 @@ class CudaHostCopy:
                 flat.copy_(host, non_blocking=True)
             return flats, self._stream.record_event()
 
-    def wait(self, ticket: Any) -> None:
+    def wait_for_copies(self, ticket: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
-class FakeHostCopy:
+class FakeHostCopier:
     """Copier for fake tensors in place of a GPU's: copies nothing, calls `report` for each copy."""
 
-    beside = True
+    is_concurrent = True
 
     def __init__(self, report: Report = lambda _way, _size: None) -> None:
         self.report = report
 
-    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def copy_to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         for flat in flats:
             self.report("out", flat.nbytes)
         return [(flat.numel(), flat.dtype) for flat in flats], self  # nothing is allocated
 
-    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def copy_to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         flats = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in hosts]
         for flat in flats:
             self.report("back", flat.nbytes)
         return flats, self
 
-    def wait(self, ticket: Any) -> None:
+    def wait_for_copies(self, ticket: Any) -> None:
         self.report("wait", 0)
 
 
-def host_copy_for(device: DeviceType, actual: torch.device) -> HostCopy:
+def choose_host_copier(device: DeviceType, actual: torch.device) -> HostCopier:
     """Returns the copier for a plan's `device`. `actual`: the tensors' device, the CPU for fake tensors."""
     if device == "cpu":
-        return CpuHostCopy()
-    return CudaHostCopy(actual) if actual.type == "cuda" else FakeHostCopy()
+        return CpuHostCopier()
+    return CudaHostCopier(actual) if actual.type == "cuda" else FakeHostCopier()

@@ -13,7 +13,7 @@ from fullshard.quantities import format_bytes, format_count
 
 
 @dataclass(frozen=True)
-class LayoutRow:
+class ShardingTableRow:
     """One parameter, with its unit, and its shape, placement and bytes on this rank."""
 
     unit: str
@@ -29,12 +29,12 @@ class LayoutRow:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardingTable:
     """The rows of all parameters of a model. `str()` gives a table with one line per parameter."""
 
-    rows: tuple[LayoutRow, ...]
+    rows: tuple[ShardingTableRow, ...]
 
-    def __iter__(self) -> Iterator[LayoutRow]:
+    def __iter__(self) -> Iterator[ShardingTableRow]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Layout:
 
     def __str__(self) -> str:
         header = ("unit", "parameter", "global", "local", "dtype", "device", "placement", "")
-        table = [header, *(_cells(row) for row in self.rows)]
+        table = [header, *(_row_cell_texts(row) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         numel = sum(prod(row.global_shape) for row in self.rows)
@@ -54,26 +54,28 @@ class Layout:
         return "\n".join([*lines, total + f"this rank holds {format_bytes(self.local_bytes)}"])
 
 
-def sharding_table(model: nn.Module) -> Layout:
+def sharding_table(model: nn.Module) -> ShardingTable:
     """Returns the unit, shapes, dtype, device and placement of each parameter of `model` on this rank.
 
     In an unsharded module, every parameter is whole and in no unit.
     """
-    units = _unit_names(model)
+    units = _unit_name_by_module_name(model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return Layout(tuple(_row(p, names[id(p)], units=units) for p in model.parameters()))
+    return ShardingTable(tuple(_make_parameter_row(p, names[id(p)], units=units) for p in model.parameters()))
 
 
-def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) -> LayoutRow:
+def _make_parameter_row(
+    parameter: nn.Parameter, names: list[str], *, units: dict[str, str]
+) -> ShardingTableRow:
     local = local_tensor(parameter)
     placement = "whole"
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
         placed = zip(axes, parameter.placements, strict=True)
         placement = " ".join(f"{axis}={p}" for axis, p in placed)
-    return LayoutRow(
+    return ShardingTableRow(
         unit=units.get(names[0].rpartition(".")[0], ""),
         parameter=names[0],
         global_shape=tuple(parameter.shape),
@@ -87,7 +89,7 @@ def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) ->
     )
 
 
-def _unit_names(model: nn.Module) -> dict[str, str]:
+def _unit_name_by_module_name(model: nn.Module) -> dict[str, str]:
     """Returns module name -> unit name. The modules of a unit share one FSDP2 state object."""
     grouped: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -101,7 +103,7 @@ def _unit_names(model: nn.Module) -> dict[str, str]:
     return units
 
 
-def _cells(row: LayoutRow) -> tuple[str, ...]:
+def _row_cell_texts(row: ShardingTableRow) -> tuple[str, ...]:
     notes = ([] if row.trainable else ["frozen"]) + [f"= {alias}" for alias in row.aliases]
     shapes = ("×".join(map(str, shape)) or "scalar" for shape in (row.global_shape, row.local_shape))
     return (row.unit, row.parameter, *shapes, row.dtype, row.device, row.placement, ", ".join(notes))

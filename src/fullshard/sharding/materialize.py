@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.distributed.tensors import local_shard, shard_like
+from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import ShardError
 from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers
 from fullshard.sharding.rank0_values import Rank0Values
@@ -59,7 +59,7 @@ def parameters_on_meta() -> Generator[None]:
         nn.Module.register_parameter = register
 
 
-def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
 
     Tied parameters stay tied. Frozen parameters keep their dtype, since they have no updates that rounding
@@ -106,23 +106,27 @@ def fill_shards(
     init: initialiser of the parameters that `values` lacks; with "none" they are NaN until a load
     keep: called with the parameters of each unit, once they are set
     """
-    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None if init == "none" else init)
-    filler.register(filler.stand_ins)
+    filler = _ModelValueSetter(
+        model, local_device(plan), seed=plan.run.run.seed, init=None if init == "none" else init
+    )
+    filler.register_parameters(filler.stand_ins)
     try:
         for unit in units:
-            missing = [name for name in filler.names_in(unit) if name not in values.tensors]
+            missing = [name for name in filler.parameter_names_in_unit(unit) if name not in values.tensors]
             if init == "none":
-                filler.unset(missing)
-            whole = {} if init == "none" else filler.initialised(missing)
-            filler.fill_unit(unit, whole, values=values)
+                filler.allocate_shards_without_values(missing)
+            whole = {} if init == "none" else filler.initialise_whole_parameters(missing)
+            filler.set_unit_shards(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
     finally:
-        filler.register(filler.parameters)
-    filler.fill_buffers(values)
+        filler.register_parameters(filler.parameters)
+    filler.set_buffers(values)
 
 
-def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Initialise | None = None) -> None:
+def initialise_parameters(
+    model: nn.Module, names: Iterable[str], *, plan: Plan, init: Initialise | None = None
+) -> None:
     """Sets the parameters `names` of a model, sharded or not, to the values that `shard` would give them.
 
     See [Note: the same values at any rank count]. One module's parameters at a time are whole. Raises
@@ -131,27 +135,29 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
+    filler = _ModelValueSetter(model, local_device(plan), seed=plan.run.run.seed, init=init)
     holders: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in filler.parameters:
-            raise ShardError(f"{_class_name(model)} has no parameter {name}.")
+            raise ShardError(f"{_class_name_before_sharding(model)} has no parameter {name}.")
         holders[name.rpartition(".")[0]].append(name)
-    filler.register(filler.stand_ins)
+    filler.register_parameters(filler.stand_ins)
     try:
         for own in holders.values():
-            for name, whole in filler.initialised(own).items():
+            for name, whole in filler.initialise_whole_parameters(own).items():
                 parameter = filler.parameters[name]
-                local_shard(parameter).copy_(local_shard(_cut(whole, parameter)))
+                detached_local_tensor(parameter).copy_(
+                    detached_local_tensor(_cut_local_shard(whole, parameter))
+                )
     finally:
-        filler.register(filler.parameters)
+        filler.register_parameters(filler.parameters)
 
 
-def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
+def allocate_fake_shards_and_buffers(model: nn.Module, units: Sequence[Unit]) -> None:
     """Allocates shards and buffers on the CPU without setting values, for models of fake tensors."""
-    filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
-    filler.unset(list(filler.parameters), marked=False)
-    filler.register(filler.parameters)
+    filler = _ModelValueSetter(model, torch.device("cpu"), seed=0, init=None)
+    filler.allocate_shards_without_values(list(filler.parameters), marked=False)
+    filler.register_parameters(filler.parameters)
     for unit in units:
         unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
     replace_buffers(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
@@ -164,19 +170,19 @@ def materialize(
 
     Returns the same model. Raises ShardError for parameters and buffers that nothing initialises.
     """
-    filler = _Filler(model, device or torch.device("cpu"), seed=seed, init=init)
-    filler.register(filler.stand_ins)
+    filler = _ModelValueSetter(model, device or torch.device("cpu"), seed=seed, init=init)
+    filler.register_parameters(filler.stand_ins)
     try:
-        for name, whole in filler.initialised(list(filler.parameters)).items():
+        for name, whole in filler.initialise_whole_parameters(list(filler.parameters)).items():
             old = filler.parameters[name]
             filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
     finally:
-        filler.register(filler.parameters)
-    filler.fill_buffers(Rank0Values())
+        filler.register_parameters(filler.parameters)
+    filler.set_buffers(Rank0Values())
     return model
 
 
-class _Filler:
+class _ModelValueSetter:
     """Sets the parameters and buffers of one model.
 
     parameters: the model's parameters, each by its first name
@@ -189,36 +195,36 @@ class _Filler:
         self.init = init or getattr(model, "_init_weights", None)
         self.explicit = init is not None
         self.names = {module: name for name, module in model.named_modules()}
-        self.order = list(dict.fromkeys(_post_order(model)))
-        self.parents = _parents(model)
+        self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
+        self.parents = _parents_by_module(model)
         self.parameters = dict(model.named_parameters())
-        self.slots = _slots(model, self.parameters)
+        self.slots = _registrations_of_parameters(model, self.parameters)
         self.stand_ins = {
             name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
             for name, p in self.parameters.items()
         }
 
-    def register(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def register_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Registers `parameters`, by name, in all modules that hold the parameter of that name."""
         for name, parameter in parameters.items():
             for module, key in self.slots[name]:
                 module._parameters[key] = parameter  # pyright: ignore[reportPrivateUsage]
 
-    def names_in(self, unit: Unit) -> list[str]:
+    def parameter_names_in_unit(self, unit: Unit) -> list[str]:
         """Returns the names of the unit's parameters; for the root, also of scalars, which are in no unit."""
         scalars = [name for name, p in self.parameters.items() if p.ndim == 0] if unit.is_root else []
         return [*scalars, *unit.parameters]
 
-    def fill_unit(self, unit: Unit, whole: dict[str, Tensor], *, values: Rank0Values) -> None:
+    def set_unit_shards(self, unit: Unit, whole: dict[str, Tensor], *, values: Rank0Values) -> None:
         """Sets a unit's shards from `whole`, or else from `values`. Removes the values that it uses."""
-        for name in self.names_in(unit):
+        for name in self.parameter_names_in_unit(unit):
             if name in whole or name in values.tensors:
-                value = whole.pop(name) if name in whole else values.take(name, self.device)
-                self._put(name, _cut(value, self.parameters[name]))
+                value = whole.pop(name) if name in whole else values.broadcast_and_remove(name, self.device)
+                self._set_parameter_data(name, _cut_local_shard(value, self.parameters[name]))
         for name in unit.parameters:
             unit.parameters[name] = self.parameters[name]
 
-    def _put(self, name: str, data: Tensor) -> None:
+    def _set_parameter_data(self, name: str, data: Tensor) -> None:
         """Sets a parameter's data. A DTensor stays the same object, as FSDP2 needs; a scalar is replaced."""
         old = self.parameters[name]
         new = nn.Parameter(data, requires_grad=old.requires_grad)
@@ -227,7 +233,7 @@ class _Filler:
         else:
             self.parameters[name] = new
 
-    def unset(self, names: Sequence[str], *, marked: bool = True) -> None:
+    def allocate_shards_without_values(self, names: Sequence[str], *, marked: bool = True) -> None:
         """Allocates the shards of these parameters without values: NaN if `marked`, else uninitialised."""
         for name in names:
             old = self.parameters[name]
@@ -235,25 +241,27 @@ class _Filler:
             local = torch.empty(shape, dtype=old.dtype, device=self.device)
             if marked:
                 _fill_nan(local)
-            self._put(name, shard_like(old, local) if isinstance(old, DTensor) else local)
+            self._set_parameter_data(
+                name, dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
+            )
 
-    def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def initialise_whole_parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Runs the initialisers of these parameters. Returns whole values by name, in fp32 if trainable."""
         if not names:
             return {}
-        self.register({name: self._uninitialised(self.parameters[name]) for name in names})
+        self.register_parameters({name: self._make_nan_parameter(self.parameters[name]) for name in names})
         holders = {module for name in names for module, _ in self.slots[name]}
-        self._run_initialisers(_with_ancestors(holders, self.parents))
+        self._run_initialisers(_modules_and_their_ancestors(holders, self.parents))
         whole: dict[str, Tensor] = {}
         for name in names:
             module, key = self.slots[name][0]
             # Read from the module: an initialiser may have replaced the parameter.
             whole[name] = module._parameters[key].detach()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
-        self.register(self.stand_ins)
+        self.register_parameters(self.stand_ins)
         self._check_initialised(whole)
         return whole
 
-    def _uninitialised(self, like: nn.Parameter) -> nn.Parameter:
+    def _make_nan_parameter(self, like: nn.Parameter) -> nn.Parameter:
         dtype = torch.float32 if like.requires_grad else like.dtype
         data = torch.empty(like.shape, dtype=dtype, device=self.device)
         _fill_nan(data)
@@ -261,13 +269,13 @@ class _Filler:
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
         """Initialises the modules `concerned`, children before parents, as `nn.Module.apply` does."""
-        with _random_states_kept(self.device), torch.no_grad():
+        with _preserve_random_states(self.device), torch.no_grad():
             for module in self.order:
                 if module in concerned:
-                    seed = _seed_of(self.seed, self.names[module])
+                    seed = _derive_seed(self.seed, self.names[module])
                     random.seed(seed)  # for initialisers that use Python's or NumPy's generator
                     np.random.seed(seed % 2**32)
-                    with _SeededRandom(self.seed, self.names[module], device=self.device):
+                    with _SeedEachRandomOperation(self.seed, self.names[module], device=self.device):
                         self._initialise_module(module)
 
     def _initialise_module(self, module: nn.Module) -> None:
@@ -289,23 +297,25 @@ class _Filler:
 
     def _check_initialised(self, whole: Mapping[str, Tensor]) -> None:
         for name, tensor in whole.items():
-            if _is_marked(tensor):
+            if _has_nan(tensor):
                 holder = self.model.get_submodule(name.rpartition(".")[0])
                 raise ShardError(
                     f"{name} was not initialised.",
-                    got=f"{_class_name(holder)} on the meta device, with no reset_parameters that sets it",
+                    got=f"{_class_name_before_sharding(holder)} on meta; no reset_parameters sets it",
                     why="its values would be whatever lay in memory",
                     fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
                 )
 
-    def fill_buffers(self, values: Rank0Values) -> None:
+    def set_buffers(self, values: Rank0Values) -> None:
         """Sets buffers to rank 0's; recomputes other meta buffers. Raises ShardError if a module cannot."""
         own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
-        replace_buffers(self.model, {id(b): values.take(name, self.device).clone() for name, b in own})
+        replace_buffers(
+            self.model, {id(b): values.broadcast_and_remove(name, self.device).clone() for name, b in own}
+        )
         for module in self.model.modules():
-            self._recompute_buffers(module)
+            self._reset_meta_buffers(module)
 
-    def _recompute_buffers(self, module: nn.Module) -> None:
+    def _reset_meta_buffers(self, module: nn.Module) -> None:
         meta = {key: b for key, b in module.named_buffers(recurse=False) if b.is_meta}
         if not meta:
             return
@@ -319,16 +329,16 @@ class _Filler:
             with torch.no_grad():
                 again()
         for key, buffer in module.named_buffers(recurse=False):
-            if key in meta and (again is None or _is_marked(buffer)):
+            if key in meta and (again is None or _has_nan(buffer)):
                 raise ShardError(
                     f"{prefix}{key} is a buffer on the meta device.",
-                    got=f"{_class_name(module)}, which has no reset_buffers() that sets it",
+                    got=f"{_class_name_before_sharding(module)}, which has no reset_buffers() that sets it",
                     why="a buffer's values are computed by the constructor, and the meta device lost them",
                     fix="build the model within fullshard.parameters_on_meta(), which keeps buffers real",
                 )
 
 
-class _SeededRandom(TorchDispatchMode):
+class _SeedEachRandomOperation(TorchDispatchMode):
     """Dispatch mode that seeds each random operation. See [Note: the same values at any rank count]."""
 
     def __init__(self, seed: int, name: str, *, device: torch.device) -> None:
@@ -339,13 +349,13 @@ class _SeededRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.seed_all(_seed_of(self.seed, f"{self.name}/{self.operations}"))
+            self.seed_all(_derive_seed(self.seed, f"{self.name}/{self.operations}"))
             self.operations += 1
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _random_states_kept(device: torch.device) -> Generator[None]:
+def _preserve_random_states(device: torch.device) -> Generator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -355,7 +365,7 @@ def _random_states_kept(device: torch.device) -> Generator[None]:
         np.random.set_state(numpy)
 
 
-def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+def _cut_local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns this rank's part of `whole`, with the placements and dtype of `parameter`. Not collective."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
@@ -365,10 +375,10 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy: a view would keep the whole tensor's storage alive.
-    return shard_like(parameter, local.to(parameter.dtype, copy=True))
+    return dtensor_from_local_part(parameter, local.to(parameter.dtype, copy=True))
 
 
-def device_of(plan: Plan) -> torch.device:
+def local_device(plan: Plan) -> torch.device:
     """Returns the device on which this rank of the plan computes."""
     on_cuda = plan.device == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
@@ -380,11 +390,11 @@ def _fill_nan(tensor: Tensor) -> None:
         tensor.fill_(float("nan"))
 
 
-def _is_marked(tensor: Tensor) -> bool:
+def _has_nan(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
-def _slots(
+def _registrations_of_parameters(
     model: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, list[tuple[nn.Module, str]]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -395,7 +405,7 @@ def _slots(
     return slots
 
 
-def _parents(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
+def _parents_by_module(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
     parents: dict[nn.Module, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
         for child in module.children():
@@ -403,7 +413,9 @@ def _parents(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
     return parents
 
 
-def _with_ancestors(modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]) -> set[nn.Module]:
+def _modules_and_their_ancestors(
+    modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]
+) -> set[nn.Module]:
     found, left = set(modules), list(modules)
     while left:
         new = parents.get(left.pop(), set[nn.Module]()) - found
@@ -412,17 +424,17 @@ def _with_ancestors(modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.
     return found
 
 
-def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+def _iterate_modules_post_order(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        yield from _post_order(child)
+        yield from _iterate_modules_post_order(child)
     yield module
 
 
-def _class_name(module: nn.Module) -> str:
+def _class_name_before_sharding(module: nn.Module) -> str:
     """Returns the name of the module's class, without the prefix `FSDP` that FSDP2 adds."""
     return type(module).__name__.removeprefix("FSDP")
 
 
-def _seed_of(seed: int, name: str) -> int:
+def _derive_seed(seed: int, name: str) -> int:
     """Returns a seed for the module or operation `name`: 63 bits of a hash of the run's seed and the name."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

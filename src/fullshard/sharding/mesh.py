@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.distributed.loopback import all_ranks_are_local, local_groups_on_loopback, store_on_loopback
+from fullshard.distributed.loopback import (
+    all_ranks_are_local,
+    bind_local_groups_to_loopback,
+    connect_to_store_on_loopback,
+)
 from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.plan import DeviceType, Plan
 
@@ -25,7 +29,7 @@ _TURN_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """This process's global and local rank, the numbers of ranks, and its device."""
 
     rank: int  # over all machines
@@ -35,7 +39,7 @@ class Ranks:
     device: torch.device  # no other process uses it
 
 
-def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
+def choose_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
     """Returns `asked`, or for `auto` CUDA if available, else CPU. Raises LaunchError for absent CUDA."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise LaunchError(
@@ -51,7 +55,7 @@ def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceTy
 @contextmanager
 def process_group(
     device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_seconds: float = 600
-) -> Generator[Ranks]:
+) -> Generator[RankInfo]:
     """Opens the default process group, and closes it when the context ends.
 
     The ranks are those of torchrun's environment; without that, there is a single rank. A group that is
@@ -59,7 +63,7 @@ def process_group(
     that offloaded gradients can be reduced. If all ranks are on this machine, they use its loopback
     interface: see `fullshard.distributed.loopback`.
     """
-    kind = pick_device_type(device)
+    kind = choose_device_type(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # A scheduler may make only its own GPU visible to each process, as number 0.
     own = f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
@@ -67,25 +71,25 @@ def process_group(
     if kind == "cuda":
         torch.cuda.set_device(own_device)
     if dist.is_initialized():
-        yield _ranks(local_rank, own_device)
+        yield _make_rank_info(local_rank, own_device)
         return
-    with local_groups_on_loopback():
-        _initialise(kind, timedelta(seconds=timeout_seconds))
+    with bind_local_groups_to_loopback():
+        _init_process_group(kind, timedelta(seconds=timeout_seconds))
         clean = False
         try:
-            yield _ranks(local_rank, own_device)
+            yield _make_rank_info(local_rank, own_device)
             clean = True
         finally:
             if dist.is_initialized():
-                _leave(kind, clean=clean)
+                _close_process_group(kind, clean=clean)
 
 
-def _ranks(local_rank: int, device: torch.device) -> Ranks:
+def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
+    return RankInfo(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
 
 
-def _leave(kind: DeviceType, *, clean: bool) -> None:
+def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
     if clean:
         dist.barrier()  # a rank that tears down early aborts the others' last collectives
     if clean or kind == "cpu":
@@ -93,7 +97,7 @@ def _leave(kind: DeviceType, *, clean: bool) -> None:
     # Otherwise the process is about to end: destroying NCCL would wait for messages a failed rank never sent.
 
 
-def _initialise(kind: DeviceType, timeout: timedelta) -> None:
+def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -101,9 +105,9 @@ def _initialise(kind: DeviceType, timeout: timedelta) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Set by torchrun if the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _agent_store(timeout)
+        store = _connect_to_agent_store(timeout)
     elif all_ranks_are_local() and "MASTER_PORT" in os.environ:
-        store = _local_store(rank, timeout)
+        store = _open_loopback_store(rank, timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -111,10 +115,10 @@ def _initialise(kind: DeviceType, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _local_store(rank: int, timeout: timedelta) -> dist.Store:
+def _open_loopback_store(rank: int, timeout: timedelta) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     try:
-        return store_on_loopback(port, rank=rank, timeout=timeout)
+        return connect_to_store_on_loopback(port, rank=rank, timeout=timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
             "the ranks of this machine cannot find each other.",
@@ -124,7 +128,7 @@ def _local_store(rank: int, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _agent_store(timeout: timedelta) -> dist.Store:
+def _connect_to_agent_store(timeout: timedelta) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         # The store existed before this process was started, so a short timeout is enough.
@@ -150,15 +154,15 @@ def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, time
     """
     try:
         if rank == 0:
-            attempt = _named(store, world_size=world_size, timeout=timeout)
+            attempt = _send_store_prefix_to_ranks(store, world_size=world_size, timeout=timeout)
         else:
-            attempt = _asked(store, rank=rank, timeout=timeout)
+            attempt = _ask_for_store_prefix(store, rank=rank, timeout=timeout)
     except dist.DistStoreError as error:
-        raise _not_all_there(rank, world_size, got=str(error).splitlines()[0]) from error
+        raise _missing_ranks_error(rank, world_size, got=str(error).splitlines()[0]) from error
     return dist.PrefixStore(attempt, store)
 
 
-def _asked(store: dist.Store, *, rank: int, timeout: timedelta) -> str:
+def _ask_for_store_prefix(store: dist.Store, *, rank: int, timeout: timedelta) -> str:
     own = uuid.uuid4().hex
     store.set(f"{_MEETING}/asks/{rank}", own)
     answer = f"{_MEETING}/answer/{own}"
@@ -168,7 +172,7 @@ def _asked(store: dist.Store, *, rank: int, timeout: timedelta) -> str:
     return attempt
 
 
-def _named(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
+def _send_store_prefix_to_ranks(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
     attempt, answered = f"{_MEETING}/{uuid.uuid4().hex}", set[bytes]()
     asks = [f"{_MEETING}/asks/{rank}" for rank in range(1, world_size)]
     deadline = time.monotonic() + timeout.total_seconds()
@@ -180,12 +184,14 @@ def _named(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
             store.set(f"{_MEETING}/answer/{own.decode()}", attempt)
             answered.add(own)
         if time.monotonic() > deadline:
-            raise _not_all_there(0, world_size, got=f"{here + 1} ranks after {timeout.total_seconds():.0f} s")
+            raise _missing_ranks_error(
+                0, world_size, got=f"{here + 1} ranks after {timeout.total_seconds():.0f} s"
+            )
         time.sleep(_TURN_SECONDS)
     return attempt
 
 
-def _not_all_there(rank: int, world_size: int, *, got: str) -> LaunchError:
+def _missing_ranks_error(rank: int, world_size: int, *, got: str) -> LaunchError:
     return LaunchError(
         f"the {world_size} ranks of this attempt did not meet.",
         got=f"rank {rank}: {got}",
@@ -211,19 +217,19 @@ def build_mesh(plan: Plan) -> DeviceMesh:
         )
     if plan.replicate_degree == 1:
         return init_device_mesh(plan.device, (plan.shard_degree,), mesh_dim_names=(SHARD_AXIS,))
-    return replicating_mesh(
+    return build_replicated_mesh(
         plan.device, replicate_degree=plan.replicate_degree, shard_degree=plan.shard_degree
     )
 
 
-def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:
+def build_replicated_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:
     """Builds a mesh (`dp_replicate`, `dp_shard`). Adjacent ranks shard, since their links are faster."""
     shape = (replicate_degree, shard_degree)
     return init_device_mesh(device, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
 
 
 @contextmanager
-def shared_post_forward_mesh() -> Generator[None]:
+def share_post_forward_mesh() -> Generator[None]:
     """Makes calls of `fully_shard(reshard_after_forward=<int>)` in this context share one post-forward mesh.
 
     `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one. So its name
@@ -236,13 +242,13 @@ def shared_post_forward_mesh() -> Generator[None]:
         return
     made: dict[tuple[str, str], DeviceMesh] = {}
 
-    def make_once(device_type: str, mesh: torch.Tensor) -> DeviceMesh:
+    def make_mesh_once(device_type: str, mesh: torch.Tensor) -> DeviceMesh:
         key = (device_type, str(mesh.tolist()))
         if key not in made:
             made[key] = mesh_class(device_type, mesh)
         return made[key]
 
-    engine.DeviceMesh = make_once
+    engine.DeviceMesh = make_mesh_once
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
 }
 
 
-def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
+def fsdp_mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
     """Returns FSDP2's mixed-precision policy for one unit. Only the root unit casts its outputs."""
     output = TORCH_DTYPE[precision.output] if precision.output and is_root else None
     return MixedPrecisionPolicy(

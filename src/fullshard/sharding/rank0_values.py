@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.distributed.agreement import gathered
+from fullshard.distributed.agreement import all_gather_object
 from fullshard.errors import ShardError
 
 
@@ -21,7 +21,7 @@ class Rank0Values:
     # the memory in which this rank receives all broadcasts
     receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def take(self, name: str, device: torch.device) -> Tensor:
+    def broadcast_and_remove(self, name: str, device: torch.device) -> Tensor:
         """Broadcasts and removes a tensor. Returns it on all ranks, valid until the next call. Collective."""
         value = self.tensors[name]
         if value.is_meta:
@@ -42,7 +42,7 @@ class MissingWeightsWarning(UserWarning):
     """Warning of a model that holds only some of its weights; the missing ones are initialised."""
 
 
-def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -> None:
+def warn_of_missing_weights(model: nn.Module, values: Rank0Values, *, stacklevel: int) -> None:
     """Issues a MissingWeightsWarning on rank 0 if `values` lacks some, but not all, parameters of `model`.
 
     New adapters lack values on purpose. Without the warning, weights missing from a checkpoint would go
@@ -58,7 +58,7 @@ def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -
 
 
 @dataclass(frozen=True)
-class _TensorInfo:
+class _TensorProperties:
     """Properties of a rank's tensor, for comparison with rank 0's."""
 
     shape: tuple[int, ...]
@@ -75,31 +75,33 @@ def collect_rank0_values(model: nn.Module) -> Rank0Values:
     """
     tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
     own = {
-        name: _TensorInfo(
+        name: _TensorProperties(
             tuple(t.shape), t.dtype, not t.is_meta, isinstance(t, nn.Parameter), t.requires_grad
         )
         for name, t in tensors.items()
     }
-    first = _agree(own) if dist.get_world_size() > 1 else own
+    first = _agree_on_tensor_properties(own) if dist.get_world_size() > 1 else own
     real = {name: given for name, given in first.items() if given.is_real}
     if dist.get_rank() == 0:
         return Rank0Values({name: tensors[name].detach() for name in real})
     return Rank0Values({n: torch.empty(g.shape, dtype=g.dtype, device="meta") for n, g in real.items()})
 
 
-def _agree(own: dict[str, _TensorInfo]) -> dict[str, _TensorInfo]:
+def _agree_on_tensor_properties(own: dict[str, _TensorProperties]) -> dict[str, _TensorProperties]:
     """Returns rank 0's tensor properties. Raises on all ranks if `own` differs from them on one rank."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
-    for rank, error in enumerate(gathered(_disagreement(sent[0], own))):
+    for rank, error in enumerate(all_gather_object(_find_model_difference_error(sent[0], own))):
         if error is not None:
             raise ShardError(f"rank {rank} holds {error.what}", got=error.got, why=error.why, fix=error.fix)
     return sent[0]
 
 
-def _disagreement(first: Mapping[str, _TensorInfo], given: Mapping[str, _TensorInfo]) -> ShardError | None:
+def _find_model_difference_error(
+    first: Mapping[str, _TensorProperties], given: Mapping[str, _TensorProperties]
+) -> ShardError | None:
     for name in {**first, **given}:
-        if difference := _difference(first.get(name), given.get(name)):
+        if difference := _tensor_difference_text(first.get(name), given.get(name)):
             return ShardError(
                 "another model than rank 0.",
                 got=f"{name}: {difference} on this rank",
@@ -117,7 +119,7 @@ def _disagreement(first: Mapping[str, _TensorInfo], given: Mapping[str, _TensorI
     return None
 
 
-def _difference(first: _TensorInfo | None, given: _TensorInfo | None) -> str | None:
+def _tensor_difference_text(first: _TensorProperties | None, given: _TensorProperties | None) -> str | None:
     if first is None or given is None:
         return "nothing" if given is None else "not on rank 0, but"
     if first.shape != given.shape:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.sharding.activation_offload import offload_activations
-from fullshard.sharding.host_copy import HostCopy
+from fullshard.sharding.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 
@@ -44,7 +44,7 @@ def apply_recompute(
     *,
     compiled: bool = False,
     device: DeviceType = "cpu",
-    copier: HostCopy | None = None,
+    copier: HostCopier | None = None,
 ) -> None:
     """Makes every `section.period`-th block recompute or offload activations, according to `section.mode`.
 
@@ -57,19 +57,19 @@ def apply_recompute(
     if section.mode == "none":
         return
     if section.mode == "offload":
-        chosen = blocks[:: section.period]
+        chosen = blocks[:: section.block_period]
         offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
         return
     recomputed = partial(checkpoint, use_reentrant=False)
     if section.mode == "selective":
         # The compiler reads torch's contexts, and must see all operations.
-        contexts = partial(_contexts, section.save_matmuls, compiled=compiled)
+        contexts = partial(_selective_recompute_contexts, section.save_matmuls, compiled=compiled)
         recomputed = partial(recomputed, context_fn=contexts)
-    for block in blocks[:: section.period]:
+    for block in blocks[:: section.block_period]:
         block.forward = partial(recomputed, block.forward)
 
 
-class _SavePolicy:
+class _SelectiveRecomputePolicy:
     """Policy function for selective recompute: saves attention and every `every`-th matmul of a block.
 
     Matmuls of forward and of recompute are counted separately, so that both choose the same ones.
@@ -89,13 +89,13 @@ class _SavePolicy:
         return CheckpointPolicy.MUST_SAVE
 
 
-def _contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
+def _selective_recompute_contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
     """Returns the contexts for forward and for recompute. `save_matmuls`: save every n-th matmul."""
-    save, reuse = create_selective_checkpoint_contexts(_SavePolicy(save_matmuls))
-    return (save, reuse) if compiled else (_SavePolicyForSaved(save), _SavePolicyForSaved(reuse))
+    save, reuse = create_selective_checkpoint_contexts(_SelectiveRecomputePolicy(save_matmuls))
+    return (save, reuse) if compiled else (_SavedOperationsOnly(save), _SavedOperationsOnly(reuse))
 
 
-class _SavePolicyForSaved(TorchDispatchMode):
+class _SavedOperationsOnly(TorchDispatchMode):
     """Wraps one of torch's selective-recompute contexts, and passes only SAVED_OPERATIONS to it.
 
     Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the

@@ -27,25 +27,25 @@ class UnitSizeWarning(UserWarning):
 
 
 def warn_of_unit_sizes(units: Sequence[Unit], plan: Plan, *, stacklevel: int) -> None:
-    """Issues the messages of `unit_size_findings` as UnitSizeWarnings, on rank 0 only."""
+    """Issues the messages of `unit_size_messages` as UnitSizeWarnings, on rank 0 only."""
     if dist.get_rank() == 0:
-        for finding in unit_size_findings(units, plan):
+        for finding in unit_size_messages(units, plan):
             warnings.warn(finding, UnitSizeWarning, stacklevel=stacklevel + 1)
 
 
-def unit_size_findings(units: Sequence[Unit], plan: Plan) -> list[str]:
+def unit_size_messages(units: Sequence[Unit], plan: Plan) -> list[str]:
     """Returns messages about units whose size is inefficient under `plan`; none for a model below 64 MiB.
 
     Too small: each rank gives less than 256 KiB to the all-gather, for most units and for at least 8. Too
     large: a unit is more than half of the model, although units are resharded after use.
     """
-    gathered = {unit: _gathered_bytes(unit, plan) for unit in units if unit.parameters}
+    gathered = {unit: _gathered_unit_bytes(unit, plan) for unit in units if unit.parameters}
     if sum(gathered.values()) < LEAST_MODEL_BYTES:
         return []
-    return [*_too_small(gathered, plan), *_too_large(gathered, plan)]
+    return [*_small_units_messages(gathered, plan), *_large_unit_messages(gathered, plan)]
 
 
-def _too_small(gathered: dict[Unit, int], plan: Plan) -> list[str]:
+def _small_units_messages(gathered: dict[Unit, int], plan: Plan) -> list[str]:
     shares = {
         unit: count / degree
         for unit, count in gathered.items()
@@ -63,7 +63,7 @@ def _too_small(gathered: dict[Unit, int], plan: Plan) -> list[str]:
     ]
 
 
-def _too_large(gathered: dict[Unit, int], plan: Plan) -> list[str]:
+def _large_unit_messages(gathered: dict[Unit, int], plan: Plan) -> list[str]:
     total = sum(gathered.values())
     return [
         f"the unit {unit.name} is {format_bytes(count)} of the model's {format_bytes(total)} "
@@ -75,7 +75,7 @@ def _too_large(gathered: dict[Unit, int], plan: Plan) -> list[str]:
     ]
 
 
-def _gathered_bytes(unit: Unit, plan: Plan) -> int:
+def _gathered_unit_bytes(unit: Unit, plan: Plan) -> int:
     itemsize = ITEMSIZE[unit.settings(plan).precision.param]
     return sum(
         parameter.numel() * (itemsize if parameter.is_floating_point() else parameter.itemsize)

@@ -10,11 +10,11 @@ from torch.nn.parameter import is_lazy
 
 from fullshard.errors import ShardError
 from fullshard.sharding.blocks import (
-    around_blocks,
-    called_modules,
-    find_blocks,
-    holds_parameters,
-    nearest_called,
+    called_modules_with_parameters,
+    find_repeated_blocks,
+    group_modules_around_blocks,
+    has_parameters,
+    nearest_called_module_name,
 )
 from fullshard.spec.plan import Plan, UnitSettings
 from fullshard.spec.run import UnitOverride, UnitSection
@@ -49,7 +49,7 @@ class Unit:
 
     def settings(self, plan: Plan) -> UnitSettings:
         """Returns the unit's settings: the plan's, with the unit's override applied."""
-        return UnitSettings.of(plan, self.override, kept=self.is_root or self.keep_until_backward)
+        return UnitSettings.for_unit(plan, self.override, kept=self.is_root or self.keep_until_backward)
 
 
 def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
@@ -61,34 +61,36 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 
     Raises ShardError if there is nothing to shard, no repeated block is found, or a name matches no module.
     """
-    _check_parameters(model)
+    _check_parameters_have_shapes(model)
     paths = dict(model.named_modules(remove_duplicate=False))
-    chosen = _chosen(model, section, predicate=predicate)
-    _settle_shared(paths, chosen)
-    units = [*_innermost_first(paths, chosen), Unit(ROOT, (model,))]
-    _assign_parameters(model, units)
+    chosen = _choose_units(model, section, predicate=predicate)
+    _make_units_disjoint(paths, chosen)
+    units = [*_sort_units_innermost_first(paths, chosen), Unit(ROOT, (model,))]
+    _assign_parameters_to_units(model, units)
     units = [unit for unit in units if unit.parameters or unit.is_root]
     for unit in units:
-        unit.override = _override_for(unit, section.overrides)
+        unit.override = _find_unit_override(unit, section.overrides)
     _check_overrides_match(units, section.overrides)
     return units
 
 
-def find_repeated(model: nn.Module, section: UnitSection, *, units: Sequence[Unit]) -> list[nn.Module]:
+def find_recompute_blocks(
+    model: nn.Module, section: UnitSection, *, units: Sequence[Unit]
+) -> list[nn.Module]:
     """Returns the blocks that recompute and compilation apply to: the named blocks, or the repeated blocks.
 
     If the model has neither, these are the outermost modules chosen as units.
     """
     if section.policy == "block" and section.names:
-        return list(_matching(model, section.names).values())
-    if blocks := find_blocks(model):
+        return list(_find_modules_matching_patterns(model, section.names).values())
+    if blocks := find_repeated_blocks(model):
         return list(blocks.values())
     chosen = [module for unit in units if unit.is_block for module in unit.modules]
     inner = {module for outer in chosen for module in outer.modules() if module is not outer}
     return [module for module in chosen if module not in inner]
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters_have_shapes(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ShardError(f"{type(model).__name__} has no parameters.", why="there is nothing to shard")
@@ -102,19 +104,25 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 # Policies #
-def _chosen(model: nn.Module, section: UnitSection, *, predicate: Predicate | None) -> list[Unit]:
+def _choose_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None) -> list[Unit]:
     if predicate is not None:
-        named = {name: m for name, m in called_modules(model).items() if predicate(name, m)}
-        return _named_units(named, what="the units predicate")
+        named = {name: m for name, m in called_modules_with_parameters(model).items() if predicate(name, m)}
+        return _make_unit_per_module(named, what="the units predicate")
     if section.policy == "size":
-        return _by_size(model, section.min_parameters)
+        return _choose_units_by_size(model, section.min_parameters)
     if section.policy == "names":
-        return _named_units(_matching(model, section.names), what="sharding.units.names")
-    return _by_block(model, section)
+        return _make_unit_per_module(
+            _find_modules_matching_patterns(model, section.names), what="sharding.units.names"
+        )
+    return _choose_units_by_block(model, section)
 
 
-def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
-    blocks = _matching(model, section.names) if section.names else find_blocks(model)
+def _choose_units_by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
+    blocks = (
+        _find_modules_matching_patterns(model, section.names)
+        if section.names
+        else find_repeated_blocks(model)
+    )
     if not blocks:
         raise ShardError(
             f"{type(model).__name__} has no repeated block to make units of.",
@@ -123,17 +131,19 @@ def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
         )
     units = [Unit(name, (block,), is_block=True) for name, block in blocks.items()]
     if section.separate_experts:
-        units += _expert_units(model, blocks)
+        units += _make_expert_units(model, blocks)
     paths = dict(model.named_modules(remove_duplicate=False))
-    runs = around_blocks(model, blocks, left_out=set(_tied(paths)))
+    runs = group_modules_around_blocks(model, blocks, left_out=set(_find_holders_of_tied_parameters(paths)))
     for run in runs:
         # A run of vectors only (a norm) is not worth a collective: the root holds it.
         if any(parameter.ndim > 1 for module in run.values() for parameter in module.parameters()):
-            units += _run_units(paths, run, last=run is runs[-1])
+            units += _make_units_of_module_run(paths, run, last=run is runs[-1])
     return units
 
 
-def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool) -> list[Unit]:
+def _make_units_of_module_run(
+    paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool
+) -> list[Unit]:
     """Makes one unit of the run's modules, except modules called from several places: one unit of each."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
@@ -144,7 +154,7 @@ def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, 
     return units
 
 
-def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Unit]:
+def _make_expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Unit]:
     """Makes units of the modules named `experts`, so that they are separate from their block's attention.
 
     A rank does not call an expert that its tokens did not reach, while the other ranks would wait for it in
@@ -155,9 +165,9 @@ def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Uni
     experts = [
         name
         for name, module in modules.items()
-        if name.endswith(".experts") and ".experts." not in name and holds_parameters(module)
+        if name.endswith(".experts") and ".experts." not in name and has_parameters(module)
     ]
-    calling = {nearest_called(modules, name) for name in experts}
+    calling = {nearest_called_module_name(modules, name) for name in experts}
     return [
         Unit(name, (module,))
         for name, module in modules.items()
@@ -165,26 +175,26 @@ def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Uni
     ]
 
 
-def _by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
+def _choose_units_by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
     """Makes units bottom up: a module whose parameters outside of lower units reach `min_parameters`."""
     units: list[Unit] = []
     taken: set[int] = set()
-    called = set(called_modules(model).values())
+    called = set(called_modules_with_parameters(model).values())
 
-    def visit(name: str, module: nn.Module) -> None:
+    def visit_module(name: str, module: nn.Module) -> None:
         for key, child in module.named_children():
-            visit(f"{name}.{key}" if name else key, child)
+            visit_module(f"{name}.{key}" if name else key, child)
         rest = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if module in called and sum(rest.values()) >= min_parameters:
             units.append(Unit(name, (module,), is_block=True))
             taken.update(rest)
 
-    visit("", model)
+    visit_module("", model)
     return units
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    modules = called_modules(model)
+def _find_modules_matching_patterns(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    modules = called_modules_with_parameters(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise ShardError(
@@ -203,14 +213,14 @@ def _is_outermost_match(name: str, pattern: str) -> bool:
     return not above and fnmatchcase(name, pattern)
 
 
-def _named_units(named: Mapping[str, nn.Module], *, what: str) -> list[Unit]:
+def _make_unit_per_module(named: Mapping[str, nn.Module], *, what: str) -> list[Unit]:
     if not named:
         raise ShardError(f"{what} chose no module.", fix="a rule that is true for the repeated blocks")
     return [Unit(name, (module,), is_block=True) for name, module in named.items()]
 
 
 # Sharing #
-def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
+def _make_units_disjoint(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
     """Changes `units` in place until no module and no parameter is in two units; the root counts as a unit.
 
     A module in two units becomes a unit of its own. The modules that hold one parameter are joined into one
@@ -218,62 +228,71 @@ def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
     drift apart (accelerate#4171, torchtitan#2495). Parameters that the root itself reads stay in the root,
     and so do all modules on the path to them.
     """
-    names, tied = _first_names(paths), list(_tied(paths).values())
+    names, tied = _first_name_by_module(paths), list(_find_holders_of_tied_parameters(paths).values())
     free = {paths[""]}  # modules that no unit may hold
     while True:
-        owners = _owners(paths, units)
-        torn = _torn_module(paths, owners)
+        owners = _innermost_unit_by_module_path(paths, units)
+        torn = _find_module_in_two_units(paths, owners)
         holders = next((one for one in tied if len({owners[names[module]] for module in one}) > 1), None)
         if torn is not None:
             units.append(Unit(names[torn], (torn,)))
         elif holders is None:
             return
         elif holders & free:
-            free |= {paths[above] for name in paths if paths[name] in holders for above in _and_above(name)}
+            free |= {
+                paths[above]
+                for name in paths
+                if paths[name] in holders
+                for above in _name_and_ancestor_names(name)
+            }
             units[:] = [unit for unit in units if not free & set(unit.modules)]
         else:
             joined = [unit for unit in units if holders & set(unit.modules)]
             modules = holders.union(*(unit.modules for unit in joined))
             units[:] = [unit for unit in units if unit not in joined]
-            units.append(_unit_of([module for module in names if module in modules], names))
+            units.append(_make_joined_unit([module for module in names if module in modules], names))
 
 
-def _torn_module(paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | None]) -> nn.Module | None:
+def _find_module_in_two_units(
+    paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | None]
+) -> nn.Module | None:
     """Returns the first called module that occurs in two units, one of which may be the root, or None."""
     seen: dict[nn.Module, Unit | None] = {}
     for name, module in paths.items():
         apart = seen.setdefault(module, owners[name]) is not owners[name]
-        if apart and nearest_called(paths, name) == name and holds_parameters(module):
+        if apart and nearest_called_module_name(paths, name) == name and has_parameters(module):
             return module
     return None
 
 
-def _and_above(name: str) -> list[str]:
+def _name_and_ancestor_names(name: str) -> list[str]:
     """Returns the name and its ancestors' names: `"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
-    return [name, *_and_above(name.rpartition(".")[0])] if name else []
+    return [name, *_name_and_ancestor_names(name.rpartition(".")[0])] if name else []
 
 
-def _unit_of(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
+def _make_joined_unit(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
     return Unit("+".join(names[module] for module in modules), tuple(modules))
 
 
-def _first_names(paths: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+def _first_name_by_module(paths: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
     names: dict[nn.Module, str] = {}
     for name, module in paths.items():
         names.setdefault(module, name)
     return names
 
 
-def _tied(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
+def _find_holders_of_tied_parameters(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
     """Returns id(parameter) -> the called modules that hold it, for parameters with several such modules."""
     holders: dict[int, set[nn.Module]] = defaultdict(set)
     for name, module in paths.items():
         for parameter in module.parameters(recurse=False):
-            holders[id(parameter)].add(paths[nearest_called(paths, name)])
+            holders[id(parameter)].add(paths[nearest_called_module_name(paths, name)])
     return {key: modules for key, modules in holders.items() if len(modules) > 1}
 
 
-def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, Unit | None]:
+def _innermost_unit_by_module_path(
+    paths: Mapping[str, nn.Module], units: Iterable[Unit]
+) -> dict[str, Unit | None]:
     """Returns module path -> the innermost unit that contains the module there; None stands for the root."""
     by_module = {module: unit for unit in units for module in unit.modules}
     owners: dict[str, Unit | None] = {}
@@ -284,31 +303,31 @@ def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, 
 
 
 # Order #
-def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> list[Unit]:
+def _sort_units_innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> list[Unit]:
     """Sorts units in order of registration, inner units before outer ones. Joins units inside each other."""
-    names = _first_names(paths)
+    names = _first_name_by_module(paths)
     position = {module: i for i, module in enumerate(names)}
     units = sorted(units, key=lambda unit: min(position[module] for module in unit.modules))
-    inside = _inside(paths, units)
+    inside = _units_inside_each_unit(paths, units)
     for unit in units:
         # Units that are inside each other (crossed tied weights) can only be gathered as one unit.
         ring = [other for other in inside[unit] if other is not unit and unit in inside[other]]
         if ring:
             modules = {module for one in (unit, *ring) for module in one.modules}
             rest = [other for other in units if other is not unit and other not in ring]
-            joined = _unit_of([module for module in names if module in modules], names)
-            return _innermost_first(paths, [*rest, joined])
+            joined = _make_joined_unit([module for module in names if module in modules], names)
+            return _sort_units_innermost_first(paths, [*rest, joined])
     ordered: dict[Unit, None] = {}
 
-    def place(unit: Unit) -> None:
+    def place_after_inner_units(unit: Unit) -> None:
         for inner in units:
             if inner in inside[unit]:
-                place(inner)
+                place_after_inner_units(inner)
         ordered.setdefault(unit)
 
     for unit in units:
-        place(unit)
-    owners = _owners(paths, units)
+        place_after_inner_units(unit)
+    owners = _innermost_unit_by_module_path(paths, units)
     for unit in ordered:
         # Only the outermost modules are listed; the unit's modules inside them are gathered with them.
         apart = {paths[name] for name in paths if owners.get(name.rpartition(".")[0]) is not unit or not name}
@@ -317,7 +336,7 @@ def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> l
     return list(ordered)
 
 
-def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
+def _units_inside_each_unit(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
     """Returns unit -> all units inside it, at any depth."""
     by_module = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
@@ -339,9 +358,9 @@ def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit,
     return inside
 
 
-def _assign_parameters(model: nn.Module, units: Sequence[Unit]) -> None:
+def _assign_parameters_to_units(model: nn.Module, units: Sequence[Unit]) -> None:
     """Adds each parameter to the innermost unit of its module. Scalars, which stay whole, are in no unit."""
-    owners = _owners(dict(model.named_modules()), units[:-1])
+    owners = _innermost_unit_by_module_path(dict(model.named_modules()), units[:-1])
     for name, parameter in model.named_parameters():
         if parameter.ndim > 0:
             unit = owners[name.rpartition(".")[0]] or units[-1]
@@ -349,7 +368,7 @@ def _assign_parameters(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 # Overrides #
-def _override_for(unit: Unit, overrides: Sequence[UnitOverride]) -> UnitOverride | None:
+def _find_unit_override(unit: Unit, overrides: Sequence[UnitOverride]) -> UnitOverride | None:
     names = unit.name.split("+")
     matching = [o for o in overrides if any(fnmatchcase(name, o.match) for name in names)]
     return matching[-1] if matching else None

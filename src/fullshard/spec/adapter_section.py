@@ -45,12 +45,12 @@ class AdapterSection(FrozenModel):
     options: Options = Field(default_factory=dict[str, Any])
 
     @property
-    def saved_alone(self) -> bool:
+    def saves_only_adapters(self) -> bool:
         """True if checkpoints contain the adapters without the base model."""
         return self.rank > 0 and self.save == "adapters"
 
     @model_validator(mode="after")
-    def _options_fit(self) -> Self:
+    def _check_options(self) -> Self:
         for key, why in _REFUSED.items():
             if key in self.options:
                 raise ValueError(f"options.{key} cannot be set here: {why}")

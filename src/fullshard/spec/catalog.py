@@ -12,7 +12,7 @@ from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
-class ListedChip(FrozenModel):
+class CatalogChip(FrozenModel):
     """A chip in `catalog.toml`, whose head explains each field."""
 
     name: str
@@ -44,19 +44,19 @@ class ListedChip(FrozenModel):
             source=self.source,
         )
 
-    def answers_to(self, key: str) -> bool:
-        """Returns True if `key`, a result of `chip_key`, is a name, alias or device name of the chip."""
-        return key in {chip_key(name) for name in (self.name, *self.aliases, *self.device_names)}
+    def has_name(self, key: str) -> bool:
+        """Returns True if `key`, a `normalized_chip_name`, is a name, alias or device name of the chip."""
+        return key in {normalized_chip_name(name) for name in (self.name, *self.aliases, *self.device_names)}
 
 
 @cache
-def listed_chips() -> tuple[ListedChip, ...]:
+def read_catalog_chips() -> tuple[CatalogChip, ...]:
     """Reads all chips of `catalog.toml`."""
     entries = read_toml(Path(__file__).with_name("catalog.toml"))["chips"]
-    return tuple(ListedChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
+    return tuple(CatalogChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
 
 
-def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
+def find_chip_by_device_name(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
     """Returns the chip with torch's name `device_name`, or None if the catalog does not have it.
 
     Only whole names match: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB HBM3` (SXM) are three
@@ -68,18 +68,18 @@ def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | No
     name = " ".join(device_name.lower().split())
     for vendor in ("nvidia ", "amd ", "intel "):
         name = name.removeprefix(vendor)
-    chip = next((entry.chip for entry in listed_chips() if name in entry.device_names), None)
+    chip = next((entry.chip for entry in read_catalog_chips() if name in entry.device_names), None)
     if chip is None or memory_bytes is None:
         return chip
     return chip if 0.85 <= memory_bytes / chip.memory_bytes <= 1.05 else None
 
 
-def find_entry(chip: Chip) -> ListedChip | None:
-    """Returns the catalog entry of a chip that `find_chip` returned."""
-    return next((entry for entry in listed_chips() if entry.name == chip.name), None)
+def find_catalog_entry(chip: Chip) -> CatalogChip | None:
+    """Returns the catalog entry of a chip that `find_chip_by_device_name` returned."""
+    return next((entry for entry in read_catalog_chips() if entry.name == chip.name), None)
 
 
-def chip_key(name: str) -> str:
+def normalized_chip_name(name: str) -> str:
     """Returns a chip's name without case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in ("nvidia", "amd", "intel", "geforce", "instinct"):
@@ -87,7 +87,7 @@ def chip_key(name: str) -> str:
     return key
 
 
-class ListedLink(FrozenModel):
+class CatalogLink(FrozenModel):
     """A link in `links.toml`, whose head explains each field."""
 
     bytes_per_second: PositiveFloat
@@ -98,19 +98,19 @@ class ListedLink(FrozenModel):
 
 
 @cache
-def listed_links() -> dict[str, ListedLink]:
+def read_catalog_links() -> dict[str, CatalogLink]:
     """Reads all links of `links.toml`, by name."""
     entries = read_toml(Path(__file__).with_name("links.toml"))
-    return {name: ListedLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
+    return {name: CatalogLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
 
 
-def find_link(name: str) -> Link:
+def link_from_catalog(name: str) -> Link:
     """Returns the link `name` of the catalog, with the rates of its collectives. Raises KeyError.
 
     An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so it has half the rate
     and twice the hops. The catalog does not assume switches that reduce (NVLink SHARP), which are faster.
     """
-    entry = listed_links()[name]
+    entry = read_catalog_links()[name]
     rate = entry.bytes_per_second * entry.efficiency
     base, hop = entry.base_seconds, entry.hop_seconds
     once = CollectiveRate(base_seconds=base, hop_seconds=hop, bytes_per_second=rate)

@@ -19,7 +19,7 @@ from fullshard.spec.value import (
 TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
-class SourceFields(FrozenModel):
+class DataSourceFields(FrozenModel):
     """Settings of one data source: its files or dataset, and the fields of its records.
 
     `paths`: files or globs (`**` and `~` are expanded); for `datasets`, directories
@@ -49,7 +49,7 @@ class SourceFields(FrozenModel):
     eod_token: NonNegativeInt | None = None
 
 
-class DataSource(SourceFields):
+class DataSource(DataSourceFields):
     """One of several data sources of a run.
 
     `weight`: exact share of the run's sequences, relative to the other weights. Either all sources have a
@@ -60,12 +60,12 @@ class DataSource(SourceFields):
     weight: PositiveScalar | None = None
 
     @model_validator(mode="after")
-    def _place_fits(self) -> Self:
-        _check_place(self.source, self)
+    def _check_location(self) -> Self:
+        _check_source_location(self.source, self)
         return self
 
 
-class DataSection(SourceFields):
+class DataSection(DataSourceFields):
     """Settings of the training data, its tokenizer and the packing of documents into sequences.
 
     `source`: `stdlib`: the standard library of the running interpreter. `text`: one document per file.
@@ -107,12 +107,12 @@ class DataSection(SourceFields):
     prefetch_steps: Count = 1
 
     @property
-    def kinds(self) -> set[str]:
+    def source_kinds(self) -> set[str]:
         """The distinct values of `source` of all data sources, such as `jsonl`."""
         return {source.source for source in self.sources} or {self.source}
 
     @model_validator(mode="after")
-    def _source_fits(self) -> Self:
+    def _check_sources(self) -> Self:
         if self.sources:
             if self.source != "stdlib" or self.paths:
                 raise ValueError("either source and paths, or sources")
@@ -126,11 +126,11 @@ class DataSection(SourceFields):
             raise ValueError('factory is given; set source = "python"')
         if self.source == "stdlib" and self.paths:
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
-        _check_place(self.source, self)
+        _check_source_location(self.source, self)
         return self
 
     @model_validator(mode="after")
-    def _records_fit(self) -> Self:
+    def _check_records(self) -> Self:
         needed = {"assistant": "messages", "completion": "completion"}.get(self.train_on)
         kinds = {source.records for source in self.sources} or {self.records}
         if needed is not None and needed not in kinds:
@@ -142,7 +142,7 @@ class DataSection(SourceFields):
         return self
 
 
-def _check_place(source: str, fields: SourceFields) -> None:
+def _check_source_location(source: str, fields: DataSourceFields) -> None:
     if source == "datasets":
         if bool(fields.paths) == bool(fields.name):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.errors import SpecError
 
 
-def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
+def import_callable(dotted: str, *, key: str) -> Callable[..., Any]:
     """Imports the callable `dotted` (`package.module:name`) from a package or the working directory.
 
     Raises SpecError, which names the run's setting `key`, if no such callable exists.

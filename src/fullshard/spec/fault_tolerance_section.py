@@ -40,13 +40,13 @@ class CheckpointSection(FrozenModel):
     export: bool = False
 
     @model_validator(mode="after")
-    def _nodes_have_directories(self) -> Self:
+    def _check_per_node_directory(self) -> Self:
         if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
             raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
         return self
 
     @model_validator(mode="after")
-    def _export_needs_whole_tensors(self) -> Self:
+    def _check_export_layout(self) -> Self:
         if self.export and self.layout == "ranks":
             raise ValueError('export = true needs layout = "sharded"')
         return self
@@ -86,7 +86,7 @@ class FaultToleranceSection(FrozenModel):
     check_replicas_every: Count = 0
 
     @property
-    def group_timeout_seconds(self) -> float:
+    def process_group_timeout_seconds(self) -> float:
         """Timeout of the process group, s; longer than the watchdog's, whose report has more detail."""
         return max(
             self.collective_timeout_seconds, 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor

@@ -22,18 +22,18 @@ class ShardSize:
 
     name: the parameter's name
     numel: elements of this rank's shard
-    most: elements of the largest shard of any rank
+    max_numel: elements of the largest shard of any rank
     dtype: torch's name of the dtype (`float32`)
     """
 
     name: str
     numel: int
-    most: int
+    max_numel: int
     dtype: str
 
 
 @dataclass(frozen=True)
-class Segment:
+class ShardSegment:
     """A part of this rank's shard of the parameter `name`: its elements from `begin` to `end`.
 
     offset: position of the first element in the group
@@ -49,18 +49,18 @@ class Segment:
         return self.end - self.begin
 
     @property
-    def in_group(self) -> slice:
+    def slice_in_group(self) -> slice:
         """Position of the segment in each flat state tensor (such as a moment) of its group."""
         return slice(self.offset, self.offset + self.numel)
 
     @property
-    def in_shard(self) -> slice:
+    def slice_in_shard(self) -> slice:
         """Position of the segment in this rank's flat shard of the parameter."""
         return slice(self.begin, self.end)
 
 
 @dataclass(frozen=True)
-class Group:
+class OffloadGroup:
     """Segments of shards of one dtype, which an offload target reads, updates and writes together.
 
     names: the group's parameters, identical on every rank
@@ -70,26 +70,26 @@ class Group:
     index: int
     dtype: str
     names: tuple[str, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[ShardSegment, ...]
 
     @property
-    def numel(self) -> int:
+    def padded_numel(self) -> int:
         """Number of elements up to the end of the last segment, including gaps between segments."""
         return self.segments[-1].offset + self.segments[-1].numel if self.segments else 0
 
 
-def piece_elements(groups: Iterable[Group]) -> int:
+def copy_chunk_elements(groups: Iterable[OffloadGroup]) -> int:
     """Returns the number of elements to copy to the device at once: 1/16 of the largest group, up to 4 Mi."""
-    largest = max((group.numel for group in groups), default=0)
+    largest = max((group.padded_numel for group in groups), default=0)
     return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
 
-def part_bytes(numel: int, itemsize: int) -> int:
+def page_aligned_bytes(numel: int, itemsize: int) -> int:
     """Returns the bytes of `numel` elements, rounded up to whole pages of 4 KiB."""
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
-def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tuple[Group, ...]:
+def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tuple[OffloadGroup, ...]:
     """Returns the shards `held`, in their order, in groups of at most `sub_group_parameters` elements.
 
     The limit is at least CUT_ELEMENTS. Every rank gets the same number of groups, with the same parameters. A
@@ -98,7 +98,7 @@ def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tup
     """
     held = tuple(held)
     limit = max(CUT_ELEMENTS, sub_group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
-    count = sum(one.most for one in held) // limit
+    count = sum(one.max_numel for one in held) // limit
     if count > _MOST_GROUPS:
         raise PlanError(
             "a rank's state would be in too many groups.",
@@ -106,36 +106,36 @@ def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tup
             why="the update goes through them one by one",
             fix=f"offload.sub_group_parameters = {count * limit // 1000:,} or more; or more ranks",
         )
-    groups: list[Group] = []
+    groups: list[OffloadGroup] = []
     names: list[str] = []
-    segments: list[Segment] = []
+    segments: list[ShardSegment] = []
     dtype, filled = "", 0
 
-    def close() -> None:
+    def close_group() -> None:
         nonlocal names, segments, filled
         if names:
-            groups.append(Group(len(groups), dtype, tuple(names), tuple(segments)))
+            groups.append(OffloadGroup(len(groups), dtype, tuple(names), tuple(segments)))
         names, segments, filled = [], [], 0
 
     for one in held:
-        if one.dtype != dtype or filled + one.most > limit:
-            close()
+        if one.dtype != dtype or filled + one.max_numel > limit:
+            close_group()
         dtype = one.dtype
-        for begin in range(0, one.most, limit):
+        for begin in range(0, one.max_numel, limit):
             if begin:
-                close()
-            end = min(one.most, begin + limit)
+                close_group()
+            end = min(one.max_numel, begin + limit)
             names.append(one.name)
             if begin < one.numel:
-                segments.append(Segment(one.name, begin, min(end, one.numel), filled))
+                segments.append(ShardSegment(one.name, begin, min(end, one.numel), filled))
             filled += -(-(end - begin) // _BEGIN_ELEMENTS) * _BEGIN_ELEMENTS
-    close()
+    close_group()
     return tuple(groups)
 
 
-def portions(groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
+def iterate_whole_parameter_groups(groups: Sequence[OffloadGroup]) -> Iterator[tuple[OffloadGroup, ...]]:
     """Yields the smallest tuples of consecutive groups in which no parameter is split across two tuples."""
-    portion: list[Group] = []
+    portion: list[OffloadGroup] = []
     for group, after in pairwise([*groups, None]):
         assert group is not None, "None is the last alone"
         portion.append(group)

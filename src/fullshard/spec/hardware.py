@@ -17,9 +17,9 @@ from fullshard.spec.value import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_notes,
+    field_descriptions,
 )
-from fullshard.system.files import write_whole
+from fullshard.system.files import write_file_atomically
 
 MOST_RANKS = 2**20
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
@@ -45,17 +45,17 @@ class Chip(FrozenModel):
     source: str
 
 
-class Point(NamedTuple):
+class RatePoint(NamedTuple):
     """A point of a rate curve: a launch of `size` (FLOP or bytes) runs at `rate` (FLOP/s or bytes/s)."""
 
     size: float
     rate: float
 
 
-Curve = Annotated[tuple[Point, ...], Field(min_length=1)]
+Curve = Annotated[tuple[RatePoint, ...], Field(min_length=1)]
 
 
-def rate_at(curve: tuple[Point, ...], size: float) -> float:
+def interpolate_rate(curve: tuple[RatePoint, ...], size: float) -> float:
     """Returns the rate of a launch of `size`, interpolated linearly in the logarithms between two points.
 
     Beyond the last point, the rate is constant. Before the first point, the duration is constant, because a
@@ -71,7 +71,7 @@ def rate_at(curve: tuple[Point, ...], size: float) -> float:
     return r0 * (r1 / r0) ** along
 
 
-def slower(curve: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
+def curve_with_slowdown(curve: tuple[RatePoint, ...], factor: float) -> tuple[RatePoint, ...]:
     """Returns a copy of the rate curve on which every launch takes `factor` times as long."""
     return tuple(point._replace(rate=point.rate / factor) for point in curve)
 
@@ -125,25 +125,25 @@ class CollectiveRate(FrozenModel):
     curve_ranks: PositiveInt | None = None
     wait_seconds: NonNegativeFloat = 0.0
 
-    def seconds(self, count: float, ranks: int) -> float:
+    def predict_seconds(self, count: float, ranks: int) -> float:
         """Returns the duration of a collective of `count` unsharded bytes."""
         if ranks <= 1:
             return 0.0
         moved = count * (ranks - 1) / ranks
         if self.curve is not None and self.curve_ranks is not None and moved > 0:
-            measured = moved / rate_at(self.curve, moved)
+            measured = moved / interpolate_rate(self.curve, moved)
             return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0) + self.wait_seconds
         line = self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
         return line + self.wait_seconds
 
-    def slower(self, factor: float) -> "CollectiveRate":
+    def with_slowdown(self, factor: float) -> "CollectiveRate":
         """Returns a copy in which all times except `wait_seconds` are `factor` times as long."""
         return self.model_copy(
             update={
                 "base_seconds": self.base_seconds * factor,
                 "hop_seconds": self.hop_seconds * factor,
                 "bytes_per_second": self.bytes_per_second / factor,
-                "curve": self.curve and slower(self.curve, factor),
+                "curve": self.curve and curve_with_slowdown(self.curve, factor),
             }
         )
 
@@ -220,11 +220,11 @@ class Hardware(FrozenModel):
         return self.nodes * self.ranks_per_node
 
     @property
-    def capacity_bytes(self) -> int:
+    def usable_device_bytes(self) -> int:
         """Bytes of a device's memory that one rank may use, including the context of its process."""
         return int(self.chip.memory_bytes * self.usable_fraction)
 
-    def on(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
+    def with_rank_counts(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
         """Returns a copy with other numbers of nodes and ranks. Raises SpecError beyond MOST_RANKS ranks."""
         if nodes * ranks_per_node > MOST_RANKS:
             raise SpecError(
@@ -246,12 +246,12 @@ class Hardware(FrozenModel):
         """Writes a hardware.toml with comments, which `load` reads back. Raises SpecError if it cannot."""
         notes: dict[str, str] = {}
         for section in (Chip, Rates, Link, CollectiveRate, Hardware):
-            notes |= field_notes(section)
+            notes |= field_descriptions(section)
         notes.pop("source")
         data = self.model_dump(mode="json", exclude_none=True)
         text = toml_text(data, head=_FILE_HEAD, comment=lambda keys: notes.get(keys[-1]))
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(path), text)
+            write_file_atomically(Path(path), text)
         except OSError as error:
             raise SpecError(f"{path} cannot be written.", got=error.strerror) from error

@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.spec.catalog import ListedChip, chip_key, find_entry, find_link, listed_chips, listed_links
+from fullshard.spec.catalog import (
+    CatalogChip,
+    find_catalog_entry,
+    link_from_catalog,
+    normalized_chip_name,
+    read_catalog_chips,
+    read_catalog_links,
+)
 from fullshard.spec.hardware import CALIBRATE, Chip, Hardware, Link
-from fullshard.spec.rates import default_rates, efficiencies
+from fullshard.spec.rates import default_gpu_rates, read_default_rate_figures
 from fullshard.spec.toml_file import read_toml
 
 _COUNTS = re.compile(r"\s*(?:(\d{1,15})\s*[x×*]\s*)?(?:(\d{1,15})\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)
@@ -38,20 +45,24 @@ def hardware_on(text: str) -> Hardware:
     counts = [int(count) for count in (first, second) if count is not None]
     if 0 in counts:
         raise SpecError("there is no hardware with 0 of anything.", got=text, fix=_EXAMPLES)
-    hardware = _from_file(Path(name)) if name.lower().endswith(".toml") else hardware_of(_named(name, text))
+    hardware = (
+        _read_hardware_file(Path(name))
+        if name.lower().endswith(".toml")
+        else uncalibrated_hardware(_catalog_chip_by_name(name, text))
+    )
     if not counts:
         return hardware
     if len(counts) == 2:
-        return _laid_out(hardware, nodes=counts[0], ranks_per_node=counts[1])
-    nodes, ranks_per_node = _split(counts[0], hardware, text=text)
-    return _laid_out(hardware, nodes=nodes, ranks_per_node=ranks_per_node)
+        return _hardware_with_layout(hardware, nodes=counts[0], ranks_per_node=counts[1])
+    nodes, ranks_per_node = _nodes_and_ranks_per_node(counts[0], hardware, text=text)
+    return _hardware_with_layout(hardware, nodes=nodes, ranks_per_node=ranks_per_node)
 
 
-def hardware_of(entry: ListedChip) -> Hardware:
+def uncalibrated_hardware(entry: CatalogChip) -> Hardware:
     """Returns hardware of one rank on a chip of the catalog, with the catalog's rates."""
-    table = efficiencies()
+    table = read_default_rate_figures()
     memory = table.memory_use
-    rates = default_rates(
+    rates = default_gpu_rates(
         entry.chip, matmul_flops_per_second=entry.matmul_flops_per_second, attention=entry.attention
     )
     sources = (entry.matmul_source, entry.attention_source)
@@ -60,8 +71,8 @@ def hardware_of(entry: ListedChip) -> Hardware:
         device="cuda",  # any device with its own memory
         chip=entry.chip,
         rates=rates,
-        within=find_link(entry.within),
-        across=find_link(entry.across),
+        within=link_from_catalog(entry.within),
+        across=link_from_catalog(entry.across),
         contention=table.overlap.contention,
         context_bytes=memory.context_bytes,
         workspace_bytes=memory.workspace_bytes,
@@ -72,13 +83,15 @@ def hardware_of(entry: ListedChip) -> Hardware:
     )
 
 
-def _named(name: str, text: str) -> ListedChip:
-    key = chip_key(name)
-    found = next((entry for entry in listed_chips() if entry.answers_to(key)), None)
+def _catalog_chip_by_name(name: str, text: str) -> CatalogChip:
+    key = normalized_chip_name(name)
+    found = next((entry for entry in read_catalog_chips() if entry.has_name(key)), None)
     if found is not None:
         return found
     known = {
-        chip_key(alias): entry.name for entry in listed_chips() for alias in (entry.name, *entry.aliases)
+        normalized_chip_name(alias): entry.name
+        for entry in read_catalog_chips()
+        for alias in (entry.name, *entry.aliases)
     }
     near = dict.fromkeys(known[one] for one in difflib.get_close_matches(key, known, n=3, cutoff=0.5))
     raise SpecError(
@@ -88,9 +101,9 @@ def _named(name: str, text: str) -> ListedChip:
     )
 
 
-def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
+def _nodes_and_ranks_per_node(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
     """Returns (nodes, ranks per node) for `count` chips. Raises SpecError if they do not fill the nodes."""
-    entry = find_entry(hardware.chip)
+    entry = find_catalog_entry(hardware.chip)
     size = entry.ranks_per_node if entry is not None else hardware.ranks_per_node
     if count <= size:
         return 1, count
@@ -104,38 +117,38 @@ def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
     return count // size, size
 
 
-def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
+def _hardware_with_layout(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
     """Returns the hardware with these numbers; two ranks per node get the chip's link of pairs, if any."""
-    entry = find_entry(hardware.chip)
-    laid_out = hardware.on(nodes=nodes, ranks_per_node=ranks_per_node)
-    if entry and entry.pair and ranks_per_node == 2 and hardware.within == find_link(entry.within):
-        return laid_out.model_copy(update={"within": find_link(entry.pair)})
+    entry = find_catalog_entry(hardware.chip)
+    laid_out = hardware.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
+    if entry and entry.pair and ranks_per_node == 2 and hardware.within == link_from_catalog(entry.within):
+        return laid_out.model_copy(update={"within": link_from_catalog(entry.pair)})
     return laid_out
 
 
-def _from_file(path: Path) -> Hardware:
+def _read_hardware_file(path: Path) -> Hardware:
     """Reads a hardware.toml, and adds its missing figures from the catalog."""
     data = read_toml(path, fix=CALIBRATE)
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))
-    entry = _entry_of(data.get("chip"), path)
-    known = hardware_of(entry).model_dump()
+    entry = _parse_chip(data.get("chip"), path)
+    known = uncalibrated_hardware(entry).model_dump()
     for side in ("within", "across"):
         if isinstance(data.get(side), str):
-            data[side] = _link_of(data[side], path).model_dump()
+            data[side] = _parse_link(data[side], path).model_dump()
     return Hardware.parse({**known, **data, "chip": known["chip"]}, source=str(path))
 
 
-def _entry_of(chip: Any, path: Path) -> ListedChip:
+def _parse_chip(chip: Any, path: Path) -> CatalogChip:
     if isinstance(chip, str):
-        return _named(chip, f'chip = "{chip}" in {path}')
+        return _catalog_chip_by_name(chip, f'chip = "{chip}" in {path}')
     if not isinstance(chip, Mapping):
         raise SpecError(f"{path}: chip is missing.", fix='chip = "H100", or a table [chip] with its peaks')
     own = {"device_names": (), "source": str(path), **chip}
     whole = Chip.parse(own, source=f"{path}, [chip]")
     if "bf16" not in whole.flops_per_second:
         raise SpecError(f"{path}: the chip's bf16 peak is missing.", fix="flops_per_second.bf16")
-    plain = listed_chips()[0]
+    plain = read_catalog_chips()[0]
     return plain.model_copy(
         update={
             "name": whole.name,
@@ -151,7 +164,9 @@ def _entry_of(chip: Any, path: Path) -> ListedChip:
     )
 
 
-def _link_of(name: str, path: Path) -> Link:
-    if name not in listed_links():
-        raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(listed_links())}")
-    return find_link(name)
+def _parse_link(name: str, path: Path) -> Link:
+    if name not in read_catalog_links():
+        raise SpecError(
+            f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(read_catalog_links())}"
+        )
+    return link_from_catalog(name)

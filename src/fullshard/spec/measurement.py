@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, computed_field, model_validator
 from fullshard.spec.hardware import ComputeDtype
 from fullshard.spec.run import Strategy
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from fullshard.system.files import write_whole
+from fullshard.system.files import write_file_atomically
 
 
 def _none_if_not_finite(value: Any) -> Any:
@@ -53,7 +53,7 @@ def peak_tokens_per_second(peak: MatmulPeak, *, flops_per_token: float, world_si
     return world_size * peak.flops_per_second / flops_per_token
 
 
-class Pace(FrozenModel):
+class Throughput(FrozenModel):
     """Sums of a run's tokens and seconds, from which its speed follows.
 
     warmup_steps: number of first steps that are not timed
@@ -73,14 +73,14 @@ class Pace(FrozenModel):
 
     def with_step(
         self, *, tokens: int, seconds: float, data_seconds: float = 0.0, measured: bool = False
-    ) -> "Pace":
+    ) -> "Throughput":
         """Returns the sums after one more step.
 
         measured: True excludes the step's time, because the memory meter or the profiler slowed the step
         """
         warm = self.steps >= self.warmup_steps
         timed = warm and not measured
-        return Pace(
+        return Throughput(
             warmup_steps=self.warmup_steps,
             steps=self.steps + 1,
             untimed_steps=self.untimed_steps + (warm and measured),
@@ -131,7 +131,7 @@ class StepSeconds(FrozenModel):
         return sum(self.terms().values())
 
     @property
-    def waiting(self) -> float:
+    def exposed_collective_seconds(self) -> float:
         """Seconds of waiting for all collectives."""
         return self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
 
@@ -189,7 +189,7 @@ class PeakBytes(MemoryParts):
     host: NonNegativeInt | None = None
 
 
-class DriveBytes(FrozenModel):
+class DriveTrafficBytes(FrozenModel):
     """Bytes that one rank reads from and writes to its offload drive in one step."""
 
     read: NonNegativeInt
@@ -219,9 +219,9 @@ class Measurement(FrozenModel):
     world_size: PositiveInt
     device: str
     offload: str | None = None
-    drive: DriveBytes | None = None
+    drive: DriveTrafficBytes | None = None
     first_step: PositiveInt
-    pace: Pace
+    pace: Throughput
     skipped_steps: NonNegativeInt = 0
     repeated_steps: NonNegativeInt = 0
     first_loss: FiniteOrNone = None
@@ -259,7 +259,7 @@ class Measurement(FrozenModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_rates(cls, data: Any) -> Any:
+    def _drop_computed_rates(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         rates = {*cls.model_computed_fields, "tokens_per_second_per_rank"}  # the latter: in older files
@@ -272,4 +272,4 @@ class Measurement(FrozenModel):
 
     def save(self, path: str | Path) -> None:
         """Writes JSON atomically. Raises OSError."""
-        write_whole(Path(path), self.model_dump_json(indent=2) + "\n")
+        write_file_atomically(Path(path), self.model_dump_json(indent=2) + "\n")

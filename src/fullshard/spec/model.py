@@ -64,17 +64,17 @@ class UnitSpec(FrozenModel):
         return sum(parameter.numel for parameter in self.parameters)
 
 
-class Line(NamedTuple):
+class LinearInMicrobatch(NamedTuple):
     """A linear function of the microbatch: fixed + per_sequence * microbatch. Either term may be negative."""
 
     fixed: float = 0.0
     per_sequence: float = 0.0
 
-    def at(self, microbatch: int) -> float:
+    def value_at(self, microbatch: int) -> float:
         return self.fixed + self.per_sequence * microbatch
 
 
-class Moment(NamedTuple):
+class LiveTensorBytes(NamedTuple):
     """Bytes of live tensors at one moment of a microbatch, by the computation that allocated them.
 
     activations: tensors from the units' forward passes
@@ -83,10 +83,10 @@ class Moment(NamedTuple):
     gradients: whole gradients of parameters, as autograd produces them
     """
 
-    activations: Line = Line()
-    loss: Line = Line()
-    backward: Line = Line()
-    gradients: Line = Line()
+    activations: LinearInMicrobatch = LinearInMicrobatch()
+    loss: LinearInMicrobatch = LinearInMicrobatch()
+    backward: LinearInMicrobatch = LinearInMicrobatch()
+    gradients: LinearInMicrobatch = LinearInMicrobatch()
 
 
 class Kernel(FrozenModel):
@@ -99,19 +99,19 @@ class Kernel(FrozenModel):
 
     kind: Literal["matmul", "attention", "attention_backward", "elementwise"]
     dtype: Dtype
-    flops: Line = Line()
-    bytes: Line = Line()
+    flops: LinearInMicrobatch = LinearInMicrobatch()
+    bytes: LinearInMicrobatch = LinearInMicrobatch()
     causal: bool = False
 
 
-class Launches(NamedTuple):
+class KernelLaunches(NamedTuple):
     """The number of launches (`times`) of the kernel with index `kernel` in `ModelSpec.kernels`."""
 
     kernel: int
     times: int
 
 
-class Phase(FrozenModel):
+class TracePhase(FrozenModel):
     """The computation of a microbatch between two hooks of FSDP2.
 
     event: the hook that opens the phase
@@ -128,16 +128,16 @@ class Phase(FrozenModel):
 
     event: Event
     unit: int = -1
-    peaks: tuple[Moment, ...]
-    end: Moment
-    work: tuple[Launches, ...] = ()
-    fused: tuple[Launches, ...] = ()
-    out: tuple[Line, ...] = ()
-    back: tuple[Line, ...] = ()
+    peaks: tuple[LiveTensorBytes, ...]
+    end: LiveTensorBytes
+    work: tuple[KernelLaunches, ...] = ()
+    fused: tuple[KernelLaunches, ...] = ()
+    out: tuple[LinearInMicrobatch, ...] = ()
+    back: tuple[LinearInMicrobatch, ...] = ()
     waits: bool = False
 
 
-class Repeat(FrozenModel):
+class RepeatedUnits(FrozenModel):
     """A period of units that the trace contains once, and the model `times` times in a row.
 
     The period consists of the units `first` to `first + units - 1` of the trace, which contains at least one
@@ -149,27 +149,27 @@ class Repeat(FrozenModel):
     times: int
 
 
-class Trace(FrozenModel):
+class MicrobatchTrace(FrozenModel):
     """The phases of one microbatch, forward and backward, under one recompute setting.
 
     microbatch: the only microbatch size for which the trace is valid; None if it is valid for any
-    phases: phases of the trace's units, which `Phase.unit` counts; `repeats` lists units to repeat
+    phases: phases of the trace's units, which `TracePhase.unit` counts; `repeats` lists units to repeat
     accumulating: phases of a microbatch that adds to whole gradients of earlier microbatches in place
         (accumulation without sync, gradients computed in the dtype that they are reduced in)
     """
 
     recompute: RecomputeSection
     microbatch: int | None = None
-    batch_bytes: Line
-    phases: tuple[Phase, ...]
-    accumulating: tuple[Phase, ...] = ()
-    repeats: tuple[Repeat, ...] = ()
+    batch_bytes: LinearInMicrobatch
+    phases: tuple[TracePhase, ...]
+    accumulating: tuple[TracePhase, ...] = ()
+    repeats: tuple[RepeatedUnits, ...] = ()
 
-    def holds_for(self, recompute: RecomputeSection, microbatch: int) -> bool:
+    def is_valid_for(self, recompute: RecomputeSection, microbatch: int) -> bool:
         """Returns True if the trace is valid for these settings."""
         asked, own = recompute, self.recompute
         same = asked.mode == own.mode and (
-            asked.period == own.period
+            asked.block_period == own.block_period
             and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )
@@ -194,7 +194,7 @@ class ModelSpec(FrozenModel):
     scalars: int = 0
     buffer_bytes: int
     kernels: tuple[Kernel, ...] = ()
-    traces: tuple[Trace, ...]
+    traces: tuple[MicrobatchTrace, ...]
     flops_per_token: float | None = None
     active_numel: int | None = None
 
@@ -204,12 +204,12 @@ class ModelSpec(FrozenModel):
         return sum(unit.numel for unit in self.units) + self.scalars
 
     @cached_property
-    def kept(self) -> dict[Hashable, object]:
+    def derived_value_cache(self) -> dict[Hashable, object]:
         """Cache in which the planner stores values that it derives from this spec."""
         return {}
 
     @cached_property
-    def unit_kinds(self) -> tuple[int, ...]:
+    def first_identical_unit_indices(self) -> tuple[int, ...]:
         """For each unit, the index of the first unit with the same shapes, override and `kept`."""
         first: dict[Hashable, int] = {}
         kinds: list[int] = []
@@ -219,17 +219,17 @@ class ModelSpec(FrozenModel):
             kinds.append(first.setdefault((shapes, override, unit.kept), index))
         return tuple(kinds)
 
-    def trace(self, recompute: RecomputeSection, microbatch: int) -> Trace:
+    def choose_trace(self, recompute: RecomputeSection, microbatch: int) -> MicrobatchTrace:
         """Returns the trace that is valid for these settings. Raises PlanError if there is none.
 
         A trace for exactly this microbatch is preferred to one for any microbatch.
         """
-        fitting = [trace for trace in self.traces if trace.holds_for(recompute, microbatch)]
+        fitting = [trace for trace in self.traces if trace.is_valid_for(recompute, microbatch)]
         if not fitting:
             raise PlanError(
                 f"the spec of {self.name} was not traced under these settings.",
                 got=f"recompute {recompute.mode}, microbatch {microbatch}",
-                why=f"it knows {_settings(self.traces)}, and what a microbatch allocates follows from them",
+                why=f"it knows {_traced_settings_text(self.traces)}, and allocations follow from them",
                 fix="describe(model, plan) with this plan",
             )
         return min(fitting, key=lambda trace: trace.microbatch is None)
@@ -243,7 +243,7 @@ class ModelSpec(FrozenModel):
         Path(path).write_text(self.model_dump_json() + "\n", encoding="utf-8")
 
 
-def _settings(traces: Sequence[Trace]) -> str:
+def _traced_settings_text(traces: Sequence[MicrobatchTrace]) -> str:
     return "; ".join(
         f"recompute {trace.recompute.mode}"
         + (f", microbatch {trace.microbatch}" if trace.microbatch is not None else "")

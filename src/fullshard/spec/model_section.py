@@ -29,7 +29,7 @@ class DecoderConfig(FrozenModel):
     tied: bool = False
 
     @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
+    def _check_shapes(self) -> Self:
         if self.d_model % self.heads:
             raise ValueError(f"heads = {self.heads} must divide d_model = {self.d_model}")
         if self.heads % self.kv_heads:
@@ -62,7 +62,7 @@ class HuggingFaceModel(FrozenModel):
     options: Options = Field(default_factory=dict[str, Any])
 
     @property
-    def source(self) -> str:
+    def setting_text(self) -> str:
         """The setting `hf` and its value, for messages."""
         return f"hf = {self.hf!r}"
 
@@ -78,12 +78,12 @@ class PythonModel(FrozenModel):
     options: Options = Field(default_factory=dict[str, Any])
 
     @property
-    def source(self) -> str:
+    def setting_text(self) -> str:
         """The setting `python` and its value, for messages."""
         return f"python = {self.python!r}"
 
 
-def _kind(data: Any) -> str:
+def _model_section_class_name(data: Any) -> str:
     if isinstance(data, FrozenModel):
         return type(data).__name__
     keys: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
@@ -95,5 +95,5 @@ ModelSection = Annotated[
     Annotated[DecoderConfig, Tag("DecoderConfig")]
     | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
     | Annotated[PythonModel, Tag("PythonModel")],
-    Discriminator(_kind),
+    Discriminator(_model_section_class_name),
 ]

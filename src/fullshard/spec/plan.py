@@ -37,7 +37,7 @@ class Precision(FrozenModel):
     stochastic_rounding: bool = False
 
     @classmethod
-    def of(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
+    def from_mode(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
         """Returns the dtypes of a precision mode, with the output and buffer dtypes of `run`."""
         param, reduce, master = _MODES[mode]
         section = (run or Run()).precision
@@ -88,17 +88,17 @@ class Plan(FrozenModel):
     prediction: Prediction | None = None
 
     @property
-    def data_parallel(self) -> int:
+    def data_parallel_degree(self) -> int:
         """Number of ranks with their own sequences."""
         return self.world_size // self.tensor_parallel
 
     @property
-    def gradients_leave(self) -> bool:
+    def copies_gradients_to_host(self) -> bool:
         """True if the plan copies each reduced gradient from a GPU to the host for an offload target."""
-        return self.run.offload.takes_optimizer and self.device == "cuda"
+        return self.run.offload.offloads_optimizer and self.device == "cuda"
 
     @property
-    def is_what_if(self) -> bool:
+    def is_prediction_only(self) -> bool:
         """True if the plan can be predicted, but not run yet."""
         return self.run.sharding.tensor_parallel > 1
 
@@ -112,20 +112,22 @@ class Plan(FrozenModel):
 
         Raises PlanError if degrees or batches do not divide, and for settings that cannot be run yet.
         """
-        check_runs(run)
-        return cls.for_prediction(run, world_size=world_size, device=device, bf16_hardware=bf16_hardware)
+        check_run_is_trainable(run)
+        return cls.from_run_for_prediction(
+            run, world_size=world_size, device=device, bf16_hardware=bf16_hardware
+        )
 
     @classmethod
-    def for_prediction(
+    def from_run_for_prediction(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
         """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
-        run = _settled(run)
+        run = _resolve_auto_settings(run)
         tensor = run.sharding.tensor_parallel
-        ranks = _data_ranks(world_size, tensor)
-        replicate, shard = _mesh_degrees(run, ranks)
-        microbatch, accumulation = _microbatches(run, ranks)
-        _check_in_backward(run, microbatch=microbatch, accumulation=accumulation)
+        ranks = _data_parallel_degree(world_size, tensor)
+        replicate, shard = _replicate_and_shard_degrees(run, ranks)
+        microbatch, accumulation = _microbatch_and_accumulation(run, ranks)
+        _check_optimizer_in_backward(run, microbatch=microbatch, accumulation=accumulation)
         mode = run.precision.mode
         if mode == "auto":
             mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
@@ -140,8 +142,8 @@ class Plan(FrozenModel):
             replicate_degree=replicate,
             shard_degree=shard,
             tensor_parallel=tensor,
-            reshard_after_forward=_reshard(run, shard),
-            precision=Precision.of(mode, run),
+            reshard_after_forward=_choose_reshard_after_forward(run, shard),
+            precision=Precision.from_mode(mode, run),
             microbatch=microbatch,
             accumulation=accumulation,
             sync_each_microbatch=sync == "every_microbatch",
@@ -165,7 +167,7 @@ class UnitSettings(FrozenModel):
     precision: Precision
 
     @classmethod
-    def of(cls, plan: Plan, override: UnitOverride | None, *, kept: bool) -> Self:
+    def for_unit(cls, plan: Plan, override: UnitOverride | None, *, kept: bool) -> Self:
         """Returns the plan's settings for a unit, with the unit's override.
 
         kept: True keeps the unit gathered after forward, because its backward comes next
@@ -173,14 +175,14 @@ class UnitSettings(FrozenModel):
         unsharded = override is not None and override.strategy is not None
         named = override.precision if override is not None else None
         return cls(
-            replicate_degree=plan.data_parallel if unsharded else plan.replicate_degree,
+            replicate_degree=plan.data_parallel_degree if unsharded else plan.replicate_degree,
             shard_degree=1 if unsharded else plan.shard_degree,
-            reshard_after_forward=_reshard_after_forward(plan, override, kept=kept),
-            precision=plan.precision if named is None else Precision.of(named, plan.run),
+            reshard_after_forward=_unit_reshard_after_forward(plan, override, kept=kept),
+            precision=plan.precision if named is None else Precision.from_mode(named, plan.run),
         )
 
 
-def _reshard_after_forward(plan: Plan, override: UnitOverride | None, *, kept: bool) -> bool | int:
+def _unit_reshard_after_forward(plan: Plan, override: UnitOverride | None, *, kept: bool) -> bool | int:
     if override is not None and override.reshard_after_forward is not None:
         return override.reshard_after_forward
     if override is not None and override.strategy is not None:
@@ -188,7 +190,7 @@ def _reshard_after_forward(plan: Plan, override: UnitOverride | None, *, kept: b
     return False if kept else plan.reshard_after_forward
 
 
-def check_runs(run: Run) -> None:
+def check_run_is_trainable(run: Run) -> None:
     """Raises PlanError for settings that `fullshard plan` can predict, but training does not support yet."""
     if run.sharding.tensor_parallel > 1:
         raise PlanError(
@@ -197,13 +199,13 @@ def check_runs(run: Run) -> None:
             why="fullshard plan says what it would take; fullshard train has no such step yet",
             fix="sharding.tensor_parallel = 1",
         )
-    check_tier(run)
+    check_offload_supports_optimizer(run)
 
 
-def check_tier(run: Run) -> None:
+def check_offload_supports_optimizer(run: Run) -> None:
     """Raises PlanError for an offload target with an optimizer whose state cannot be offloaded."""
     section = run.optimizer
-    if run.offload.takes_optimizer and (section.name.lower() != "adamw" or section.options):
+    if run.offload.offloads_optimizer and (section.name.lower() != "adamw" or section.options):
         options = ", with options" if section.options else ""
         raise PlanError(
             "only AdamW's state is kept outside the device.",
@@ -212,7 +214,7 @@ def check_tier(run: Run) -> None:
         )
 
 
-def _data_ranks(world_size: int, tensor_parallel: int) -> int:
+def _data_parallel_degree(world_size: int, tensor_parallel: int) -> int:
     if world_size % tensor_parallel:
         raise PlanError(
             f"{world_size} ranks cannot be laid out in groups of {tensor_parallel}.",
@@ -223,7 +225,7 @@ def _data_ranks(world_size: int, tensor_parallel: int) -> int:
     return world_size // tensor_parallel
 
 
-def _settled(run: Run) -> Run:
+def _resolve_auto_settings(run: Run) -> Run:
     """Returns `run` with a default in place of every `auto` (except of the precision and gradient sync)."""
     hybrid = run.sharding.shard_degree is not None
     plain: dict[str, dict[str, object]] = {
@@ -240,7 +242,7 @@ def _settled(run: Run) -> Run:
     return run
 
 
-def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
+def _replicate_and_shard_degrees(run: Run, world_size: int) -> tuple[int, int]:
     """Returns (replicate degree, shard degree), whose product is `world_size`. Raises PlanError."""
     strategy, degree = run.sharding.strategy, run.sharding.shard_degree
     if strategy is Strategy.NO_SHARD:
@@ -263,7 +265,7 @@ def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
     return world_size // degree, degree
 
 
-def _microbatches(run: Run, world_size: int) -> tuple[int, int]:
+def _microbatch_and_accumulation(run: Run, world_size: int) -> tuple[int, int]:
     """Returns (sequences per rank in a microbatch, microbatches per step). Raises PlanError."""
     batch, pinned = run.train.global_batch, run.train.microbatch
     once = world_size * (pinned or 1)
@@ -280,7 +282,7 @@ def _microbatches(run: Run, world_size: int) -> tuple[int, int]:
     return microbatch, batch // (world_size * microbatch)
 
 
-def _check_in_backward(run: Run, *, microbatch: int, accumulation: int) -> None:
+def _check_optimizer_in_backward(run: Run, *, microbatch: int, accumulation: int) -> None:
     if run.optimizer.in_backward and accumulation > 1:
         raise PlanError(
             "the optimizer in backward is for steps of one microbatch.",
@@ -290,7 +292,7 @@ def _check_in_backward(run: Run, *, microbatch: int, accumulation: int) -> None:
         )
 
 
-def _reshard(run: Run, shard_degree: int) -> bool | int:
+def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:
     strategy, reshard_after_forward = run.sharding.strategy, run.sharding.reshard_after_forward
     if reshard_after_forward is None:
         return strategy in (Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)

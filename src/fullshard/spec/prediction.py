@@ -44,7 +44,7 @@ class MemoryTerms(FrozenModel):
         return sum(self.terms().values())
 
     @property
-    def staged_bytes(self) -> int:
+    def staged_checkpoint_bytes(self) -> int:
         """Bytes of host memory of the copy from which a background checkpoint is written."""
         return self.parameter_shards + self.optimizer_state
 
@@ -115,11 +115,11 @@ class OffloadTerms(FrozenModel):
     host_capacity_bytes: PositiveInt | None = None
 
     @property
-    def fits(self) -> bool:
+    def fits_in_host_memory(self) -> bool:
         return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
 
     @property
-    def binds(self) -> Literal["disk", "update", "copies"]:
+    def step_bottleneck(self) -> Literal["disk", "update", "copies"]:
         """The longest work of the offload target, which bounds the step: disk, update or copies."""
         longest = max(self.disk_seconds or 0.0, self.update_seconds, self.copy_seconds)
         if self.disk_seconds == longest:
@@ -127,7 +127,7 @@ class OffloadTerms(FrozenModel):
         return "update" if self.update_seconds == longest else "copies"
 
 
-class ActivationTerms(FrozenModel):
+class ActivationOffloadTerms(FrozenModel):
     """Predicted use of the host by one rank's activations that are saved in host memory.
 
     host_bytes: largest number of bytes in host memory
@@ -161,7 +161,7 @@ class Prediction(FrozenModel):
     context_bytes: Large = 0
     capacity_bytes: PositiveInt
     offload: OffloadTerms | None = None
-    activations: ActivationTerms | None = None
+    activations: ActivationOffloadTerms | None = None
     time: TimeTerms
     tokens_per_step: Annotated[Large, Field(gt=0)]
     tokens_per_second: PositiveFloat
@@ -169,28 +169,31 @@ class Prediction(FrozenModel):
     mfu: PositiveFloat | None = None
 
     @property
-    def reserved_bytes(self) -> int:
+    def allocator_reserved_bytes(self) -> int:
         return self.memory.total + self.allocator_reserve_bytes
 
     @property
-    def needed_bytes(self) -> int:
-        return self.reserved_bytes + self.context_bytes
+    def required_device_bytes(self) -> int:
+        return self.allocator_reserved_bytes + self.context_bytes
 
     @property
-    def is_timed(self) -> bool:
+    def has_complete_step_time(self) -> bool:
         """True if `time` includes the drive of the offload target, whose speed may be unknown."""
         return self.offload is None or self.offload.disk_seconds is not None
 
     @property
-    def host_bytes(self) -> int:
+    def required_host_bytes(self) -> int:
         return sum(one.host_bytes for one in (self.offload, self.activations) if one is not None)
 
     @property
-    def fits(self) -> bool:
-        return host_fits(self.offload, self.activations) and self.needed_bytes <= self.capacity_bytes
+    def fits_in_memory(self) -> bool:
+        return (
+            fits_in_host_memory(self.offload, self.activations)
+            and self.required_device_bytes <= self.capacity_bytes
+        )
 
 
-def host_fits(*terms: OffloadTerms | ActivationTerms | None) -> bool:
+def fits_in_host_memory(*terms: OffloadTerms | ActivationOffloadTerms | None) -> bool:
     """Returns True if the terms together fit in one rank's share of host memory, or the share is unknown."""
     known = [one for one in terms if one is not None]
     held = sum(one.host_bytes for one in known)

@@ -50,12 +50,12 @@ class Preset(FrozenModel):
     differs: str = ""
 
     @property
-    def source(self) -> str:
+    def config_url(self) -> str:
         return f"https://huggingface.co/{self.repository}/blob/main/config.json"
 
 
 @cache
-def presets() -> tuple[Preset, ...]:
+def read_presets() -> tuple[Preset, ...]:
     """Reads all presets of `presets.toml`."""
     tables = read_toml(Path(__file__).with_name("presets.toml"))
     found: list[Preset] = []
@@ -75,7 +75,7 @@ def find_preset(name: str) -> Preset | None:
     Raises SpecError, with the reason, for a well-known model that the reference decoder cannot express.
     """
     key = name.lower()
-    for preset in presets():
+    for preset in read_presets():
         if key in (preset.name, preset.repository.lower()):
             return preset
     for pattern, why in _NOT_EXPRESSED:
@@ -88,8 +88,8 @@ def find_preset(name: str) -> Preset | None:
     return None
 
 
-def nearest_presets(name: str) -> list[str]:
+def similar_preset_names(name: str) -> list[str]:
     """Returns preset names similar to `name`, or all names if none is similar."""
-    names = [preset.name for preset in presets()]
+    names = [preset.name for preset in read_presets()]
     near = difflib.get_close_matches(name.lower().rpartition("/")[2], names, n=3, cutoff=0.6)
     return near or names

@@ -20,7 +20,7 @@ _LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
 _EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
-class AsDecoder(FrozenModel):
+class DecoderConversion(FrozenModel):
     """The reference decoder with the sizes of a config.json.
 
     differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
@@ -30,7 +30,7 @@ class AsDecoder(FrozenModel):
     differs: tuple[str, ...] = ()
 
 
-def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+def find_cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
     """Returns the config.json of repository `name` in the Hugging Face cache, or None if it is not cached.
 
     The path is `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub,
@@ -39,7 +39,7 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
     """
     if not _REPOSITORY.fullmatch(name):
         return None
-    repository = _cache(environment) / f"models--{name.replace('/', '--')}"
+    repository = _hub_cache_directory(environment) / f"models--{name.replace('/', '--')}"
     if not os.path.isdir(repository):
         return None
     found = [path for path in repository.glob(f"snapshots/*/{CONFIG_NAME}") if path.is_file()]
@@ -50,7 +50,7 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
+def locate_config_file(source: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the path of a config.json on this machine. Raises SpecError if there is none; never downloads.
 
     source: a file, a directory that contains a config.json, or a repository in the Hugging Face cache
@@ -62,20 +62,20 @@ def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
         if not (path / CONFIG_NAME).is_file():
             raise SpecError(f"{source} is a directory without a {CONFIG_NAME}.", fix="the model's directory")
         return path / CONFIG_NAME
-    cached = cached_config(source, environment)
+    cached = find_cached_config(source, environment)
     if cached is not None:
         return cached
     if path.suffix == ".json" or source.startswith((".", "/", "~")):
         raise SpecError(f"{source} cannot be read.", got="no such file")
     raise SpecError(
         f"{source!r} is not on this machine.",
-        got=f"no file, no directory, and nothing of that name in {_cache(environment)}",
+        got=f"no file, no directory, and nothing of that name in {_hub_cache_directory(environment)}",
         why="a run fetches nothing: every rank would, and a gated model asks for a login",
         fix=f"hf download {source}   (after hf auth login, if it is gated), or the path of a directory",
     )
 
 
-def _cache(environment: Mapping[str, str]) -> Path:
+def _hub_cache_directory(environment: Mapping[str, str]) -> Path:
     if environment.get("HF_HUB_CACHE"):
         return Path(os.path.expanduser(environment["HF_HUB_CACHE"]))
     cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -95,9 +95,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-def check_sizes(config: Mapping[str, Any], *, source: str) -> None:
+def check_config_sizes(config: Mapping[str, Any], *, source: str) -> None:
     """Raises SpecError for integers of more than 64 bits, and for more than MOST_LAYERS blocks."""
-    for key, value in _named_numbers(config, ""):
+    for key, value in _iterate_integers_with_keys(config, ""):
         layers = _LAYERS.fullmatch(key.rpartition(".")[2]) is not None
         most = MOST_LAYERS if layers else 2**63 - 1
         if abs(value) > most:
@@ -105,19 +105,19 @@ def check_sizes(config: Mapping[str, Any], *, source: str) -> None:
             raise SpecError(f"{source}: {key} is too large.", got=digits, why=f"at most {most:,}")
 
 
-def _named_numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
+def _iterate_integers_with_keys(value: Any, key: str) -> Iterator[tuple[str, int]]:
     """Yields (dotted key, number) for every integer in `value`."""
     if isinstance(value, Mapping):
         for name, inner in cast(Mapping[Any, Any], value).items():
-            yield from _named_numbers(inner, f"{key}.{name}" if key else str(name))
+            yield from _iterate_integers_with_keys(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for inner in cast(Sequence[Any], value):
-            yield from _named_numbers(inner, key)
+            yield from _iterate_integers_with_keys(inner, key)
     elif isinstance(value, int):
         yield key, value
 
 
-def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
+def find_decoder_incompatibility(config: Mapping[str, Any]) -> str | None:
     """Returns the reason why the reference decoder cannot represent this model, or None if it can."""
     kind = config.get("model_type")
     if kind not in _EXPRESSED:
@@ -134,13 +134,13 @@ def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def expressed(config: Mapping[str, Any], *, source: str) -> AsDecoder:
+def convert_to_decoder(config: Mapping[str, Any], *, source: str) -> DecoderConversion:
     """Returns the reference decoder with the sizes of `config`. Raises SpecError if there is none."""
-    reason = not_a_decoder_reason(config)
+    reason = find_decoder_incompatibility(config)
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)
     heads = config["num_attention_heads"]
-    rope = _table(config, "rope_parameters")  # transformers 5 writes the base here
+    rope = _mapping_or_empty(config, "rope_parameters")  # transformers 5 writes the base here
     sizes = {
         "vocabulary": config.get("vocab_size"),
         "d_model": config["hidden_size"],
@@ -159,17 +159,17 @@ def expressed(config: Mapping[str, Any], *, source: str) -> AsDecoder:
     missing = [key for key in ("vocabulary", "layers", "d_ff") if sizes[key] is None]
     if missing:
         raise SpecError(f"{source}: sizes are missing.", got=f"no {' and no '.join(missing)}")
-    return AsDecoder(model=model, differs=tuple(_differences(config)))
+    return DecoderConversion(model=model, differs=tuple(_list_decoder_differences(config)))
 
 
-def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _mapping_or_empty(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found: Any = config.get(key)
     return cast(Mapping[str, Any], found) if isinstance(found, Mapping) else {}
 
 
-def _differences(config: Mapping[str, Any]) -> list[str]:
+def _list_decoder_differences(config: Mapping[str, Any]) -> list[str]:
     kind = config["model_type"]
-    scaling = _table(config, "rope_scaling") or _table(config, "rope_parameters")
+    scaling = _mapping_or_empty(config, "rope_scaling") or _mapping_or_empty(config, "rope_parameters")
     window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
     found = {
         QKV_BIASES: kind == "qwen2",

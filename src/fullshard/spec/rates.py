@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
+from fullshard.spec.hardware import Chip, ComputeDtype, Curve, RatePoint, Rates
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -13,35 +13,35 @@ from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, 
 Shape = tuple[tuple[float, float], ...]
 
 
-class _Figures(FrozenModel):
+class _RatesTomlTable(FrozenModel):
     model_config = ConfigDict(extra="ignore")  # each table also has sources of its figures
 
 
-class _Matmul(_Figures):
+class _MatmulEfficiency(_RatesTomlTable):
     sustained: PositiveFloat
     curve: Shape
 
 
-class _Memory(_Figures):
+class _MemoryBandwidthEfficiency(_RatesTomlTable):
     curve: Shape
 
 
-class _Attention(_Figures):
+class _AttentionEfficiency(_RatesTomlTable):
     forward: PositiveFloat
     backward: PositiveFloat
 
 
-class _Host(_Figures):
+class _HostRates(_RatesTomlTable):
     copy_efficiency: PositiveFloat
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat
 
 
-class _Overlap(_Figures):
+class _OverlapContention(_RatesTomlTable):
     contention: NonNegativeFloat
 
 
-class _MemoryUse(_Figures):
+class _DeviceMemoryOverheads(_RatesTomlTable):
     usable_fraction: float = Field(gt=0, le=1)
     ecc_fraction: float = Field(gt=0, le=1)
     context_bytes: NonNegativeInt
@@ -49,7 +49,7 @@ class _MemoryUse(_Figures):
     fragmentation: NonNegativeFloat
 
 
-class _Cpu(_Figures):
+class _CpuCoreRates(_RatesTomlTable):
     flops_per_second: PositiveFloat
     bytes_per_second: PositiveFloat
     collective_bytes_per_second: PositiveFloat
@@ -59,26 +59,26 @@ class _Cpu(_Figures):
     source: str
 
 
-class Efficiencies(FrozenModel):
+class DefaultRateFigures(FrozenModel):
     """The figures in `rates.toml`, whose comments explain each of them."""
 
-    matmul: _Matmul
-    memory: _Memory
-    attention: _Attention
-    host: _Host
-    overlap: _Overlap
-    memory_use: _MemoryUse
-    cpu: _Cpu
+    matmul: _MatmulEfficiency
+    memory: _MemoryBandwidthEfficiency
+    attention: _AttentionEfficiency
+    host: _HostRates
+    overlap: _OverlapContention
+    memory_use: _DeviceMemoryOverheads
+    cpu: _CpuCoreRates
 
 
 @cache
-def efficiencies() -> Efficiencies:
+def read_default_rate_figures() -> DefaultRateFigures:
     """Reads the figures in `rates.toml`, which apply to all chips."""
     tables = read_toml(Path(__file__).with_name("rates.toml"))
-    return Efficiencies.parse(tables, source="rates.toml")
+    return DefaultRateFigures.parse(tables, source="rates.toml")
 
 
-def default_rates(
+def default_gpu_rates(
     chip: Chip, *, matmul_flops_per_second: float | None, attention: tuple[float, float] | None
 ) -> Rates:
     """Returns the rates of one GPU of this kind, estimated from its peaks and the curves in `rates.toml`.
@@ -89,21 +89,21 @@ def default_rates(
     matmul_flops_per_second: the sustained bf16 rate; other dtypes sustain the same fraction of their peaks
     attention: (forward, backward), the sustained fractions of the matmul peak; the curve is that of matmuls
     """
-    table = efficiencies()
+    table = read_default_rate_figures()
     known = chip.flops_per_second
     sustained = table.matmul.sustained
     if matmul_flops_per_second is not None:
         sustained = matmul_flops_per_second / known["bf16"]
     forward, backward = attention or (table.attention.forward, table.attention.backward)
 
-    def by_dtype(part: float) -> dict[ComputeDtype, Curve]:
-        return {dtype: _curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}
+    def curves_by_dtype(part: float) -> dict[ComputeDtype, Curve]:
+        return {dtype: _rate_curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}
 
-    memory = _curve(chip.memory_bytes_per_second, table.memory.curve)
+    memory = _rate_curve(chip.memory_bytes_per_second, table.memory.curve)
     return Rates(
-        matmul=by_dtype(sustained),
-        attention=by_dtype(forward),
-        attention_backward=by_dtype(backward),
+        matmul=curves_by_dtype(sustained),
+        attention=curves_by_dtype(forward),
+        attention_backward=curves_by_dtype(backward),
         memory=memory,
         optimizer=memory,
         launch_seconds=table.host.launch_seconds,
@@ -113,9 +113,9 @@ def default_rates(
 
 def default_cpu_rates(cores: float) -> Rates:
     """Returns the rates of a CPU rank with `cores` cores, each with the rates per core in `rates.toml`."""
-    cpu = efficiencies().cpu
-    flops = (Point(1.0e6, cpu.flops_per_second * cores),)
-    memory = (Point(1.0e4, cpu.bytes_per_second * cores),)
+    cpu = read_default_rate_figures().cpu
+    flops = (RatePoint(1.0e6, cpu.flops_per_second * cores),)
+    memory = (RatePoint(1.0e4, cpu.bytes_per_second * cores),)
     return Rates(
         matmul={"fp32": flops},
         attention={"fp32": flops},
@@ -127,10 +127,13 @@ def default_cpu_rates(cores: float) -> Rates:
     )
 
 
-def _curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
-    return tuple(Point(_short(seconds * peak), _short(peak * reached * part)) for seconds, reached in shape)
+def _rate_curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
+    return tuple(
+        RatePoint(_round_to_four_digits(seconds * peak), _round_to_four_digits(peak * reached * part))
+        for seconds, reached in shape
+    )
 
 
-def _short(figure: float) -> float:
+def _round_to_four_digits(figure: float) -> float:
     """Returns `figure` rounded to four significant digits, which is more than the sources have."""
     return float(f"{figure:.4g}")

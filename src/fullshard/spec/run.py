@@ -120,7 +120,7 @@ class OptimizerSection(FrozenModel):
     options: Options = Field(default_factory=dict[str, Any])
 
     @model_validator(mode="after")
-    def _nothing_waits_for_the_norm(self) -> Self:
+    def _check_in_backward_clipping(self) -> Self:
         if self.in_backward and self.clip_norm:
             raise ValueError(
                 f"in_backward = true needs clip_norm = 0, not {self.clip_norm}: "
@@ -173,7 +173,7 @@ class UnitSection(FrozenModel):
     overrides: tuple[UnitOverride, ...] = ()
 
     @model_validator(mode="after")
-    def _names_fit(self) -> Self:
+    def _check_names_policy(self) -> Self:
         if self.policy == "names" and not self.names:
             raise ValueError('policy = "names" needs names = ["blocks.*"]')
         return self
@@ -201,14 +201,14 @@ class ShardingSection(FrozenModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _hpz_needs_a_degree(cls, data: Any) -> Any:
+    def _check_hpz_degree(cls, data: Any) -> Any:
         named = str(data.get("strategy", "")).lower() if isinstance(data, Mapping) else ""
         if named == "hpz" and not data.get("reshard_after_forward"):
             raise ValueError('strategy = "hpz" needs reshard_after_forward = <ranks>')
         return data
 
     @model_validator(mode="after")
-    def _degrees_fit(self) -> Self:
+    def _check_degrees(self) -> Self:
         if self.strategy == "auto":
             return self
         hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
@@ -256,7 +256,7 @@ class RecomputeSection(FrozenModel):
     offload_min_fraction: NonNegativeScalar = 1 / 32
 
     @property
-    def period(self) -> int:
+    def block_period(self) -> int:
         """Number of consecutive blocks of which the first is recomputed or offloaded."""
         if self.mode == "every":
             return self.every or 2
@@ -300,15 +300,15 @@ class OffloadSection(FrozenModel):
     verify_reads: bool = False
 
     @property
-    def takes_optimizer(self) -> bool:
+    def offloads_optimizer(self) -> bool:
         return self.tier not in ("auto", "none")
 
     @property
-    def takes_parameters(self) -> bool:
+    def offloads_parameters(self) -> bool:
         return self.tier.startswith("params")
 
     @property
-    def on_disk(self) -> bool:
+    def is_on_drive(self) -> bool:
         return self.tier.endswith("nvme")
 
 
@@ -371,7 +371,7 @@ class Run(FrozenModel):
         Raises SpecError for a file that is missing or not TOML, an unknown key or an invalid value.
         """
         data = read_toml(Path(path), fix="fullshard init, which writes one") if path is not None else {}
-        names = [_override(data, override) for override in overrides]
+        names = [_apply_override(data, override) for override in overrides]
         return cls.parse(data, source=str(path) if path is not None else "the run", overridden=names)
 
     @property
@@ -379,18 +379,18 @@ class Run(FrozenModel):
         return self.train.global_batch * self.data.sequence_length
 
     @property
-    def decoder(self) -> DecoderConfig:
+    def decoder_config(self) -> DecoderConfig:
         """The section [model] of a run of the reference decoder. Raises SpecError for any other model."""
         if not isinstance(self.model, DecoderConfig):
             raise SpecError(
                 "this is for the reference decoder alone.",
-                got=f"[model] {self.model.source}",
+                got=f"[model] {self.model.setting_text}",
                 fix="a run whose [model] gives the sizes of a decoder",
             )
         return self.model
 
     @model_validator(mode="after")
-    def _in_backward_fits(self) -> Self:
+    def _check_in_backward(self) -> Self:
         if not self.optimizer.in_backward:
             return self
         if self.precision.mode == "fp16":
@@ -398,7 +398,7 @@ class Run(FrozenModel):
         elif self.fault_tolerance.on_spike != "none":
             setting = f'fault_tolerance.on_spike = "{self.fault_tolerance.on_spike}"'
             why = "a step is flagged as a spike after backward"
-        elif self.offload.takes_optimizer:
+        elif self.offload.offloads_optimizer:
             setting = f'offload.tier = "{self.offload.tier}"'
             why = "a tier updates group by group, and its gradients leave the device anyway"
         else:
@@ -406,7 +406,7 @@ class Run(FrozenModel):
         raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Self:
+    def _check_sequence_length(self) -> Self:
         if not isinstance(self.model, DecoderConfig):
             return self  # the model's positions are known only once it is built
         if self.data.sequence_length > self.model.max_sequence:
@@ -417,7 +417,7 @@ class Run(FrozenModel):
         return self
 
 
-def _override(data: dict[str, Any], override: str) -> str:
+def _apply_override(data: dict[str, Any], override: str) -> str:
     """Applies an override such as `train.steps=500` to `data`, and returns its key, `train.steps`.
 
     A value that is not TOML is a string. Raises SpecError for an override without a section, key or value.

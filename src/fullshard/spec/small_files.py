@@ -35,7 +35,7 @@ class TomlError(ValueError):
     """Error for text that is not TOML."""
 
 
-class ForeignErrors:
+class ForeignErrorTranslator:
     """Context that raises `error(message)` in place of any exception of another library that parses a file.
 
     A FullshardError passes unchanged, and so do exceptions that end the process.
@@ -88,12 +88,12 @@ def parse_json(text: str | bytes) -> Any:
     try:
         tree: Any = json.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise _nesting_too_deep_error() from None
     except json.JSONDecodeError:
         raise
     except ValueError:  # Python's limit on digits
-        raise _too_large("it has") from None
-    check_depth(tree, most=len(text))
+        raise _integer_too_large_error("it has") from None
+    check_nesting_depth(tree, most=len(text))
     if _HALF_OF_A_PAIR.search(text):
         json.dumps(tree, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     return tree
@@ -107,50 +107,50 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         tree = tomllib.loads(f"{text}\n")  # with the newline, an error at the end has a line, too
     except RecursionError:
-        raise _too_deep() from None
+        raise _nesting_too_deep_error() from None
     except tomllib.TOMLDecodeError as error:
-        raise TomlError(f"it is not TOML: {_plainly(str(error), text)}") from error
+        raise TomlError(f"it is not TOML: {_toml_error_message(str(error), text)}") from error
     except ValueError:  # Python's limit on digits
-        raise _too_large("it has") from None
-    check_depth(tree, most=len(text))
-    check_integers(tree)
+        raise _integer_too_large_error("it has") from None
+    check_nesting_depth(tree, most=len(text))
+    check_integer_sizes(tree)
     return tree
 
 
-def check_depth(tree: Any, *, most: int) -> None:
+def check_nesting_depth(tree: Any, *, most: int) -> None:
     """Raises ValueError for more than 100 levels of nesting in `tree`, or more than `most` values on a level.
 
     References within a text can turn a few lines into many values.
     """
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
-        level = list(islice((inner for one in level for inner in _inner(one)), most + 1))
+        level = list(islice((inner for one in level for inner in _contained_values(one)), most + 1))
         if len(level) > most:
             raise ValueError("it stands for more values than it has characters")
         if not level:
             return
-    raise _too_deep()
+    raise _nesting_too_deep_error()
 
 
-def _inner(value: Any) -> Iterable[Any]:
+def _contained_values(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return cast(dict[Any, Any], value).values()
     return cast(list[Any], value) if isinstance(value, list | tuple | set) else ()
 
 
-def check_integers(value: Any, keys: tuple[str, ...] = ()) -> None:
+def check_integer_sizes(value: Any, keys: tuple[str, ...] = ()) -> None:
     """Raises ValueError for an integer of more than 64 bits in `value`, which is found at `keys`."""
     if isinstance(value, dict):
         for key, inner in cast(dict[Any, Any], value).items():
-            check_integers(inner, (*keys, str(key)))
+            check_integer_sizes(inner, (*keys, str(key)))
     elif isinstance(value, list | tuple | set):
         for inner in cast(list[Any], value):
-            check_integers(inner, keys)
+            check_integer_sizes(inner, keys)
     elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
-        raise _too_large(f"{'.'.join(keys)} is")
+        raise _integer_too_large_error(f"{'.'.join(keys)} is")
 
 
-def _plainly(message: str, text: str) -> str:
+def _toml_error_message(message: str, text: str) -> str:
     """Returns tomllib's message about `text`; for a duplicate key, a message that names the key."""
     twice = _TWICE.match(message)
     if twice is None:
@@ -160,9 +160,9 @@ def _plainly(message: str, text: str) -> str:
     return f"{name} stands twice{message[twice.end(1) :]}"
 
 
-def _too_large(what: str) -> ValueError:
+def _integer_too_large_error(what: str) -> ValueError:
     return ValueError(f"{what} an integer of more than 64 bits")
 
 
-def _too_deep() -> ValueError:
+def _nesting_too_deep_error() -> ValueError:
     return ValueError(f"it is nested more than {DEEPEST} deep")

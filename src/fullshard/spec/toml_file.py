@@ -27,60 +27,64 @@ def toml_text(data: Mapping[str, Any], *, head: str, comment: Callable[[list[str
     head: text of the comment at the top
     comment: returns the comment on a key or table from its path, or None
     """
-    head_lines = [f"# {_printable(line)}" for line in head.splitlines()]
-    return "\n".join([*head_lines, *_table(data, [], comment=comment)]) + "\n"
+    head_lines = [f"# {_comment_text(line)}" for line in head.splitlines()]
+    return "\n".join([*head_lines, *_iterate_table_lines(data, [], comment=comment)]) + "\n"
 
 
-def _table(
+def _iterate_table_lines(
     data: Mapping[str, Any], path: list[str], *, comment: Callable[[list[str]], str | None]
 ) -> Iterator[str]:
     tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
     if not tables or len(tables) < len(data):
         yield ""
     if path and (not tables or len(tables) < len(data)):
-        yield _commented(f"[{'.'.join(map(_key, path))}]", comment(path))
+        yield _line_with_comment(f"[{'.'.join(map(_toml_key, path))}]", comment(path))
     for key, value in data.items():
         if key not in tables:
-            yield _commented(f"{_key(key)} = {toml_value(value)}", comment([*path, key]))
+            yield _line_with_comment(f"{_toml_key(key)} = {format_toml_value(value)}", comment([*path, key]))
     for key, value in tables.items():
-        yield from _table(cast(Mapping[str, Any], value), [*path, key], comment=comment)
+        yield from _iterate_table_lines(cast(Mapping[str, Any], value), [*path, key], comment=comment)
 
 
-def _commented(text: str, comment: str | None) -> str:
+def _line_with_comment(text: str, comment: str | None) -> str:
     if not comment:
         return text
-    comment = f"# {_printable(comment)}"
+    comment = f"# {_comment_text(comment)}"
     return f"{comment}\n{text}" if "\n" in text else f"{text}  {comment}"
 
 
-def _printable(text: str) -> str:
+def _comment_text(text: str) -> str:
     """Returns `text` on one line without control characters, which a TOML comment may not contain."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
 
 
-def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)
+def _toml_key(name: str) -> str:
+    return (
+        name
+        if name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+        else format_toml_value(name)
+    )
 
 
-def toml_value(value: Any) -> str:
+def format_toml_value(value: Any) -> str:
     """Returns a number, text, boolean, list or mapping as TOML text; each inner list has its own line."""
     if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int):
         return f"{value:_}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
-        return _float(value)
+        return _float_text(value)
     if isinstance(value, Mapping):
         pairs = cast(Mapping[str, Any], value).items()
-        return "{" + ", ".join(f"{_key(key)} = {toml_value(one)}" for key, one in pairs) + "}"
+        return "{" + ", ".join(f"{_toml_key(key)} = {format_toml_value(one)}" for key, one in pairs) + "}"
     assert isinstance(value, Sequence), f"{type(value).__name__} has no form in TOML"
-    items = [toml_value(item) for item in cast(Sequence[Any], value)]
+    items = [format_toml_value(item) for item in cast(Sequence[Any], value)]
     if items and isinstance(value[0], list | tuple):
         return "[\n" + "".join(f"    {item},\n" for item in items) + "]"
     return f"[{', '.join(items)}]"
 
 
-def _float(value: float) -> str:
+def _float_text(value: float) -> str:
     """Returns the shortest text that reads back to `value`: `0.125`, `2.039e12`."""
     if value == 0 or 1e-3 <= abs(value) < 1e6 or not math.isfinite(value):
         return repr(value)

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
-from fullshard.spec.small_files import VALUE_BYTES, check_depth, read_bytes
+from fullshard.spec.small_files import VALUE_BYTES, check_nesting_depth, read_bytes
 
 
-def _possible_path(text: str) -> str:
+def _validate_path_text(text: str) -> str:
     """Returns `text`. Raises ValueError (or its subclass UnicodeEncodeError) if no file has such a path."""
     names = text.encode(errors="surrogateescape").split(b"/")
     if "\0" in text or sum(map(len, names)) + len(names) > 4096 or max(map(len, names)) > 255:
@@ -21,12 +21,12 @@ def _possible_path(text: str) -> str:
     return text
 
 
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    check_depth(options, most=10_000)
+def _validate_options_depth(options: dict[str, Any]) -> dict[str, Any]:
+    check_nesting_depth(options, most=10_000)
     return options
 
 
-def _not_a_truth_value(value: Any) -> Any:
+def _reject_boolean(value: Any) -> Any:
     """Returns `value`. Raises ValueError for a boolean, which pydantic would accept as a number."""
     if isinstance(value, bool):
         raise ValueError(f"it is a number, not {str(value).lower()}")
@@ -34,7 +34,7 @@ def _not_a_truth_value(value: Any) -> Any:
 
 
 # Part of the type of every number that a person writes.
-NUMBER = BeforeValidator(_not_a_truth_value)
+NUMBER = BeforeValidator(_reject_boolean)
 NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0)]
 PositiveFloat = Annotated[float, NUMBER, Field(gt=0)]
 Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
@@ -53,9 +53,9 @@ NonNegativeScalar = Annotated[float, NUMBER, Field(ge=0, le=1e30)]
 PositiveScalar = Annotated[float, NUMBER, Field(gt=0, le=1e30)]
 # The product of two is less than the longest wait of a timer or a collective.
 Seconds = Annotated[float, NUMBER, Field(ge=0, le=10**7)]
-PathText = Annotated[str, AfterValidator(_possible_path)]
+PathText = Annotated[str, AfterValidator(_validate_path_text)]
 # Options of a function or class outside fullshard, which checks them itself.
-Options = Annotated[dict[str, Any], AfterValidator(_plain)]
+Options = Annotated[dict[str, Any], AfterValidator(_validate_options_depth)]
 _SHOWN = 120
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -77,7 +77,7 @@ class FrozenModel(BaseModel):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise _spec_error(cls, error, source=source, overridden=overridden) from None
+            raise _spec_error_from_validation(cls, error, source=source, overridden=overridden) from None
 
     @classmethod
     def read_json(cls, path: str | Path, *, what: str) -> Self:
@@ -93,7 +93,7 @@ class FrozenModel(BaseModel):
             raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
 
 
-def field_notes(section: type[BaseModel]) -> dict[str, str]:
+def field_descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Returns the first sentence about each field in the docstring of `section`, by field name."""
     found: dict[str, str] = {}
     entries = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {4}.+)*)", getdoc(section) or "", re.MULTILINE)
@@ -103,18 +103,18 @@ def field_notes(section: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _spec_error(
+def _spec_error_from_validation(
     cls: type[FrozenModel], error: ValidationError, *, source: str, overridden: Sequence[str]
 ) -> SpecError:
     # An unknown key comes first: it may be a misspelled required key.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    first, name = errors[0], _name(cls, errors[0]["loc"])
-    same = [one for one in errors if _name(cls, one["loc"]) == name]  # one for each branch of a union
+    first, name = errors[0], _dotted_key(cls, errors[0]["loc"])
+    same = [one for one in errors if _dotted_key(cls, one["loc"]) == name]  # one for each branch of a union
     source = "--set" if any(f"{name}.".startswith(f"{key}.") for key in overridden) else source
     more = f" (and {len(errors) - len(same)} more)" if len(errors) > len(same) else ""
     if first["type"] == "extra_forbidden":
         unknown = [[str(part) for part in one["loc"]] for one in errors if one["type"] == first["type"]]
-        return _of_another_kind(cls, unknown, source=source) or _unknown_key(
+        return _other_section_key_error(cls, unknown, source=source) or _unknown_key_error(
             cls, unknown[0], source=source, more=more
         )
     if first["type"] == "missing":
@@ -123,19 +123,19 @@ def _spec_error(
     reason, fix = " or: ".join(messages), None
     if all(one["type"] == "literal_error" for one in same):
         names = [text for one in same for text in _QUOTED.findall(one["ctx"]["expected"])]  # type: ignore
-        reason, fix = f"it is one of {', '.join(names)}", _nearest(str(first["input"]), names)
+        reason, fix = f"it is one of {', '.join(names)}", _similar_names_text(str(first["input"]), names)
     if first["type"] == "finite_number":
         fix = "a number that is neither inf nor nan"
     where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the whole'}"
     return SpecError(
         f"{where} is not valid{more}.",
-        got=_shown(first["input"]) if name else None,  # the whole input adds nothing to the reason
+        got=_shortened_repr(first["input"]) if name else None,  # the whole input adds nothing to the reason
         why=reason,
         fix=fix,
     )
 
 
-def _shown(value: object) -> str:
+def _shortened_repr(value: object) -> str:
     """Returns `repr(value)`, shortened to a readable length."""
     try:
         text = repr(value)
@@ -144,19 +144,21 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
 
 
-def _nearest(text: str, names: Sequence[str]) -> str | None:
+def _similar_names_text(text: str, names: Sequence[str]) -> str | None:
     """Returns the names that contain `text`, else similar names, joined by "or"; None if there are none."""
     key = text.lower()
     near = [name for name in names if key and key in name.lower()]
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
-def _name(cls: type[FrozenModel], location: Sequence[str | int]) -> str:
+def _dotted_key(cls: type[FrozenModel], location: Sequence[str | int]) -> str:
     """Returns the dotted key of a pydantic error location: `train.steps` for `("train", "steps", "int")`."""
-    return ".".join(_path(cls, location)[0])
+    return ".".join(_keys_and_section(cls, location)[0])
 
 
-def _path(cls: type[FrozenModel], location: Sequence[str | int]) -> tuple[list[str], type[FrozenModel]]:
+def _keys_and_section(
+    cls: type[FrozenModel], location: Sequence[str | int]
+) -> tuple[list[str], type[FrozenModel]]:
     """Returns (keys of a pydantic error location, the section that contains the last key).
 
     In a union, pydantic adds the branch to the location: for sections, the class name between the keys.
@@ -173,15 +175,17 @@ def _path(cls: type[FrozenModel], location: Sequence[str | int]) -> tuple[list[s
         if isinstance(part, str):
             section = inner[0]
             field = section.model_fields.get(part)
-            inner = _models_of(field.annotation) if field else inner
+            inner = _list_model_types(field.annotation) if field else inner
     return parts, section
 
 
-def _unknown_key(cls: type[FrozenModel], location: Sequence[str], *, source: str, more: str) -> SpecError:
-    names, section = _path(cls, location)
+def _unknown_key_error(
+    cls: type[FrozenModel], location: Sequence[str], *, source: str, more: str
+) -> SpecError:
+    names, section = _keys_and_section(cls, location)
     *path, key = names
     known = list(section.model_fields)
-    elsewhere = [name for name in _keys(cls) if name.endswith(f".{key}")]
+    elsewhere = [name for name in _iterate_dotted_keys(cls) if name.endswith(f".{key}")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if key in section.renamed:
         fix = ".".join([*path, section.renamed[key]])
@@ -195,15 +199,17 @@ def _unknown_key(cls: type[FrozenModel], location: Sequence[str], *, source: str
     return SpecError(f"{source}: unknown key {'.'.join(names)!r}{more}.", got=f"{key} in {where}", fix=fix)
 
 
-def _of_another_kind(
+def _other_section_key_error(
     cls: type[FrozenModel], locations: Sequence[Sequence[str]], *, source: str
 ) -> SpecError | None:
     """Returns the error for keys that only another type in the union of sections has; None if none has."""
-    paths = [_path(cls, location) for location in locations]
+    paths = [_keys_and_section(cls, location) for location in locations]
     ([*path, key], section), kinds = paths[0], [cls]
     for part in path:
         fields = (kind.model_fields.get(part) for kind in kinds)
-        kinds = [kind for field in fields if field is not None for kind in _models_of(field.annotation)]
+        kinds = [
+            kind for field in fields if field is not None for kind in _list_model_types(field.annotation)
+        ]
     others = [kind for kind in kinds if key in kind.model_fields]
     if not others:
         return None
@@ -221,18 +227,18 @@ def _of_another_kind(
     )
 
 
-def _keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[str]:
+def _iterate_dotted_keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
-        inner = _models_of(field.annotation)
+        inner = _list_model_types(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
-            yield from _keys(inner[0], f"{prefix}{name}.")
+            yield from _iterate_dotted_keys(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
-def _models_of(annotation: Any) -> list[type[FrozenModel]]:
+def _list_model_types(annotation: Any) -> list[type[FrozenModel]]:
     """Returns the FrozenModel types in a field's annotation: `A | tuple[B, ...]` -> [A, B]."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
         return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_of(inner)]
+    return [model for inner in get_args(annotation) for model in _list_model_types(inner)]

@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BoxCopy:
     """A copy of elements of one source tensor into a box (a rectangular slice) of a target tensor.
 
     Element i of the box (a multi-dimensional index) is element `begin` + sum(i · `strides`) of the source,
@@ -45,17 +45,17 @@ class WeightMap:
     surplus: sources that no target uses
     """
 
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[BoxCopy, ...]]
     shapes: Mapping[str, Shape]
     surplus: tuple[str, ...] = ()
 
     @property
-    def converted(self) -> tuple[str, ...]:
+    def converted_targets(self) -> tuple[str, ...]:
         """Names of the targets that are not an unchanged copy of one source."""
         return tuple(
             name
             for name, parts in self.parts.items()
-            if len(parts) != 1 or any(part.strides != row_major(part.shape) for part in parts)
+            if len(parts) != 1 or any(part.strides != row_major_strides(part.shape) for part in parts)
         )
 
 
@@ -63,18 +63,18 @@ class WeightMap:
 Naming = Callable[[Mapping[str, Shape]], WeightMap]
 
 
-def row_major(shape: Shape) -> tuple[int, ...]:
+def row_major_strides(shape: Shape) -> tuple[int, ...]:
     """Returns the element strides of a contiguous tensor, one for each dim."""
     sizes = [max(size, 1) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
-def whole(source: str, shape: Shape) -> tuple[Part, ...]:
+def map_unchanged_tensor(source: str, shape: Shape) -> tuple[BoxCopy, ...]:
     """Returns the parts of a target that is an unchanged copy of the tensor `source` with `shape`."""
-    return (Part(source, begin=0, strides=row_major(shape), at=(0,) * len(shape), shape=shape),)
+    return (BoxCopy(source, begin=0, strides=row_major_strides(shape), at=(0,) * len(shape), shape=shape),)
 
 
-def by_name(
+def map_weights_by_name(
     wanted: Mapping[str, Shape], saved: Mapping[str, Shape], *, prefixes: tuple[str, ...]
 ) -> WeightMap:
     """Maps each tensor in a file to the model's tensor with an equal name.
@@ -82,7 +82,7 @@ def by_name(
     wanted, saved: shapes of the model's and of the file's tensors, by name
     prefixes: prefixes such as `model` that a name may lack, or have in addition
     """
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[BoxCopy, ...]] = {}
     surplus: list[str] = []
     for source, shape in saved.items():
         ways = [source]
@@ -93,6 +93,6 @@ def by_name(
         if name is None or (name != source and name in saved):
             surplus.append(source)
         else:
-            parts[name] = whole(source, shape)
+            parts[name] = map_unchanged_tensor(source, shape)
     shapes = {name: saved[one[0].source] for name, one in parts.items()}
     return WeightMap(parts=parts, shapes=shapes, surplus=tuple(surplus))

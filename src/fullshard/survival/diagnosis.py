@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.errors import TrainError
-from fullshard.survival.fingerprint import named_ranks
+from fullshard.survival.fingerprint import rank_list_text
 from fullshard.survival.phase import RunPhase
-from fullshard.system.process import pid_namespace, stat_fields
+from fullshard.system.process import pid_namespace, read_proc_stat_fields
 
 
 @dataclass(frozen=True)
 class Heartbeat:
     """The position that a rank published last.
 
-    host: see `this_host`
+    host: see `host_and_namespace_id`
     process: process id
     step: number of finished steps
     phase: the RunPhase that the rank is in
@@ -34,7 +34,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """The report of a rank, which the watchdogs request when a rank hangs.
 
     seen: the rank's position now
@@ -53,22 +53,22 @@ class Report:
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that sent no report: its last heartbeat, if any, and its `process_state`."""
+    """A rank that sent no report: its last heartbeat, if any, and its `process_state_letter`."""
 
     last: Heartbeat | None
     state: str | None
 
 
-def this_host() -> str:
+def host_and_namespace_id() -> str:
     """Returns host name and pid namespace, equal for processes that see each other under /proc."""
     return f"{socket.gethostname()} {pid_namespace()}".strip()
 
 
-def process_state(seen: Heartbeat) -> str | None:
+def process_state_letter(seen: Heartbeat) -> str | None:
     """Returns the state letter of a rank's process (man proc_pid_stat); "" if it is gone, None if unknown."""
-    if sys.platform != "linux" or seen.host != this_host():
+    if sys.platform != "linux" or seen.host != host_and_namespace_id():
         return None
-    return next(iter(stat_fields(seen.process)), "")
+    return next(iter(read_proc_stat_fields(seen.process)), "")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Diagnosis:
     stacks: str
 
 
-def diagnose(
-    reports: Mapping[int, Report], silent: Mapping[int, UnresponsiveRank], *, now: float
+def diagnose_hang(
+    reports: Mapping[int, RankReport], silent: Mapping[int, UnresponsiveRank], *, now: float
 ) -> Diagnosis:
     """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
@@ -89,13 +89,18 @@ def diagnose(
 
     now: seconds since the epoch
     """
-    groups = _groups(reports)
+    groups = _group_ranks_by_position(reports)
     if silent:
-        culprits, what = sorted(silent), _silent(silent)
+        culprits, what = sorted(silent), _unresponsive_ranks_text(silent)
     else:
-        culprits, what = _by_report(reports, groups)
-    lines = [f"{named_ranks([rank])}: {_last_seen(one, now=now)}" for rank, one in sorted(silent.items())]
-    lines += [f"{named_ranks(group)}: {_position(reports[group[0]])}" for group in groups]
+        culprits, what = _find_culprits_in_reports(reports, groups)
+    lines = [
+        f"{rank_list_text([rank])}: {_last_heartbeat_text(one, now=now)}"
+        for rank, one in sorted(silent.items())
+    ]
+    lines += [
+        f"{rank_list_text(group)}: {_location_and_collective_text(reports[group[0]])}" for group in groups
+    ]
     error = TrainError(
         what,
         got="\n       ".join(lines),
@@ -108,10 +113,10 @@ def diagnose(
     return Diagnosis(error, "\n".join(stacks))
 
 
-def store_lost(rank: int, report: Report) -> Diagnosis:
+def diagnose_lost_store(rank: int, report: RankReport) -> Diagnosis:
     """Returns the diagnosis of a hanging `rank` that cannot reach the other ranks' store."""
     error = TrainError(
-        f"rank {rank} hangs and can reach no other: {_where(report)}.",
+        f"rank {rank} hangs and can reach no other: {_location_text(report)}.",
         got="the store in which the ranks meet does not answer",
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
         fix="what is said on the other hosts; then fullshard train --resume",
@@ -123,7 +128,7 @@ def store_lost(rank: int, report: Report) -> Diagnosis:
 _SHOWN = 4
 
 
-def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
+def _group_ranks_by_position(reports: Mapping[int, RankReport]) -> list[list[int]]:
     """Returns the ranks, grouped by equal position and collective, smallest groups first."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(reports.items()):
@@ -132,38 +137,40 @@ def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
     return sorted(groups.values(), key=len)
 
 
-def _by_report(reports: Mapping[int, Report], groups: Sequence[list[int]]) -> tuple[list[int], str]:
+def _find_culprits_in_reports(
+    reports: Mapping[int, RankReport], groups: Sequence[list[int]]
+) -> tuple[list[int], str]:
     """Returns the culprits and a sentence that names them, if every rank has reported."""
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
     if waiting and busy:
         does = "does" if len(busy) == 1 else "do"
-        what = f"{named_ranks(busy)} {does} not come to the collective that {_wait(waiting)} in"
-        return busy, f"{what}: {_where(reports[busy[0]])}."
+        what = f"{rank_list_text(busy)} {does} not come to the collective that {_ranks_wait_text(waiting)} in"
+        return busy, f"{what}: {_location_text(reports[busy[0]])}."
     if not waiting or len(groups) == 1:
         does = "wait in the same collective, which does not end"
         does = does if waiting else "do not come to any collective"
-        return [], f"all ranks {does}: {named_ranks(groups[0])} {_where(reports[groups[0][0]])}."
+        return [], f"all ranks {does}: {rank_list_text(groups[0])} {_location_text(reports[groups[0][0]])}."
     odd = groups[0]
     if len(groups[0]) == len(groups[1]):
-        odd = max(groups[:2], key=lambda group: _progress(reports[group[0]].seen))
+        odd = max(groups[:2], key=lambda group: _step_and_phase_index(reports[group[0]].seen))
     rest = [rank for rank in sorted(reports) if rank not in odd]
     here, there = reports[odd[0]], reports[rest[0]]
     return odd, (
-        f"{named_ranks(odd)} left out a collective that {_wait(rest)} in, or made one more: "
-        f"in {_phase(here.seen)}, {here.place}; not in {_phase(there.seen)}, {there.place}."
+        f"{rank_list_text(odd)} left out a collective that {_ranks_wait_text(rest)} in, or made one more: "
+        f"in {_phase_text(here.seen)}, {here.place}; not in {_phase_text(there.seen)}, {there.place}."
     )
 
 
-def _wait(ranks: Sequence[int]) -> str:
-    return f"{named_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
+def _ranks_wait_text(ranks: Sequence[int]) -> str:
+    return f"{rank_list_text(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
-def _progress(seen: Heartbeat) -> tuple[int, int]:
+def _step_and_phase_index(seen: Heartbeat) -> tuple[int, int]:
     return seen.step, list(RunPhase).index(RunPhase(seen.phase))
 
 
-def _phase(seen: Heartbeat) -> str:
+def _phase_text(seen: Heartbeat) -> str:
     """Returns the phase and its step, for example `forward of step 4` or `saving after step 3`."""
     in_step = seen.phase in _OF_A_STEP
     return f"{seen.phase} of step {seen.step + 1}" if in_step else f"{seen.phase} after step {seen.step}"
@@ -172,27 +179,27 @@ def _phase(seen: Heartbeat) -> str:
 _OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
 
 
-def _where(report: Report, waits: str = "") -> str:
-    return f"in {_phase(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
+def _location_text(report: RankReport, waits: str = "") -> str:
+    return f"in {_phase_text(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
 
 
-def _position(report: Report) -> str:
+def _location_and_collective_text(report: RankReport) -> str:
     last = f"; last collective: {report.collective}" if report.collective else ""
-    return _where(report, ", waits in a collective" if report.waits else "") + last
+    return _location_text(report, ", waits in a collective" if report.waits else "") + last
 
 
-def _silent(silent: Mapping[int, UnresponsiveRank]) -> str:
+def _unresponsive_ranks_text(silent: Mapping[int, UnresponsiveRank]) -> str:
     first = min(silent)
-    others = f" (and {named_ranks(sorted(silent)[1:])})" if len(silent) > 1 else ""
+    others = f" (and {rank_list_text(sorted(silent)[1:])})" if len(silent) > 1 else ""
     last = silent[first].last
-    where = "never heard of" if last is None else f"last heard of in {_phase(last)}"
+    where = "never heard of" if last is None else f"last heard of in {_phase_text(last)}"
     return f"rank {first}{others} does not answer, {where}: {_STATES.get(silent[first].state, _RUNS)}."
 
 
 _RUNS = "its process runs, but no Python in it does: native code holds the interpreter, or spins"
 _STOPPED = "its process is stopped (by SIGSTOP or a debugger; kill -CONT resumes it)"
 _GONE = "its process is gone"
-# By `process_state`; in any other state, the process runs.
+# By `process_state_letter`; in any other state, the process runs.
 _STATES = {
     None: "its host or the link to it is gone, or its process is",
     "T": _STOPPED,
@@ -204,8 +211,9 @@ _STATES = {
 }
 
 
-def _last_seen(silent: UnresponsiveRank, *, now: float) -> str:
+def _last_heartbeat_text(silent: UnresponsiveRank, *, now: float) -> str:
     last = silent.last
     if last is None:
         return "never heard of"
-    return f"last heard of {now - last.at:.0f} s ago in {_phase(last)}, process {last.process} on {last.host}"
+    place = f"{_phase_text(last)}, process {last.process} on {last.host}"
+    return f"last heard of {now - last.at:.0f} s ago in {place}"

@@ -35,32 +35,32 @@ _DIFFERENCES = {
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class StepFingerprint:
     """Facts about one rank's step, which must be equal on all ranks.
 
     step: number of the step, from 1
     collectives: number of collectives of the default group that the rank has issued in this step
-    settings: checksum of the step's settings, see `settings_checksum`
+    settings: checksum of the step's settings, see `step_settings_checksum`
     """
 
     step: int
     collectives: int
     settings: int
 
-    def numbers(self, world_size: int) -> list[float]:
+    def summable_numbers(self, world_size: int) -> list[float]:
         """Returns the `WIDTH` numbers to sum over ranks: each field and its square. [Note: equal by sums]"""
         modulus = 1 << ((53 - world_size.bit_length()) // 2)
         cut = [value % modulus for value in astuple(self)]
         return [float(number) for value in cut for number in (value, value * value)]
 
 
-def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
+def step_settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
     """Returns a checksum of a step's learning rate, batch and position in the data."""
     packed = struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset)
     return zlib.crc32(packed)
 
 
-def collectives_issued(device: torch.device) -> int:
+def count_issued_collectives(device: torch.device) -> int:
     """Returns the number of collectives that this rank has issued on the default group.
 
     The backend for `device` counts them (gloo also counts point-to-point messages); 0 if it does not.
@@ -76,34 +76,42 @@ def collectives_issued(device: torch.device) -> int:
         return 0
 
 
-def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) -> None:
+def check_same_fingerprints(own: StepFingerprint, totals: Sequence[float], *, world_size: int) -> None:
     """Raises TrainError, on all ranks, unless the fingerprints of all ranks are equal.
 
     own: this rank's fingerprint
-    totals: sums of `Fingerprint.numbers` over all ranks
+    totals: sums of `StepFingerprint.summable_numbers` over all ranks
 
     The error names the ranks that differ. Ranks exchange their fingerprints through the store, because the
     collectives themselves may be out of order.
     """
-    if [world_size * number for number in own.numbers(world_size)] != list(totals):
-        raise disagreement(_exchange(own, world_size), own=own, world_size=world_size)
+    if [world_size * number for number in own.summable_numbers(world_size)] != list(totals):
+        raise fingerprint_mismatch_error(
+            _exchange_fingerprints(own, world_size), own=own, world_size=world_size
+        )
 
 
-def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
+def fingerprint_mismatch_error(
+    reported: Mapping[int, StepFingerprint], *, own: StepFingerprint, world_size: int
+) -> TrainError:
     """Returns the error for differing fingerprints. Ranks not in `reported` are in another collective."""
-    names = [field.name for field in fields(Fingerprint)]
+    names = [field.name for field in fields(StepFingerprint)]
     differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
     shown = differing or ["step", "collectives"]
     groups: dict[str, list[int]] = {}
     for rank in range(world_size):
         one = reported.get(rank)
-        text = "in another collective" if one is None else ", ".join(_shown(one, name) for name in shown)
+        text = (
+            "in another collective"
+            if one is None
+            else ", ".join(_fingerprint_field_text(one, name) for name in shown)
+        )
         groups.setdefault(text, []).append(rank)
     smallest_first = sorted(groups.items(), key=lambda group: len(group[1]))
     what = "; ".join(_DIFFERENCES[name] for name in differing) or "what was summed is not what they sent"
     return TrainError(
         f"the ranks are not in the same step (step {own.step}): {what}.",
-        got="; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in smallest_first),
+        got="; ".join(f"{rank_list_text(ranks)}: {text}" for text, ranks in smallest_first),
         why="a rank skipped or repeated it, and what all ranks have summed since does not belong together",
         fix="look for collectives or steps in code that not every rank runs: `if rank == 0`, an exception "
         'that is swallowed, data of other lengths; fault_tolerance.fingerprint = "step" does not count '
@@ -111,7 +119,7 @@ def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world
     )
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
+def rank_list_text(ranks: Sequence[int]) -> str:
     """Returns a text that names the ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -123,20 +131,20 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
-def default_store() -> dist.Store | None:
+def find_default_store() -> dist.Store | None:
     """Returns the store of the default process group, or None if there is no default group."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return find() if find is not None and dist.is_initialized() else None
 
 
-def _shown(one: Fingerprint, name: str) -> str:
+def _fingerprint_field_text(one: StepFingerprint, name: str) -> str:
     value = getattr(one, name)
     return f"{value} collectives" if name == "collectives" else f"{name} {value}"
 
 
-def _exchange(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
+def _exchange_fingerprints(own: StepFingerprint, world_size: int) -> dict[int, StepFingerprint]:
     """Publishes `own`, and returns the fingerprints, by rank, of all ranks that publish theirs in time."""
-    store, reported = default_store(), {dist.get_rank(): own}
+    store, reported = find_default_store(), {dist.get_rank(): own}
     if store is None:
         return reported
     store = dist.PrefixStore("fullshard/fingerprint", store)
@@ -146,5 +154,5 @@ def _exchange(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
         store.wait(keys, timedelta(seconds=_ANSWER_SECONDS))
     for rank, key in enumerate(keys):
         if rank not in reported and store.check([key]):
-            reported[rank] = Fingerprint(*(int(number) for number in store.get(key).decode().split(",")))
+            reported[rank] = StepFingerprint(*(int(number) for number in store.get(key).decode().split(",")))
     return reported

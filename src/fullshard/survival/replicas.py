@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import gathered
+from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival.fingerprint import named_ranks
+from fullshard.survival.fingerprint import rank_list_text
 from fullshard.survival.phase import PhaseTracker, RunPhase
 
 logger = logging.getLogger("fullshard")
@@ -40,7 +40,7 @@ class _ReplicaGroup:
 
 
 @dataclass(frozen=True)
-class _Mismatch:
+class _MismatchedChecksum:
     """The checksum on `rank` of `name`, the first tensor that differs among the ranks `holders`."""
 
     holders: tuple[int, ...]
@@ -64,7 +64,7 @@ class ReplicaCheck:
                 plan.strategy,
             )
 
-    def after_step(
+    def compare_if_due(
         self,
         model: nn.Module,
         tensors: Callable[[], Mapping[str, Tensor]],
@@ -82,18 +82,18 @@ class ReplicaCheck:
         if self._world_size == 1 or not self._every or step % self._every:
             return
         where.enter(RunPhase.REDUCE)
-        groups = _holders(model, tensors())
+        groups = _group_replicated_tensors(model, tensors())
         device = next(model.parameters()).device
-        found = [one for group in groups for one in _compared(group)]
+        found = [one for group in groups for one in _find_first_mismatch(group)]
         count = torch.tensor([len(found)], device=device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         if not count.item():
             return
-        raise _differ(step, [one for of_rank in gathered(found) for one in of_rank])
+        raise _replica_mismatch_error(step, [one for of_rank in all_gather_object(found) for one in of_rank])
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
+def tensor_checksum(tensor: Tensor) -> Tensor:
     """Returns Σ (2i + 1) · word_i mod 2^64 over the words of this rank's part, as an int64 scalar tensor.
 
     The factors are odd, so a change of one word always changes the sum. They differ, so a swap does too.
@@ -108,7 +108,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
+def _group_replicated_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
     """Groups the replicated tensors by the ranks that hold the same part, in one order on all ranks."""
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
@@ -116,16 +116,16 @@ def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGr
     for name, tensor in tensors.items():
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
-        group = _replicating_group(tensor)
+        group = _replicating_process_group(tensor)
         if group is not None:
             ranks = tuple(dist.get_process_group_ranks(group))
             holders = groups.setdefault(ranks, _ReplicaGroup(ranks, group))
             holders.names.append(name)
-            holders.checksums.append(checksum(tensor).to(device))
+            holders.checksums.append(tensor_checksum(tensor).to(device))
     return list(groups.values())
 
 
-def _replicating_group(tensor: Tensor) -> Any:
+def _replicating_process_group(tensor: Tensor) -> Any:
     """Returns the process group whose ranks hold the same part of `tensor` as this rank; None if alone."""
     if not isinstance(tensor, DTensor):
         return dist.group.WORLD
@@ -139,7 +139,7 @@ def _replicating_group(tensor: Tensor) -> Any:
     return mesh.get_group(replicated[0])
 
 
-def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
+def _find_first_mismatch(holders: _ReplicaGroup) -> list[_MismatchedChecksum]:
     """Compares checksums within one group. Returns at most one mismatch, of the first differing tensor."""
     own = torch.stack(holders.checksums)
     bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
@@ -147,12 +147,12 @@ def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
     least, greatest = bounds[: len(own)], ~bounds[len(own) :]
     differing = cast(list[int], (least != greatest).nonzero().flatten().tolist())
     return [
-        _Mismatch(holders.ranks, dist.get_rank(), holders.names[index], int(own[index].item()))
+        _MismatchedChecksum(holders.ranks, dist.get_rank(), holders.names[index], int(own[index].item()))
         for index in differing[:1]
     ]
 
 
-def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
+def _replica_mismatch_error(step: int, found: Sequence[_MismatchedChecksum]) -> TrainError:
     """Returns the error that names, for each group of replicas, the tensor and the ranks that differ."""
     lines: list[str] = []
     for holders in sorted({one.holders for one in found}):
@@ -160,10 +160,12 @@ def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
         (usual, votes), *others = Counter(one.checksum for one in ours).most_common()
         odd = [one.rank for one in ours if one.checksum != usual]
         if others[0][1] == votes:  # a tie
-            lines.append(f"{named_ranks(holders)} differ in {ours[0].name}, none more than another")
+            lines.append(f"{rank_list_text(holders)} differ in {ours[0].name}, none more than another")
         else:
             rest = [rank for rank in holders if rank not in odd]
-            lines.append(f"{named_ranks(odd)} differs from {named_ranks(rest)}, first in {ours[0].name}")
+            lines.append(
+                f"{rank_list_text(odd)} differs from {rank_list_text(rest)}, first in {ours[0].name}"
+            )
     return TrainError(
         f"replicas are not the same after step {step}: {lines[0]}.",
         got="; ".join(lines),

@@ -27,16 +27,16 @@ class RecentSteps:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
 
-    def spikes(self, loss: float, norm: float, *, section: FaultToleranceSection) -> bool:
+    def is_spike(self, loss: float, norm: float, *, section: FaultToleranceSection) -> bool:
         """Returns whether a step with this loss and norm is a spike, if `on_spike` asks for the test."""
         if section.on_spike == "none" or len(self.losses) < section.spike_window // 2:
             return False
         return any(
-            new > _threshold(before, sigma=section.spike_sigma)
+            new > _spike_threshold(before, sigma=section.spike_sigma)
             for new, before in ((loss, self.losses), (norm, self.norms))
         )
 
-    def add(self, loss: float, norm: float, *, section: FaultToleranceSection) -> None:
+    def add_step(self, loss: float, norm: float, *, section: FaultToleranceSection) -> None:
         if section.on_spike == "none":
             return
         for values, new in ((self.losses, loss), (self.norms, norm)):
@@ -44,6 +44,6 @@ class RecentSteps:
             del values[: -section.spike_window]
 
 
-def _threshold(before: Sequence[float], *, sigma: float) -> float:
+def _spike_threshold(before: Sequence[float], *, sigma: float) -> float:
     mean = fmean(before)
     return mean + sigma * max(pstdev(before, mean), MIN_RELATIVE_STD * abs(mean))

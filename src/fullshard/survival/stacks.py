@@ -19,21 +19,21 @@ _IN_COLLECTIVES = (
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
-def frames_of(thread: int) -> list[FrameType]:
+def thread_frames(thread: int) -> list[FrameType]:
     """Returns the frames of a thread, innermost first, or an empty list if the thread has ended."""
     innermost = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
 
 
-def in_collective(thread: int) -> bool:
+def is_in_collective(thread: int) -> bool:
     """Returns whether a thread's innermost frame is in torch.distributed or fullshard's own collectives."""
-    frames = frames_of(thread)
+    frames = thread_frames(thread)
     return bool(frames) and any(part in frames[0].f_code.co_filename for part in _IN_COLLECTIVES)
 
 
-def user_frame(thread: int) -> str:
+def user_frame_text(thread: int) -> str:
     """Returns `file:line in function` of a thread's innermost frame, outside libraries if there is one."""
-    frames = frames_of(thread)
+    frames = thread_frames(thread)
     libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     near = [frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)] or frames
     if not near:
@@ -42,33 +42,33 @@ def user_frame(thread: int) -> str:
     return f"{code.co_filename}:{near[0].f_lineno} in {code.co_name}"
 
 
-def other_threads() -> list[int]:
+def other_thread_ids() -> list[int]:
     """Returns the identifiers of all threads except the calling one."""
     own = threading.get_ident()
     return [thread for thread in sys._current_frames() if thread != own]  # pyright: ignore[reportPrivateUsage]
 
 
-def all_stacks() -> str:
+def all_stacks_text() -> str:
     """Returns the stacks of all threads except fullshard's own, each with its innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines: list[str] = []
-    for thread in other_threads():
+    for thread in other_thread_ids():
         if names.get(thread, "").startswith("fullshard "):
             continue
         lines.append(f"  thread {names.get(thread, thread)}")
-        for frame in reversed(frames_of(thread)):
+        for frame in reversed(thread_frames(thread)):
             code = frame.f_code
             line = linecache.getline(code.co_filename, frame.f_lineno).strip()
             lines.append(f"    {code.co_filename}:{frame.f_lineno} in {code.co_name}: {line}")
     return "\n".join(lines)
 
 
-def last_collective() -> str:
+def last_collective_text() -> str:
     """Describes the newest unfinished collective in torch's flight recorder, or else the newest.
 
     For example, `gloo:all_reduce 17 of default_pg [10] Double`; "" if this torch records none.
     """
-    entries = [entry for name in _RECORDERS for entry in _entries(name)]
+    entries = [entry for name in _RECORDERS for entry in _flight_recorder_entries(name)]
     pending = [entry for entry in entries if not entry.get("retired", True)]
     newest = max(pending or entries, key=lambda entry: entry.get("time_created_ns", 0), default=None)
     if newest is None:
@@ -80,7 +80,7 @@ def last_collective() -> str:
     return " ".join(text.split())
 
 
-def _entries(recorder: str) -> list[dict[str, Any]]:
+def _flight_recorder_entries(recorder: str) -> list[dict[str, Any]]:
     dump = getattr(importlib.import_module("torch._C._distributed_c10d"), recorder, None)
     if dump is None:
         return []

@@ -31,18 +31,24 @@ from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Diagnosis,
     Heartbeat,
-    Report,
+    RankReport,
     UnresponsiveRank,
-    diagnose,
-    process_state,
-    store_lost,
-    this_host,
+    diagnose_hang,
+    diagnose_lost_store,
+    host_and_namespace_id,
+    process_state_letter,
 )
-from fullshard.survival.fingerprint import default_store
+from fullshard.survival.fingerprint import find_default_store
 from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
-from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, user_frame
-from fullshard.system.last_words import receivers
-from fullshard.system.terminal import printable
+from fullshard.survival.stacks import (
+    all_stacks_text,
+    is_in_collective,
+    last_collective_text,
+    other_thread_ids,
+    user_frame_text,
+)
+from fullshard.system.last_words import watchdog_exit_receivers
+from fullshard.system.terminal import escape_control_characters
 
 T = TypeVar("T")
 
@@ -58,7 +64,7 @@ _LEAVE_SECONDS = 1.0
 
 
 @contextmanager
-def watching(where: PhaseTracker, section: FaultToleranceSection) -> Generator[None]:
+def watch_for_hangs(where: PhaseTracker, section: FaultToleranceSection) -> Generator[None]:
     """Context in which a watchdog watches this thread, whose phase `where` holds, and the other ranks.
 
     If the run hangs, prints the diagnosis to standard error and exits with TrainError's exit code, or with 1
@@ -84,7 +90,7 @@ class _StatusBoard:
     """
 
     def __init__(self, *, answer_seconds: float) -> None:
-        store = default_store()
+        store = find_default_store()
         self.rank, self.world_size = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
         clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
         if store is None or self.world_size == 1:
@@ -95,49 +101,49 @@ class _StatusBoard:
         self._store, self._lost = dist.PrefixStore("fullshard/watchdog", store), False
         self._answer_seconds = answer_seconds
 
-    def publish(self, seen: Heartbeat) -> None:
-        self._do(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
+    def publish_heartbeat(self, seen: Heartbeat) -> None:
+        self._call_store(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
 
     def request_reports(self) -> bool:
         """Asks all ranks for their reports. Returns whether this rank is the first to ask."""
-        return self._do(lambda store: store.add("called", 1)) == 1
+        return self._call_store(lambda store: store.add("called", 1)) == 1
 
-    def called(self) -> bool:
-        return self._do(lambda store: store.check(["called"]))
+    def has_report_request(self) -> bool:
+        return self._call_store(lambda store: store.check(["called"]))
 
-    def report(self, report: Report) -> None:
-        self._do(lambda store: store.set(f"report/{self.rank}", json.dumps(asdict(report))))
+    def publish_report(self, report: RankReport) -> None:
+        self._call_store(lambda store: store.set(f"report/{self.rank}", json.dumps(asdict(report))))
 
-    def sightings(self) -> dict[int, Heartbeat]:
-        return {rank: Heartbeat(**one) for rank, one in self._read("seen").items()}
+    def read_heartbeats(self) -> dict[int, Heartbeat]:
+        return {rank: Heartbeat(**one) for rank, one in self._read_from_all_ranks("seen").items()}
 
-    def reports(self) -> dict[int, Report]:
+    def read_reports(self) -> dict[int, RankReport]:
         return {
-            rank: Report(**one | {"seen": Heartbeat(**one["seen"])})
-            for rank, one in self._read("report").items()
+            rank: RankReport(**one | {"seen": Heartbeat(**one["seen"])})
+            for rank, one in self._read_from_all_ranks("report").items()
         }
 
-    def conclude(self, error: TrainError) -> None:
+    def publish_verdict(self, error: TrainError) -> None:
         words = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
-        self._do(lambda store: store.set("verdict", json.dumps(words)))
+        self._call_store(lambda store: store.set("verdict", json.dumps(words)))
 
-    def verdict(self) -> TrainError | None:
-        if not self._do(lambda store: store.check(["verdict"])):
+    def find_verdict(self) -> TrainError | None:
+        if not self._call_store(lambda store: store.check(["verdict"])):
             return None
-        words = json.loads(self._do(lambda store: store.get("verdict")))
-        self._do(lambda store: store.add("read", 1))
+        words = json.loads(self._call_store(lambda store: store.get("verdict")))
+        self._call_store(lambda store: store.add("read", 1))
         return TrainError(words.pop("what"), **words)
 
-    def readers(self) -> int:
-        return self._do(lambda store: store.add("read", 0))
+    def count_verdict_readers(self) -> int:
+        return self._call_store(lambda store: store.add("read", 0))
 
-    def _read(self, kind: str) -> dict[int, Any]:
+    def _read_from_all_ranks(self, kind: str) -> dict[int, Any]:
         keys = {rank: f"{kind}/{rank}" for rank in range(self.world_size)}
-        return self._do(
+        return self._call_store(
             lambda store: {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         )
 
-    def _do(self, act: Callable[[dist.Store], T]) -> T:
+    def _call_store(self, act: Callable[[dist.Store], T]) -> T:
         if self._lost:
             raise RuntimeError("the store has not answered before")
         answer = Future[T]()
@@ -163,21 +169,23 @@ class _Watchdog:
 
     def __init__(self, where: PhaseTracker, section: FaultToleranceSection) -> None:
         self._where, self._section = where, section
-        answer_seconds = _within(_STORE * section.watchdog_timeout_seconds, _STORE_SECONDS)
+        answer_seconds = _clamp(_STORE * section.watchdog_timeout_seconds, _STORE_SECONDS)
         self._board = _StatusBoard(answer_seconds=answer_seconds)
-        self._tick = _within(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
-        self._grace = _within(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
+        self._tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
+        self._grace = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
         self._trainer = threading.get_ident()
-        self._host = this_host()
+        self._host = host_and_namespace_id()
         self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch_until_stopped, name="fullshard watchdog", daemon=True
+        )
 
     def start(self) -> None:
         """Starts the timer, publishes a first heartbeat, and starts the watchdog thread."""
-        self._set_timer()
+        self._restart_exit_timer()
         with suppress(RuntimeError):
-            self._board.publish(self._seen())
+            self._board.publish_heartbeat(self._make_heartbeat())
         self._thread.start()
 
     def stop(self) -> None:
@@ -185,127 +193,131 @@ class _Watchdog:
         self._thread.join(timeout=2 * _STORE_SECONDS[1])  # it may be asking the store
         faulthandler.cancel_dump_traceback_later()
 
-    def _run(self) -> None:
+    def _watch_until_stopped(self) -> None:
         while not self._stopped.wait(self._tick):
-            self._count()
-            self._set_timer()
+            self._count_unmoved_seconds()
+            self._restart_exit_timer()
             called = False
             # Without the store no other rank can be asked, but this rank still detects its own hang.
             with suppress(RuntimeError):
-                self._board.publish(self._seen())
-                called = self._board.called()
-            if called or self._hangs():
-                self._end()
+                self._board.publish_heartbeat(self._make_heartbeat())
+                called = self._board.has_report_request()
+            if called or self._is_hanging():
+                self._report_and_exit()
 
-    def _count(self) -> None:
+    def _count_unmoved_seconds(self) -> None:
         now, moves = time.monotonic(), self._where.changes
         # Time in which this process did not run (it was stopped, or the machine slept) does not count.
         passed = min(now - self._looked_at, 4 * self._tick)
         self._unmoved = self._unmoved + passed if moves == self._moves else 0.0
         self._moves, self._looked_at = moves, now
 
-    def _limit(self) -> float:
+    def _phase_limit_seconds(self) -> float:
         slow = self._where.phase in SLOW_PHASES or not self._where.has_finished_step
         return self._section.watchdog_timeout_seconds * (self._section.slow_phase_factor if slow else 1.0)
 
-    def _set_timer(self) -> None:
+    def _restart_exit_timer(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""
-        seconds = self._limit() + 2 * self._grace  # after the limit, so that the other ranks act first
+        seconds = (
+            self._phase_limit_seconds() + 2 * self._grace
+        )  # after the limit, so that the other ranks act first
         with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
-    def _hangs(self) -> bool:
+    def _is_hanging(self) -> bool:
         turn = min(self._board.rank, _IN_TURN) * self._tick
-        now, own = time.time(), self._limit()
+        now, own = time.time(), self._phase_limit_seconds()
         if self._unmoved <= own + turn:
             return False
         with suppress(RuntimeError):  # a healthy rank may be in a phase with a longer limit, such as saving
             return not any(
                 own < one.limit_seconds > one.unmoved_seconds and now - one.at < 5 * self._tick + 1
-                for one in self._board.sightings().values()
+                for one in self._board.read_heartbeats().values()
             )
         return True
 
-    def _seen(self) -> Heartbeat:
+    def _make_heartbeat(self) -> Heartbeat:
         return Heartbeat(
             host=self._host,
             process=os.getpid(),
             step=self._where.step,
             phase=str(self._where.phase),
             unmoved_seconds=self._unmoved,
-            limit_seconds=self._limit(),
+            limit_seconds=self._phase_limit_seconds(),
             at=time.time(),
         )
 
-    def _report(self) -> Report:
+    def _make_report(self) -> RankReport:
         # With a GPU, backward runs on autograd's own threads.
-        threads = other_threads() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
-        return Report(
-            seen=self._seen(),
+        threads = other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
+        return RankReport(
+            seen=self._make_heartbeat(),
             # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
-            waits=self._where.phase is RunPhase.REDUCE or any(in_collective(one) for one in threads),
-            place=user_frame(self._trainer),
-            collective=last_collective(),
-            stacks=all_stacks(),
+            waits=self._where.phase is RunPhase.REDUCE or any(is_in_collective(one) for one in threads),
+            place=user_frame_text(self._trainer),
+            collective=last_collective_text(),
+            stacks=all_stacks_text(),
         )
 
-    def _end(self) -> None:
+    def _report_and_exit(self) -> None:
         """Publishes this rank's report, diagnoses the hang or waits for another rank's verdict, and exits."""
-        own, first = self._report(), True
+        own, first = self._make_report(), True
         with suppress(RuntimeError):
-            self._board.report(own)
+            self._board.publish_report(own)
             first = self._board.request_reports()
-        error = None if first else self._awaited_verdict()
+        error = None if first else self._wait_for_verdict()
         if error is None:
-            verdict = self._judge(own)
+            verdict = self._diagnose_from_reports(own)
             error = verdict.error
             # If there are receivers, they print the error. One rank prints the stacks for all.
-            text = verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}"
+            text = verdict.stacks if watchdog_exit_receivers() else f"{error}\n\n{verdict.stacks}"
             with suppress(OSError):  # standard error may be closed
-                print(f"\n{printable(text)}", file=sys.stderr, flush=True)
+                print(f"\n{escape_control_characters(text)}", file=sys.stderr, flush=True)
             with suppress(RuntimeError):
-                self._board.conclude(error)
-                self._await_readers()
+                self._board.publish_verdict(error)
+                self._wait_for_readers()
         with suppress(OSError):  # a full disk must not keep a hanging rank alive
-            for receiver in receivers():
+            for receiver in watchdog_exit_receivers():
                 receiver(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)
 
-    def _judge(self, own: Report) -> Diagnosis:
+    def _diagnose_from_reports(self, own: RankReport) -> Diagnosis:
         """Diagnoses the hang from this rank's own report and those of the other ranks that arrive in time."""
-        others, sightings = dict[int, Report](), dict[int, Heartbeat]()
+        others, sightings = dict[int, RankReport](), dict[int, Heartbeat]()
         deadline = time.monotonic() + self._grace
         try:
             while len(others) < self._board.world_size and time.monotonic() < deadline:
                 time.sleep(self._tick / 2)
-                others = self._board.reports()
-            sightings = self._board.sightings()
+                others = self._board.read_reports()
+            sightings = self._board.read_heartbeats()
         except RuntimeError:
-            return store_lost(self._board.rank, own)
+            return diagnose_lost_store(self._board.rank, own)
         known = {**others, self._board.rank: own}
         silent: dict[int, UnresponsiveRank] = {}
         for rank in set(range(self._board.world_size)) - known.keys():
             last = sightings.get(rank)
-            silent[rank] = UnresponsiveRank(last, None if last is None else process_state(last))
-        return diagnose(known, silent, now=time.time())
+            silent[rank] = UnresponsiveRank(last, None if last is None else process_state_letter(last))
+        return diagnose_hang(known, silent, now=time.time())
 
-    def _awaited_verdict(self) -> TrainError | None:
+    def _wait_for_verdict(self) -> TrainError | None:
         deadline = time.monotonic() + 2 * self._grace
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
-                if (error := self._board.verdict()) is not None:
+                if (error := self._board.find_verdict()) is not None:
                     return error
                 time.sleep(self._tick / 2)
         return None
 
-    def _await_readers(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Waits until the other ranks have read the verdict, because the store may end with this process."""
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while self._board.readers() < self._board.world_size - 1 and time.monotonic() < deadline:
+        while (
+            self._board.count_verdict_readers() < self._board.world_size - 1 and time.monotonic() < deadline
+        ):
             time.sleep(self._tick / 2)
 
 
-def _within(value: float, bounds: tuple[float, float]) -> float:
+def _clamp(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])

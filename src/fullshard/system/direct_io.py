@@ -29,7 +29,7 @@ DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _BLOCKS = 2  # one is written while the other is filled
 
 
-class StreamedFile:
+class DirectFileWriter:
     """Writes bytes in order into the new file `path`, through two blocks of memory of 16 MiB.
 
     Once the context ends without error, all bytes are on the disk. Raises FileExistsError if the file exists.
@@ -51,7 +51,7 @@ class StreamedFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self.finish()
+                self.flush_to_disk()
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
@@ -62,93 +62,102 @@ class StreamedFile:
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
-            left = left[self._straight(left) or self._copied(left[: self._before_page(left)]) :]
+            left = left[
+                self._write_aligned_part(left)
+                or self._copy_into_block(left[: self._bytes_before_aligned_part(left)]) :
+            ]
         return count
 
-    def finish(self) -> None:
+    def flush_to_disk(self) -> None:
         """Writes the copied bytes that are not written yet, and flushes the file to the disk."""
-        self._wait()
-        self._put(self._copies(), self._offset)
+        self._wait_for_block_write()
+        self._write_parts_at(self._unwritten_block_part(), self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         os.fsync(self._file)
 
-    def _straight(self, data: memoryview) -> int:
+    def _write_aligned_part(self, data: memoryview) -> int:
         """Writes the start of `data` without a copy, if large and aligned. Returns the bytes written."""
-        whole = min(_whole(data), BLOCK_BYTES)
-        aligned = (self._offset + self._filled) % ALIGNMENT == 0 and address(data) % ALIGNMENT == 0
-        if not (aligned and whole >= LARGE_BYTES and self._is_direct):
+        whole = min(_whole_block_bytes(data), BLOCK_BYTES)
+        aligned = (self._offset + self._filled) % ALIGNMENT == 0 and memory_address(data) % ALIGNMENT == 0
+        if not (aligned and whole >= LARGE_BYTES and self._is_direct_io_enabled):
             return 0
-        self._wait()
+        self._wait_for_block_write()
         # Bytes copied earlier go in the same call: another call costs the disk as much as a megabyte.
-        self._put([*self._copies(), data[:whole]], self._offset)
+        self._write_parts_at([*self._unwritten_block_part(), data[:whole]], self._offset)
         self._offset, self._filled = self._offset + self._filled + whole, 0
         return whole
 
-    def _before_page(self, data: memoryview) -> int:
+    def _bytes_before_aligned_part(self, data: memoryview) -> int:
         """Returns the bytes to copy until the rest can be written without a copy; all bytes if it cannot."""
         end = self._offset + self._filled
-        in_step = (address(data) - end) % ALIGNMENT == 0
-        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct):
+        in_step = (memory_address(data) - end) % ALIGNMENT == 0
+        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct_io_enabled):
             return data.nbytes
         return -end % ALIGNMENT or data.nbytes
 
-    def _copied(self, data: memoryview) -> int:
+    def _copy_into_block(self, data: memoryview) -> int:
         """Copies as much of `data` as fits into the block. Returns the number of bytes copied."""
         part = data[: BLOCK_BYTES - self._filled]
-        block = np.frombuffer(self._block(), dtype=np.uint8)
+        block = np.frombuffer(self._current_block(), dtype=np.uint8)
         # NumPy lets other threads run while it copies.
         np.copyto(block[self._filled : self._filled + part.nbytes], np.frombuffer(part, dtype=np.uint8))
         self._filled += part.nbytes
         if self._filled == BLOCK_BYTES:
-            self._send()
+            self._start_block_write()
         return part.nbytes
 
-    def _block(self) -> mmap.mmap:
+    def _current_block(self) -> mmap.mmap:
         if self._turn == len(self._blocks):
-            self._blocks.append(aligned_memory(BLOCK_BYTES))
+            self._blocks.append(allocate_aligned_memory(BLOCK_BYTES))
         return self._blocks[self._turn]
 
-    def _copies(self) -> list[memoryview]:
+    def _unwritten_block_part(self) -> list[memoryview]:
         """Returns the copied bytes whose write has not started."""
-        return [memoryview(self._block())[: self._filled]] if self._filled else []
+        return [memoryview(self._current_block())[: self._filled]] if self._filled else []
 
-    def _send(self) -> None:
+    def _start_block_write(self) -> None:
         """Starts writing the block, once the write of the block before has ended."""
-        self._wait()
+        self._wait_for_block_write()
         self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="write")
-        self._writing = self._thread.submit(self._put, self._copies(), self._offset)
+        self._writing = self._thread.submit(self._write_parts_at, self._unwritten_block_part(), self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         self._turn = (self._turn + 1) % _BLOCKS
 
-    def _wait(self) -> None:
+    def _wait_for_block_write(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _put(self, parts: list[memoryview], offset: int) -> None:
+    def _write_parts_at(self, parts: list[memoryview], offset: int) -> None:
         """Writes `parts` in order from `offset` on. All except the last must consist of aligned blocks."""
         begin = offset
         while parts:
-            direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
-            if self._is_direct and not direct:  # the end of a file, or a block that a full disk took in part
-                leave_direct(self._file)
-            given = [part[: _whole(part)] for part in parts] if direct else [parts[0][:_CACHED_WRITE_BYTES]]
+            direct = self._is_direct_io_enabled and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
+            if (
+                self._is_direct_io_enabled and not direct
+            ):  # the end of a file, or a block that a full disk took in part
+                disable_direct_io(self._file)
+            given = (
+                [part[: _whole_block_bytes(part)] for part in parts]
+                if direct
+                else [parts[0][:_CACHED_WRITE_BYTES]]
+            )
             try:
                 count = os.pwritev(self._file, given, offset)
             except OSError as error:
                 # EFAULT: memory that a device cannot read, such as another device's.
                 if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
                     raise OSError(error.errno, error.strerror, str(self.path)) from error
-                leave_direct(self._file)
+                disable_direct_io(self._file)
                 continue
-            parts, offset = _behind(parts, count), offset + count
-        if not self._is_direct and hasattr(os, "posix_fadvise"):
+            parts, offset = _drop_leading_bytes(parts, count), offset + count
+        if not self._is_direct_io_enabled and hasattr(os, "posix_fadvise"):
             # On Linux this advice starts their writeback, and frees the memory for others.
             os.posix_fadvise(self._file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
     @property
-    def _is_direct(self) -> bool:
-        return is_direct(self._file)
+    def _is_direct_io_enabled(self) -> bool:
+        return is_direct_io_enabled(self._file)
 
 
 def open_direct(
@@ -165,17 +174,17 @@ def open_direct(
     return opener(path, flags, mode)
 
 
-def is_direct(descriptor: int) -> bool:
+def is_direct_io_enabled(descriptor: int) -> bool:
     """Returns True if reads and writes of an open file bypass the page cache."""
     return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
 
 
-def leave_direct(descriptor: int) -> None:
+def disable_direct_io(descriptor: int) -> None:
     """Makes later reads and writes of an open file use the page cache."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT)
 
 
-def aligned_memory(size_bytes: int) -> mmap.mmap:
+def allocate_aligned_memory(size_bytes: int) -> mmap.mmap:
     """Allocates zeroed memory that begins at a page boundary and is freed with its last reference.
 
     The memory uses huge pages if the system has them, because a disk's driver looks up each page.
@@ -189,17 +198,17 @@ def aligned_memory(size_bytes: int) -> mmap.mmap:
     return memory
 
 
-def address(data: bytes | bytearray | memoryview) -> int:
+def memory_address(data: bytes | bytearray | memoryview) -> int:
     """Returns the memory address of `data`, which must not be empty."""
     return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
 
 
-def _whole(data: memoryview) -> int:
+def _whole_block_bytes(data: memoryview) -> int:
     """Returns the size of `data` in bytes, rounded down to a multiple of ALIGNMENT."""
     return data.nbytes - data.nbytes % ALIGNMENT
 
 
-def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+def _drop_leading_bytes(parts: list[memoryview], count: int) -> list[memoryview]:
     """Returns `parts` without their first `count` bytes."""
     left: list[memoryview] = []
     for part in parts:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
-from fullshard.system.direct_io import StreamedFile
-from fullshard.system.files import flush, replacing
+from fullshard.system.direct_io import DirectFileWriter
+from fullshard.system.files import atomic_replacement_path, fsync_path
 
 _FULL = "free some space, keep fewer checkpoints, or save elsewhere"
 _ROOM = "free some space there, or {directory} on a disk with room"
@@ -50,7 +50,9 @@ class ExplainedError(OSError):
         self.why, self.fix = why, fix
 
 
-def reason(error: OSError, *, directory: str = "a directory") -> tuple[str | None, str | None]:
+def os_error_reason_and_fix(
+    error: OSError, *, directory: str = "a directory"
+) -> tuple[str | None, str | None]:
     """Returns the reason of an OSError and a fix, or None for each that is unknown.
 
     directory: how the fix names the directory to change, e.g. the setting that contains its path
@@ -61,15 +63,15 @@ def reason(error: OSError, *, directory: str = "a directory") -> tuple[str | Non
     return why, fix and fix.format(directory=directory)
 
 
-def os_error(what: str, error: OSError) -> CheckpointError:
+def checkpoint_error_from_os_error(what: str, error: OSError) -> CheckpointError:
     """Returns a CheckpointError for `error`, with `what` (the failure) as its first line."""
-    why, fix = reason(error)
+    why, fix = os_error_reason_and_fix(error)
     fix = _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else fix
     place = f" ({error.filename})" if error.filename else ""
     return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)
 
 
-def forget(path: Path) -> None:
+def drop_from_page_cache(path: Path) -> None:
     """Asks the system to drop a flushed file from the page cache, so that the next read uses the disk."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         descriptor = os.open(path, os.O_RDONLY)
@@ -80,20 +82,20 @@ def forget(path: Path) -> None:
 
 
 @contextmanager
-def replace_atomically(path: Path) -> Generator[StreamedFile]:
+def open_atomic_replacement(path: Path) -> Generator[DirectFileWriter]:
     """Opens a new file that atomically replaces `path` when the block succeeds, flushed to the disk."""
-    with replacing(path) as draft, StreamedFile(draft) as file:
+    with atomic_replacement_path(path) as draft, DirectFileWriter(draft) as file:
         yield file
-    flush(path.parent)
+    fsync_path(path.parent)
 
 
-def free_bytes(path: Path) -> int:
+def free_disk_bytes(path: Path) -> int:
     """Returns the free bytes for this user on the disk of `path`, which need not exist yet."""
     existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     return shutil.disk_usage(existing).free
 
 
-def require_space(path: Path, *, needed_bytes: int, available_bytes: int) -> None:
+def check_disk_space(path: Path, *, needed_bytes: int, available_bytes: int) -> None:
     """Raises CheckpointError, with `path`, if `needed_bytes` exceeds `available_bytes`."""
     if needed_bytes > available_bytes:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
+def open_regular_file(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
     """Opens a regular file, and returns its descriptor. Can be passed to `open` as `opener`.
 
     Raises OSError, with ELOOP for a symbolic link and ENXIO for anything else that is not a regular file.
@@ -20,16 +20,16 @@ def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
         if os.path.islink(path):
             raise OSError(errno.ELOOP, "a link; links are not followed", str(path)) from error
         if error.errno in (errno.ENXIO, errno.EISDIR):  # a fifo without a reader, a socket, a directory
-            raise _irregular(path) from error
+            raise _not_a_regular_file_error(path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _irregular(path)
+        raise _not_a_regular_file_error(path)
     return descriptor
 
 
 @contextmanager
-def replacing(path: Path, *, draft: Path | None = None) -> Generator[Path]:
+def atomic_replacement_path(path: Path, *, draft: Path | None = None) -> Generator[Path]:
     """Yields a path beside `path` for the block to create. That file then atomically replaces `path`.
 
     If the block fails, the new file is removed. A link is replaced, not followed. Raises OSError.
@@ -48,15 +48,15 @@ def replacing(path: Path, *, draft: Path | None = None) -> Generator[Path]:
             draft.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str | bytes) -> None:
+def write_file_atomically(path: Path, text: str | bytes) -> None:
     """Atomically replaces `path` by a file that contains `text`, flushed to the disk. Raises OSError."""
-    with replacing(path) as draft, draft.open("xb") as file:
+    with atomic_replacement_path(path) as draft, draft.open("xb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def flush(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:
+def fsync_path(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:
     """Flushes a file or directory to the disk. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -65,13 +65,13 @@ def flush(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:
         os.close(descriptor)
 
 
-def make_directory(path: Path) -> None:
+def make_durable_directory(path: Path) -> None:
     """Creates `path` and its missing parents, and flushes them to the disk."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
-        flush(one.parent)
+        fsync_path(one.parent)
 
 
-def _irregular(path: str | Path) -> OSError:
+def _not_a_regular_file_error(path: str | Path) -> OSError:
     return OSError(errno.ENXIO, "not a regular file", str(path))

@@ -14,7 +14,7 @@ _RECEIVERS: list[Receiver] = []
 
 
 @contextmanager
-def on_watchdog_exit(receiver: Receiver) -> Generator[None]:
+def call_on_watchdog_exit(receiver: Receiver) -> Generator[None]:
     """Context in which a watchdog calls `receiver` with the error before the watchdog ends this process."""
     _RECEIVERS.append(receiver)
     try:
@@ -23,6 +23,6 @@ def on_watchdog_exit(receiver: Receiver) -> Generator[None]:
         _RECEIVERS.remove(receiver)
 
 
-def receivers() -> tuple[Receiver, ...]:
-    """Returns the receivers of all open `on_watchdog_exit` contexts."""
+def watchdog_exit_receivers() -> tuple[Receiver, ...]:
+    """Returns the receivers of all open `call_on_watchdog_exit` contexts."""
     return tuple(_RECEIVERS)

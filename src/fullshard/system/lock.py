@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fullshard.system.files import open_regular
-from fullshard.system.process import is_running
+from fullshard.system.files import open_regular_file
+from fullshard.system.process import is_process_running
 
 _POLL_SECONDS = 0.05
 # Children of a killed process may hold its lock until they notice that their parent is gone.
@@ -22,7 +22,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 @contextmanager
-def exclusive_lock(
+def hold_exclusive_file_lock(
     path: Path,
     *,
     held_error: Callable[[str], Exception] = BlockingIOError,
@@ -42,9 +42,11 @@ def exclusive_lock(
     mode: permissions of a new lock file
     """
     began = time.monotonic()
-    while (descriptor := _open_locked(path, required=required, mode=mode)) is None:
-        if holder := lock_holder(path):
-            patience = patience_seconds if not _is_dead(holder) else max(patience_seconds, _DYING_SECONDS)
+    while (descriptor := _open_and_lock_file(path, required=required, mode=mode)) is None:
+        if holder := find_lock_holder(path):
+            patience = (
+                patience_seconds if not _is_dead_process(holder) else max(patience_seconds, _DYING_SECONDS)
+            )
             if time.monotonic() - began >= patience:
                 raise held_error(holder)
             waiting()
@@ -60,10 +62,10 @@ def exclusive_lock(
         os.close(descriptor)
 
 
-def lock_holder(path: Path) -> str | None:
+def find_lock_holder(path: Path) -> str | None:
     """Returns the name of the holder of the lock file `path`; None if no process holds it. Raises OSError."""
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
+        descriptor = open_regular_file(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
@@ -83,9 +85,9 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _open_locked(path: Path, *, required: bool, mode: int) -> int | None:
+def _open_and_lock_file(path: Path, *, required: bool, mode: int) -> int | None:
     """Opens and locks `path`. Returns None if another process holds its lock or has removed the file."""
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, mode=mode)
+    descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=mode)
     try:
         if try_lock(descriptor) and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
@@ -100,10 +102,10 @@ def _open_locked(path: Path, *, required: bool, mode: int) -> int | None:
     return None
 
 
-def _is_dead(holder: str) -> bool:
+def _is_dead_process(holder: str) -> bool:
     """Returns True if `holder` names a process of this machine that is not running; False if unknown."""
     match holder.split():
         case ["process", pid, "on", host] if pid.isdecimal() and host == socket.gethostname():
-            return not is_running(int(pid))
+            return not is_process_running(int(pid))
         case _:
             return False

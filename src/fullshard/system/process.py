@@ -19,7 +19,7 @@ def pid_namespace() -> str:
     return ""
 
 
-def is_running(pid: int) -> bool:
+def is_process_running(pid: int) -> bool:
     """Returns True if this kernel and pid namespace have a process with the id `pid`."""
     try:
         os.kill(pid, 0)
@@ -30,7 +30,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def stat_fields(pid: int) -> list[str]:
+def read_proc_stat_fields(pid: int) -> list[str]:
     """Returns the fields of /proc/<pid>/stat from the third (the state) on, or [] if it cannot be read.
 
     `man proc_pid_stat` explains the fields.

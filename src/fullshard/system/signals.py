@@ -13,26 +13,28 @@ _SAME_CTRL_C_SECONDS = 0.5
 
 
 @dataclass
-class NotedSignals:
+class RecordedSignals:
     """Signals and their times (of `time.monotonic`), in the order of arrival."""
 
-    noted: list[tuple[signal.Signals, float]] = field(default_factory=list[tuple[signal.Signals, float]])
+    arrivals: list[tuple[signal.Signals, float]] = field(default_factory=list[tuple[signal.Signals, float]])
 
     @property
-    def first(self) -> signal.Signals | None:
-        return self.noted[0][0] if self.noted else None
+    def first_signal(self) -> signal.Signals | None:
+        return self.arrivals[0][0] if self.arrivals else None
 
     @property
-    def interrupted_twice(self) -> bool:
+    def is_interrupted_twice(self) -> bool:
         """True if a SIGINT followed over half a second after the first signal: the user will not wait."""
         return any(
-            number == signal.SIGINT and at > self.noted[0][1] + _SAME_CTRL_C_SECONDS
-            for number, at in self.noted[1:]
+            number == signal.SIGINT and at > self.arrivals[0][1] + _SAME_CTRL_C_SECONDS
+            for number, at in self.arrivals[1:]
         )
 
 
 @contextmanager
-def note_signals(*numbers: signal.Signals, raise_second_interrupt: bool = False) -> Generator[NotedSignals]:
+def record_signals(
+    *numbers: signal.Signals, raise_second_interrupt: bool = False
+) -> Generator[RecordedSignals]:
     """Context in which the signals `numbers` are recorded in the value that it yields, and do nothing else.
 
     raise_second_interrupt: a second SIGINT raises KeyboardInterrupt
@@ -40,17 +42,17 @@ def note_signals(*numbers: signal.Signals, raise_second_interrupt: bool = False)
     Signals that the process already ignores (under nohup, in a shell's background jobs) are not recorded, nor
     are any outside the main thread, where Python allows no handlers.
     """
-    signals = NotedSignals()
+    signals = RecordedSignals()
 
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.noted.append((signal.Signals(number), time.monotonic()))
+    def record_signal(number: int, frame: FrameType | None) -> None:
+        signals.arrivals.append((signal.Signals(number), time.monotonic()))
         if number == signal.SIGINT and raise_second_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
+    before = {number: signal.signal(number, record_signal) for number in heard}
     try:
         yield signals
     finally:

@@ -18,7 +18,7 @@ _SIGNS = ("launch.json", "metrics.jsonl")
 _LARGEST_BYTES = 64 << 20
 
 
-def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bool = False) -> None:
+def check_output_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bool = False) -> None:
     """Raises SpecError if a command may not write the file `path`.
 
     is_kind: returns True for an existing file of the kind that the command writes, which may be replaced;
@@ -26,7 +26,7 @@ def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bo
     force: True allows replacing any regular file
     streams: True allows writing to a pipe or a device
     """
-    require_outside(path)
+    check_not_checkpoint_or_run_record(path)
     if os.path.isdir(path):
         raise SpecError(f"{path} cannot be written.", got="a directory", fix=f"a file in it: {path}/…")
     is_file = os.path.isfile(path)
@@ -42,18 +42,18 @@ def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bo
         )
 
 
-def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
+def check_output_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
     """Raises SpecError if a command may not write files into the directory `path`.
 
     The directory may be missing, empty, or contain only files for which `is_kind` returns True. With `force`,
     it may contain other files too, except checkpoints.
     """
-    require_outside(path)
+    check_not_checkpoint_or_run_record(path)
     if not os.path.exists(path):
         return
-    entries = _entries(path)
+    entries = _list_directory(path)
     for within in (path, path / "checkpoints"):
-        if os.path.isdir(within) and any(_STEP.fullmatch(one.name) for one in _entries(within)):
+        if os.path.isdir(within) and any(_STEP.fullmatch(one.name) for one in _list_directory(within)):
             raise SpecError(
                 f"{path} cannot be written.", got=f"checkpoints in {within}", fix="a directory of its own"
             )
@@ -68,7 +68,7 @@ def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
         )
 
 
-def require_outside(path: Path) -> None:
+def check_not_checkpoint_or_run_record(path: Path) -> None:
     """Raises SpecError if `path` is in a checkpoint, or is a record of a run (launch.json, plan.json, …)."""
     place = Path(os.path.realpath(path))
     for depth, directory in enumerate((place, *place.parents)):
@@ -87,10 +87,12 @@ def require_outside(path: Path) -> None:
         )
 
 
-def read_by(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:
+def build_readability_predicate(
+    load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES
+) -> IsKind:
     """Returns a predicate that is True for files of at most `most_bytes` that `load` reads without error."""
 
-    def is_kind(path: Path) -> bool:
+    def is_readable(path: Path) -> bool:
         if most_bytes is not None and path.stat().st_size > most_bytes:
             return False
         try:
@@ -99,10 +101,10 @@ def read_by(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST
             return False
         return True
 
-    return is_kind
+    return is_readable
 
 
-def _entries(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except OSError as error:

@@ -13,21 +13,21 @@ _CONTROLS = re.compile(
 )
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Returns `text` with its control characters escaped, except newlines and tabs."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def printable_line(text: str) -> str:
+def escape_to_single_line(text: str) -> str:
     """Returns `text` as one line, with its control characters escaped, including newlines and tabs."""
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def escape_logs() -> None:
+def escape_log_messages() -> None:
     """Makes the logger `fullshard` escape control characters in all its messages."""
-    logging.getLogger("fullshard").addFilter(_escape)
+    logging.getLogger("fullshard").addFilter(_escape_log_record)
 
 
-def _escape(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable(record.getMessage()), None
+def _escape_log_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = escape_control_characters(record.getMessage()), None
     return True

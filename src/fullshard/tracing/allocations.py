@@ -16,10 +16,10 @@ from fullshard.tracing.kernels import (
     GROUPED,
     KernelLaunch,
     OpCall,
-    grouped_shape,
-    launch_of,
-    readable_bytes,
-    transient_bytes,
+    find_kernel_launch,
+    grouped_matmul_shape,
+    readable_tensor_bytes,
+    transient_kernel_bytes,
 )
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
@@ -28,14 +28,16 @@ _DEVICE = torch.ops.prim.device.default
 
 
 @dataclass
-class Recorded:
+class PhaseRecord:
     """Record of one phase."""
 
     event: Event  # the FSDP2 event that opens the phase
     unit: int  # index of its unit; -1 if the event belongs to none
     # (kind, bytes) of each allocation (positive) and release (negative), in order
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
-    given: int = 0  # number of first changes that belong to the event (gradients handed over), not the phase
+    event_change_count: int = (
+        0  # number of first changes that belong to the event (gradients handed over), not the phase
+    )
     work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # every kernel launch
     fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # with elementwise runs fused
     # (way, bytes) of copies to and from the host, and of waits for them (0 bytes)
@@ -43,7 +45,7 @@ class Recorded:
 
 
 @dataclass
-class _TracedBlock:
+class _LiveStorage:
     """A live storage. `serial`: number of storages that were created before it, which identifies it."""
 
     size: int
@@ -53,7 +55,7 @@ class _TracedBlock:
 
 
 @dataclass
-class _Fusing:
+class _FusedElementwiseRun:
     """Sequence of elementwise operations that a compiler fuses into one kernel."""
 
     born: int  # serials from this one on belong to storages that the run created
@@ -62,7 +64,7 @@ class _Fusing:
     last: KernelLaunch | None = None  # the latest launch of the run; None if it is empty
 
 
-class Allocations(TorchDispatchMode):
+class AllocationRecorder(TorchDispatchMode):
     """Records every storage that an operation returns, under the current `kind`, and every kernel launch.
 
     It must be entered inside a FakeTensorMode. With `transients`, memory that CUDA kernels allocate and free
@@ -72,11 +74,11 @@ class Allocations(TorchDispatchMode):
     def __init__(self, *, transients: bool = False) -> None:
         super().__init__()
         self.kind: Kind = "activations"
-        self.recorded = [Recorded("start", -1)]
+        self.recorded = [PhaseRecord("start", -1)]
         self._transients = transients
-        self._blocks: dict[int, _TracedBlock] = {}
+        self._blocks: dict[int, _LiveStorage] = {}
         self._born = 0
-        self._fusing = _Fusing(0)
+        self._fusing = _FusedElementwiseRun(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,88 +87,88 @@ class Allocations(TorchDispatchMode):
             return func(*args)
         call = OpCall(func, args, kwargs or {})
         # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
-        grouped = call.name == GROUPED
-        result = args[0].new_empty(grouped_shape(call)) if grouped else func(*args, **call.kwargs)
+        grouped = call.operator_name == GROUPED
+        result = args[0].new_empty(grouped_matmul_shape(call)) if grouped else func(*args, **call.kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._track(leaf, self.kind)
-        if self._transients and (size := transient_bytes(call)):
-            self._change(self.kind, size)
-            self._change(self.kind, -size)
-        launch = launch_of(call, result)
+                self._track_storage(leaf, self.kind)
+        if self._transients and (size := transient_kernel_bytes(call)):
+            self._record_change(self.kind, size)
+            self._record_change(self.kind, -size)
+        launch = find_kernel_launch(call, result)
         if launch is not None:
-            self._launched(launch, read=(call.args, call.kwargs), written=result)
+            self._record_launch(launch, read=(call.args, call.kwargs), written=result)
         return result
 
-    def ignore(self, tensor: Tensor) -> None:
+    def ignore_storage(self, tensor: Tensor) -> None:
         """Excludes the storage of `tensor`, which exists outside the microbatch, from the count."""
-        self._track(tensor, None)
+        self._track_storage(tensor, None)
 
-    def move(self, tensor: Tensor, kind: Kind) -> None:
+    def change_storage_kind(self, tensor: Tensor, kind: Kind) -> None:
         """Counts the storage of `tensor` under `kind` from now on, if it is counted at all."""
         block = self._blocks.get(storage_key(tensor))
         if block is not None and block.kind is not None and block.kind != kind:
-            self._change(block.kind, -block.size)
+            self._record_change(block.kind, -block.size)
             block.kind = kind
-            self._change(kind, block.size)
+            self._record_change(kind, block.size)
 
-    def open(self, event: Event, unit: int) -> None:
+    def start_phase(self, event: Event, unit: int) -> None:
         """Closes the current phase and opens the next."""
-        self._end_run()
-        self.recorded.append(Recorded(event, unit))
+        self._end_fused_run()
+        self.recorded.append(PhaseRecord(event, unit))
 
-    def copied(self, way: Way, size: int) -> None:
+    def record_host_copy(self, way: Way, size: int) -> None:
         """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
         self.recorded[-1].copies.append((way, size))
 
-    def given(self) -> None:
+    def attribute_changes_to_event(self) -> None:
         """Attributes all changes since the phase opened to the event that opened it."""
-        self.recorded[-1].given = len(self.recorded[-1].changes)
+        self.recorded[-1].event_change_count = len(self.recorded[-1].changes)
 
-    def _launched(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
+    def _record_launch(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         self.recorded[-1].work.append(launch)
         if launch.kind != "elementwise":
-            self._end_run()
+            self._end_fused_run()
             self.recorded[-1].fused.append(launch)
             return
         run = self._fusing
         for leaf in tree_leaves(read):
-            if isinstance(leaf, Tensor) and (serial := self._serial(leaf)) < run.born:
-                run.read[serial] = max(run.read.get(serial, 0), readable_bytes(leaf))
+            if isinstance(leaf, Tensor) and (serial := self._storage_serial_number(leaf)) < run.born:
+                run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(leaf))
         for leaf in tree_leaves(written):
             if isinstance(leaf, Tensor):
-                run.written[self._serial(leaf)] = leaf.untyped_storage().nbytes()
+                run.written[self._storage_serial_number(leaf)] = leaf.untyped_storage().nbytes()
         run.last = launch
 
-    def _serial(self, tensor: Tensor) -> int:
+    def _storage_serial_number(self, tensor: Tensor) -> int:
         block = self._blocks.get(storage_key(tensor))
         return -1 if block is None else block.serial
 
-    def _end_run(self) -> None:
+    def _end_fused_run(self) -> None:
         """Records the current elementwise run as one kernel, and starts the next run.
 
         The kernel reads storages that existed before the run, and writes storages that are still alive.
         """
-        run, self._fusing = self._fusing, _Fusing(self._born)
+        run, self._fusing = self._fusing, _FusedElementwiseRun(self._born)
         if run.last is not None:
             alive = {block.serial for block in self._blocks.values()}
             kept = sum(size for serial, size in run.written.items() if serial in alive)
             moved = sum(run.read.values()) + kept
             self.recorded[-1].fused.append(run.last._replace(bytes=moved))
 
-    def _track(self, tensor: Tensor, kind: Kind | None) -> None:
+    def _track_storage(self, tensor: Tensor, kind: Kind | None) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._blocks:
             return
-        reference = weakref.ref(storage, lambda _reference: self._died(key))
-        self._blocks[key] = _TracedBlock(storage.nbytes(), kind, self._born, reference)
+        reference = weakref.ref(storage, lambda _reference: self._record_release(key))
+        self._blocks[key] = _LiveStorage(storage.nbytes(), kind, self._born, reference)
         self._born += 1
-        self._change(kind, storage.nbytes())
+        self._record_change(kind, storage.nbytes())
 
-    def _died(self, key: int) -> None:
+    def _record_release(self, key: int) -> None:
         block = self._blocks.pop(key)
-        self._change(block.kind, -block.size)
+        self._record_change(block.kind, -block.size)
 
-    def _change(self, kind: Kind | None, size: int) -> None:
+    def _record_change(self, kind: Kind | None, size: int) -> None:
         if kind is not None and size:
             self.recorded[-1].changes.append((kind, size))

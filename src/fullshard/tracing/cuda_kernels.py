@@ -16,7 +16,7 @@ from torch import Tensor
 _ATEN = torch.ops.aten
 
 
-def _attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
+def _cuda_attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -42,16 +42,16 @@ def _attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR091
     )[0]
 
 
-def _rms_norm(  # signature: aten::rms_norm
+def _cuda_rms_norm(  # signature: aten::rms_norm
     value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     del eps
     if weight is None or tuple(weight.shape) != tuple(normalized_shape):
         weight = torch.ones(normalized_shape, dtype=value.dtype)
-    return cast(Tensor, _RmsNorm.apply(value, weight))
+    return cast(Tensor, _FusedRmsNorm.apply(value, weight))
 
 
-class _RmsNorm(torch.autograd.Function):
+class _FusedRmsNorm(torch.autograd.Function):
     """RMS norm as one kernel per direction, which saves its input and one fp32 number per row.
 
     Only shapes and dtypes are right; the values are not.
@@ -69,18 +69,18 @@ class _RmsNorm(torch.autograd.Function):
         return gradients[0] * value, torch.empty_like(weight)
 
 
-def _dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature: aten::dropout
+def _cuda_dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature: aten::dropout
     return _ATEN.native_dropout(value, p, train)[0] if train and p > 0 else value
 
 
 @contextmanager
-def cuda_kernels() -> Generator[None]:
+def emulate_cuda_kernels() -> Generator[None]:
     """Makes CPU tensors of this process take CUDA's code paths while active. For fake tensors only."""
     library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
     try:
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-        library.impl("dropout", _dropout, "AutogradCPU")
-        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
+        library.impl("dropout", _cuda_dropout, "AutogradCPU")
+        library.impl("rms_norm", _cuda_rms_norm, "AutogradCPU")
         yield
     finally:
         library._destroy()  # pyright: ignore[reportPrivateUsage]

@@ -29,19 +29,33 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import ShardError
-from fullshard.sharding.host_copy import CpuHostCopy, FakeHostCopy
+from fullshard.sharding.host_copy import CpuHostCopier, FakeHostCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
-from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
-from fullshard.spec.model import Kernel, Line, ModelSpec, ParamSpec, Phase, Repeat, Trace, UnitSpec
+from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.spec.model import (
+    Kernel,
+    LinearInMicrobatch,
+    MicrobatchTrace,
+    ModelSpec,
+    ParamSpec,
+    RepeatedUnits,
+    TracePhase,
+    UnitSpec,
+)
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import RecomputeSection, Run, Strategy
-from fullshard.tracing.allocations import Recorded
-from fullshard.tracing.cuda_kernels import cuda_kernels
-from fullshard.tracing.kernels import storages_bytes
-from fullshard.tracing.phases import KernelIndex, extrapolate, merge_recordings, same_structure
-from fullshard.tracing.repeated_blocks import TruncatedModel, truncate_repeated_blocks
-from fullshard.tracing.trace import LossFunction, Tracer
+from fullshard.tracing.allocations import PhaseRecord
+from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
+from fullshard.tracing.kernels import distinct_storage_bytes
+from fullshard.tracing.phases import (
+    KernelIndex,
+    can_extrapolate_to_smaller,
+    has_same_structure,
+    merge_recordings,
+)
+from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
+from fullshard.tracing.trace import LossFunction, MicrobatchTracer
 
 # Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -77,8 +91,11 @@ def describe(
     Raises ShardError if the model is already sharded, or if no `batch` was given and the model cannot run on
     tokens and labels.
     """
-    device = device_type or _device(plan)
-    plan, recomputes = _on_one_rank(plan, device) if isinstance(plan, Run) else (plan, (plan.run.recompute,))
+    device = device_type or _device_type_of_plan(plan)
+    if isinstance(plan, Run):
+        plan, recomputes = _one_rank_plan_and_recomputes(plan, device)
+    else:
+        recomputes = (plan.run.recompute,)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
             f"{type(model).__name__} is sharded already.",
@@ -86,21 +103,22 @@ def describe(
             fix="describe the model before shard(model, plan)",
         )
     given = find_units(model, plan.run.sharding.units, predicate=units)
-    study = _Study(model, plan, loss=loss, batch=batch, predicate=units, device=device)
+    study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack:
-        stack.enter_context(_one_document_per_row())
+        stack.enter_context(_assume_one_document_per_row())
         if device == "cuda":
-            stack.enter_context(cuda_kernels())
+            stack.enter_context(emulate_cuda_kernels())
         if batch is None:
-            stack.enter_context(_batch_is_ours(type(model).__name__))
-        traces = [trace for section in recomputes for trace in study.traces(section, given)]
-    flops, active = _per_token(traces[0], study.table.kernels, sequence_length=plan.run.data.sequence_length)
+            stack.enter_context(_explain_failure_on_default_batch(type(model).__name__))
+        traces = [trace for section in recomputes for trace in study.trace_recompute_setting(section, given)]
+    length = plan.run.data.sequence_length
+    flops, active = _flops_and_parameters_per_token(traces[0], study.table.kernels, sequence_length=length)
     return ModelSpec(
         name=type(model).__name__,
         device_type=device,
-        sequence_length=plan.run.data.sequence_length,
+        sequence_length=length,
         precision=plan.precision,
-        units=tuple(_unit_specs(given, model)),
+        units=tuple(_build_unit_specs(given, model)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         kernels=study.table.kernels,
@@ -111,7 +129,7 @@ def describe(
 
 
 @contextmanager
-def _one_document_per_row() -> Generator[None]:
+def _assume_one_document_per_row() -> Generator[None]:
     """Makes transformers models treat each row as one document while active, as they do on real batches.
 
     These models check whether positions restart within a row, to separate packed documents. On fake tensors
@@ -131,7 +149,7 @@ def _one_document_per_row() -> Generator[None]:
 
 
 @contextmanager
-def _batch_is_ours(model_name: str) -> Generator[None]:
+def _explain_failure_on_default_batch(model_name: str) -> Generator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
@@ -143,13 +161,13 @@ def _batch_is_ours(model_name: str) -> Generator[None]:
         ) from error
 
 
-def _device(plan: Plan | Run) -> DeviceType:
+def _device_type_of_plan(plan: Plan | Run) -> DeviceType:
     if isinstance(plan, Plan):
         return plan.device
     return "cuda" if plan.run.device == "cuda" else "cpu"
 
 
-def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
+def _one_rank_plan_and_recomputes(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
     """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
@@ -163,16 +181,16 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
 
 
 @dataclass
-class _DescribedModel:
+class _MicrobatchRecording:
     """Recordings of one microbatch size."""
 
-    recording: list[Recorded]  # phases without earlier gradients
-    accumulating: list[Recorded]  # with earlier gradients; empty if FSDP2 accumulates them itself
+    recording: list[PhaseRecord]  # phases without earlier gradients
+    accumulating: list[PhaseRecord]  # with earlier gradients; empty if FSDP2 accumulates them itself
     batch_bytes: int  # bytes of the microbatch's storages
 
 
 @dataclass
-class _Study:
+class _RecomputeTracer:
     """Traces one model under each recompute setting in turn."""
 
     model: nn.Module
@@ -185,7 +203,9 @@ class _Study:
     buffer_bytes: int = 0
     _single_differs: bool | None = None  # unknown before the first trace
 
-    def traces(self, recompute: RecomputeSection, given: Sequence[Unit]) -> list[Trace]:
+    def trace_recompute_setting(
+        self, recompute: RecomputeSection, given: Sequence[Unit]
+    ) -> list[MicrobatchTrace]:
         """Returns the traces under one recompute setting: one for any microbatch, or two.
 
         The second is for a single sequence, if that differs. For a model whose trace changes structure with
@@ -194,85 +214,91 @@ class _Study:
         run = self.plan.run.model_copy(update={"recompute": recompute})
         plan = self.plan.model_copy(update={"run": run})
         for short in (True, False):
-            record, shortened = self._prepared(plan, given, short=short)
+            record, shortened = self._make_microbatch_recorder(plan, given, short=short)
             if record is None:
                 continue
-            if self.batch is None or _can_grow(self.batch, plan.microbatch):
+            if self.batch is None or _has_microbatch_dim(self.batch, plan.microbatch):
                 low, high = record(2), record(3)
-                if same_structure(low.recording, high.recording) and _periodic(
+                if has_same_structure(low.recording, high.recording) and _has_equal_periods(
                     low.recording, shortened.repeats
                 ):
-                    traces = [self._trace(low, high, plan=plan, shortened=shortened)]
+                    traces = [self._build_trace(low, high, plan=plan, shortened=shortened)]
                     if self._single_differs is not False:
                         single = record(1)
-                        self._single_differs = not extrapolate(
+                        self._single_differs = not can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
-                        alone = [self._trace(single, single, plan=plan, shortened=shortened, microbatch=1)]
+                        alone = [
+                            self._build_trace(single, single, plan=plan, shortened=shortened, microbatch=1)
+                        ]
                         traces += alone if self._single_differs else []
                     return traces
             own = record(plan.microbatch)
-            if _periodic(own.recording, shortened.repeats):
-                return [self._trace(own, own, plan=plan, shortened=shortened, microbatch=plan.microbatch)]
+            if _has_equal_periods(own.recording, shortened.repeats):
+                return [
+                    self._build_trace(own, own, plan=plan, shortened=shortened, microbatch=plan.microbatch)
+                ]
         raise AssertionError("a whole model is always traced")
 
-    def _prepared(
+    def _make_microbatch_recorder(
         self, plan: Plan, given: Sequence[Unit], *, short: bool
-    ) -> tuple[Callable[[int], _DescribedModel] | None, TruncatedModel]:
+    ) -> tuple[Callable[[int], _MicrobatchRecording] | None, BlockTruncation]:
         """Returns a function that records a microbatch of a given size on a fake copy of the model.
 
         It is None if the model should be truncated (`short`) and cannot be.
         """
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = _fake_twin(self.model, given, plan=plan, fakes=fakes)
-        self.buffer_bytes = storages_bytes(twin.buffers())
+        twin = _copy_model_as_fake(self.model, given, plan=plan, fakes=fakes)
+        self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found = find_units(twin, section, predicate=self.predicate)
-        shortened = TruncatedModel()
+        shortened = BlockTruncation()
         if short:
-            blocks = find_repeated(twin, section, units=found)
+            blocks = find_recompute_blocks(twin, section, units=found)
             shortened = truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
             if not shortened.repeats:
                 return None, shortened
             found = find_units(twin, section, predicate=self.predicate)
-            if [unit.name for unit in found] != [u.name for u in given if u.name not in shortened.left_out]:
+            if [unit.name for unit in found] != [
+                u.name for u in given if u.name not in shortened.removed_units
+            ]:
                 return None, shortened
-        copier = FakeHostCopy() if self.device == "cuda" else CpuHostCopy()
-        repeated = find_repeated(twin, section, units=found)
+        copier = FakeHostCopier() if self.device == "cuda" else CpuHostCopier()
+        repeated = find_recompute_blocks(twin, section, units=found)
         apply_recompute(repeated, plan.run.recompute, device=self.device, copier=copier)
 
-        def record(microbatch: int) -> _DescribedModel:
-            tracer = Tracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
-            if isinstance(copier, FakeHostCopy):
-                copier.report = lambda way, size: tracer.allocations.copied(way, size)
-            batch = _fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
-            recording, accumulating = tracer.microbatch(self.loss, batch), list[Recorded]()
+        def record_microbatch(microbatch: int) -> _MicrobatchRecording:
+            tracer = MicrobatchTracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
+            if isinstance(copier, FakeHostCopier):
+                copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
+            batch = _make_fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
+            recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
             # itself.
             if plan.precision.param == plan.precision.reduce:
-                tracer.hold_gradients()
-                accumulating = tracer.microbatch(self.loss, batch)
+                tracer.allocate_gradients()
+                accumulating = tracer.trace_microbatch(self.loss, batch)
                 twin.zero_grad(set_to_none=True)
-            held = storages_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-            return _DescribedModel(recording, accumulating, held)
+            held = distinct_storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+            return _MicrobatchRecording(recording, accumulating, held)
 
-        return record, shortened
+        return record_microbatch, shortened
 
-    def _trace(
+    def _build_trace(
         self,
-        low: _DescribedModel,
-        high: _DescribedModel,
+        low: _MicrobatchRecording,
+        high: _MicrobatchRecording,
         *,
         plan: Plan,
-        shortened: TruncatedModel,
+        shortened: BlockTruncation,
         microbatch: int | None = None,
-    ) -> Trace:
+    ) -> MicrobatchTrace:
         first = microbatch or 2
         grows = high.batch_bytes - low.batch_bytes
-        return Trace(
+        return MicrobatchTrace(
             recompute=plan.run.recompute,
             microbatch=microbatch,
-            batch_bytes=Line(low.batch_bytes - grows * first, grows),
+            batch_bytes=LinearInMicrobatch(low.batch_bytes - grows * first, grows),
             phases=merge_recordings(low.recording, high.recording, microbatch=first, table=self.table),
             accumulating=merge_recordings(
                 low.accumulating, high.accumulating, microbatch=first, table=self.table
@@ -281,29 +307,32 @@ class _Study:
         )
 
 
-def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
+def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[RepeatedUnits]) -> bool:
     """Returns whether each period of blocks that represents removed ones did the same as the next period."""
 
-    def done_by(first: int, count: int) -> list[tuple[object, ...]]:
+    def records_of_units(first: int, count: int) -> list[tuple[object, ...]]:
         return [
-            (one.event, one.unit - first, one.given, one.changes, one.work, one.copies)
+            (one.event, one.unit - first, one.event_change_count, one.changes, one.work, one.copies)
             for one in recording
             if first <= one.unit < first + count
         ]
 
     return all(
-        done_by(repeat.first, repeat.units) == done_by(repeat.first + repeat.units, repeat.units)
+        records_of_units(repeat.first, repeat.units)
+        == records_of_units(repeat.first + repeat.units, repeat.units)
         for repeat in repeats
     )
 
 
-def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
+def _flops_and_parameters_per_token(
+    trace: MicrobatchTrace, kernels: Sequence[Kernel], *, sequence_length: int
+) -> tuple[float, int]:
     """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`."""
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
-    for phase, times in _forward_phases(trace):
+    for phase, times in _iterate_forward_phases(trace):
         for kernel, count in ((kernels[launch.kernel], launch.times) for launch in phase.work):
-            flops = count * times * kernel.flops.at(microbatch)
+            flops = count * times * kernel.flops.value_at(microbatch)
             if kernel.kind == "attention":
                 # Causal attention computes S (S + 1) / 2 of S² pairs.
                 attention += flops * (2 * sequence_length / (sequence_length + 1) if kernel.causal else 1)
@@ -313,7 +342,7 @@ def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int)
     return 3 * (matmul + attention) / tokens, round(matmul / tokens / 2)
 
 
-def _forward_phases(trace: Trace) -> Iterator[tuple[Phase, int]]:
+def _iterate_forward_phases(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:
     """Yields each phase of forward with the number of times it occurs in the model."""
     for phase in trace.phases:
         if phase.event in ("end_forward", "pre_backward"):
@@ -322,7 +351,9 @@ def _forward_phases(trace: Trace) -> Iterator[tuple[Phase, int]]:
         yield phase, next(inside, 1)
 
 
-def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode) -> nn.Module:
+def _copy_model_as_fake(
+    model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode
+) -> nn.Module:
     """Copies the module tree on fake tensors, with parameters in the dtype in which they are gathered."""
     gathered = {
         id(parameter): TORCH_DTYPE[unit.settings(plan).precision.param]
@@ -343,27 +374,27 @@ def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: Fa
     return twin
 
 
-def _can_grow(batch: Any, microbatch: int) -> bool:
+def _has_microbatch_dim(batch: Any, microbatch: int) -> bool:
     """Returns whether dim 0 of every tensor in the batch is the microbatch."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
 
 
-def _fake_batch(batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
+def _make_fake_batch(batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
     if batch is None:
         shape = (plan.microbatch, plan.run.data.sequence_length)
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
     grown = microbatch != plan.microbatch
 
-    def fake(tensor: Tensor) -> Tensor:
+    def make_fake_tensor(tensor: Tensor) -> Tensor:
         shape = (microbatch, *tensor.shape[1:]) if grown else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
     with fakes:
-        return tree_map_only(Tensor, fake, cast(object, batch))
+        return tree_map_only(Tensor, make_fake_tensor, cast(object, batch))
 
 
-def _unit_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
+def _build_unit_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

@@ -29,10 +29,10 @@ class OpCall(NamedTuple):
     kwargs: dict[str, Any]
 
     @property
-    def name(self) -> str:
+    def operator_name(self) -> str:
         return self.func._schema.name.partition("::")[2]
 
-    def named(self) -> dict[str, Any]:
+    def arguments_by_name(self) -> dict[str, Any]:
         """Returns the arguments by their names in the schema."""
         names = [argument.name for argument in self.func._schema.arguments]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
@@ -48,28 +48,28 @@ class KernelLaunch(NamedTuple):
     causal: bool = False
 
 
-def launch_of(call: OpCall, result: Any) -> KernelLaunch | None:
+def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     """Returns the launch for `call`; None for views, allocations and queries about a tensor."""
-    name = call.name
+    name = call.operator_name
     if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
         return None
-    read, written = _tensors((call.args, call.kwargs)), _tensors(result)
+    read, written = _list_tensors((call.args, call.kwargs)), _list_tensors(result)
     if not written:
         return None
-    moved = sum(map(readable_bytes, read)) + sum(map(readable_bytes, written))
+    moved = sum(map(readable_tensor_bytes, read)) + sum(map(readable_tensor_bytes, written))
     dtypes = (tensor.dtype for tensor in (*read, *written) if tensor.dtype in _DTYPE)
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith(_ATTENTION):
-        return _attention(call, moved=moved)
+        return _attention_launch(call, moved=moved)
     if name == GROUPED:
-        return KernelLaunch("matmul", dtype, _grouped_flops(call), moved)
+        return KernelLaunch("matmul", dtype, _grouped_matmul_flops(call), moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
         return KernelLaunch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
     return KernelLaunch("elementwise", dtype, 0, moved)
 
 
-def transient_bytes(call: OpCall) -> int:
+def transient_kernel_bytes(call: OpCall) -> int:
     """Returns the bytes that the CUDA kernel of `call` allocates, besides its results, and frees at its end.
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
@@ -77,9 +77,9 @@ def transient_bytes(call: OpCall) -> int:
       summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
     - Embedding backward: one fp32 row per token.
     """
-    name = call.name
+    name = call.operator_name
     if name.startswith(_ATTENTION) and name.endswith("backward"):
-        named = call.named()
+        named = call.arguments_by_name()
         query, key = named["query"], named["key"]
         if query.dtype == torch.float32:
             return 0
@@ -91,45 +91,45 @@ def transient_bytes(call: OpCall) -> int:
     return 0
 
 
-def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
+def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
     """Returns the launch for attention, with the FLOP of two matmuls in forward and five in backward."""
-    named = call.named()
+    named = call.arguments_by_name()
     query, key = named["query"], named["key"]
     batch, heads, rows, width = query.shape
     columns, causal = key.shape[2], bool(named.get("is_causal", False))
     pairs = rows * (columns + 1) // 2 if causal else rows * columns
-    backward = call.name.endswith("backward")
+    backward = call.operator_name.endswith("backward")
     flops = (10 if backward else 4) * batch * heads * pairs * width
     kind: KernelKind = "attention_backward" if backward else "attention"
     return KernelLaunch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
 
 
-def grouped_shape(call: OpCall) -> tuple[int, ...]:
+def grouped_matmul_shape(call: OpCall) -> tuple[int, ...]:
     """Returns the result shape of a grouped matmul (the experts of a mixture), whose groups end at `offs`."""
-    named = call.named()
+    named = call.arguments_by_name()
     left, right, ends = named["self"], named["mat2"], named.get("offs")
     groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
     rows, columns = left.shape[-2], right.shape[-1]
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
 
 
-def _grouped_flops(call: OpCall) -> int:
+def _grouped_matmul_flops(call: OpCall) -> int:
     """Returns the FLOP of a grouped matmul, which multiplies each row by the matrix of its own group only."""
-    named = call.named()
+    named = call.arguments_by_name()
     left, right = named["self"], named["mat2"]
     each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
     return each * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
 
 
-def _tensors(nest: Any) -> list[Tensor]:
+def _list_tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-def readable_bytes(tensor: Tensor) -> int:
+def readable_tensor_bytes(tensor: Tensor) -> int:
     """Returns the bytes that a kernel can read from `tensor`; at most those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def storages_bytes(tensors: Iterable[Tensor]) -> int:
+def distinct_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the distinct storages behind `tensors`."""
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())

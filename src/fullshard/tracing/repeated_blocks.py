@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.sharding.units import Unit
-from fullshard.spec.model import Repeat
+from fullshard.spec.model import RepeatedUnits
 from fullshard.spec.plan import Plan
 
 _LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
@@ -21,16 +21,16 @@ _COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
 
 
 @dataclass(frozen=True)
-class TruncatedModel:
+class BlockTruncation:
     """Units removed from a model, and the remaining ones that represent them."""
 
-    left_out: frozenset[str] = frozenset()  # names of the removed units
-    repeats: tuple[Repeat, ...] = ()  # the periods that represent them, as unit indices of the trace
+    removed_units: frozenset[str] = frozenset()  # names of the removed units
+    repeats: tuple[RepeatedUnits, ...] = ()  # the periods that represent them, as unit indices of the trace
 
 
 def truncate_repeated_blocks(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
-) -> TruncatedModel:
+) -> BlockTruncation:
     """Removes equal blocks from the ModuleLists that contain them, in place, without renaming the others.
 
     Equal blocks have the same classes, shapes, settings and overrides. The caller checks in the trace that
@@ -43,43 +43,45 @@ def truncate_repeated_blocks(
         run = list(container.children())
         if len(run) < 2 or any(module not in set(blocks) for module in run):
             continue
-        period = _period([_signature(block, at, owner=owner) for at, block in enumerate(run)], plan)
+        period = _find_block_period(
+            [_block_signature(block, at, owner=owner) for at, block in enumerate(run)], plan
+        )
         if period is None:
             continue
         dropped = range(2 * period, len(run) - 2 * period - (len(run) - 4 * period) % period)
         if not dropped:
             continue
-        inside = [_units_below(run[at], units) for at in range(period, 2 * period)]
+        inside = [_names_of_units_inside(run[at], units) for at in range(period, 2 * period)]
         templates.append(([name for some in inside for name in some], 1 + len(dropped) // period))
         keys = list(container._modules)  # pyright: ignore[reportPrivateUsage]
         for at in dropped:
-            left_out.update(_units_below(run[at], units))
+            left_out.update(_names_of_units_inside(run[at], units))
         for at in dropped:
             del container._modules[keys[at]]  # pyright: ignore[reportPrivateUsage]
-    return TruncatedModel(frozenset(left_out), _repeats(templates, units=units, left_out=left_out))
+    return BlockTruncation(frozenset(left_out), _build_repeats(templates, units=units, left_out=left_out))
 
 
-def _repeats(
+def _build_repeats(
     templates: Sequence[tuple[list[str], int]], *, units: Sequence[Unit], left_out: set[str]
-) -> tuple[Repeat, ...]:
+) -> tuple[RepeatedUnits, ...]:
     kept = [unit.name for unit in units if unit.name not in left_out]
-    found: list[Repeat] = []
+    found: list[RepeatedUnits] = []
     for names, times in templates:
         indices = sorted(kept.index(name) for name in names)
         if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
             return ()  # blocks share a unit, or run out of order: the caller sees that units are missing
-        found.append(Repeat(first=indices[0], units=len(indices), times=times))
+        found.append(RepeatedUnits(first=indices[0], units=len(indices), times=times))
     return tuple(found)
 
 
-def _units_below(block: nn.Module, units: Sequence[Unit]) -> list[str]:
+def _names_of_units_inside(block: nn.Module, units: Sequence[Unit]) -> list[str]:
     inside = set(block.modules())
     return [unit.name for unit in units if all(module in inside for module in unit.modules)]
 
 
-def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
+def _find_block_period(signatures: Sequence[Any], plan: Plan) -> int | None:
     """Returns the number of blocks after which signatures repeat, or None. The first period may differ."""
-    step = plan.run.recompute.period
+    step = plan.run.recompute.block_period
     for period in range(step, max(step, _LONGEST_PERIOD) + 1, step):
         later = range(2 * period, len(signatures) - period)
         if all(signatures[at] == signatures[period + at % period] for at in later):
@@ -87,7 +89,7 @@ def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
     return None
 
 
-def _signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> Any:
+def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> Any:
     """Returns everything that distinguishes one block from another, except its position and its values."""
     modules: list[Any] = []
     for name, module in block.named_modules():
@@ -101,7 +103,7 @@ def _signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> An
         plain = sorted(
             (key, value)
             for key, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str)) and not _counts(key, value, at=at)
+            if isinstance(value, (bool, int, float, str)) and not _is_block_number(key, value, at=at)
         )
         unit = owner.get(module)
         override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
@@ -109,7 +111,7 @@ def _signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> An
     return modules
 
 
-def _counts(key: str, value: object, *, at: int) -> bool:
+def _is_block_number(key: str, value: object, *, at: int) -> bool:
     return (
         key == "training"
         or key.endswith(_COUNTS)

@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
-from fullshard.tracing.allocations import Allocations, Recorded
+from fullshard.tracing.allocations import AllocationRecorder, PhaseRecord
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
-class Tracer:
-    """Traces microbatches of `model`, whose parameters are fake tensors. `transients`: see `Allocations`."""
+class MicrobatchTracer:
+    """Traces microbatches of a model of fake tensors. `transients`: see `AllocationRecorder`."""
 
     def __init__(
         self,
@@ -40,35 +40,35 @@ class Tracer:
     ) -> None:
         self.model, self.units, self.plan, self.fakes = model, units, plan, fakes
         self.transients = transients
-        self.allocations = Allocations()
+        self.allocations = AllocationRecorder()
         self._to_run: list[set[nn.Module]] = [set() for _ in units]  # modules of a unit yet to run
         self._in_backward: set[int] = set()
         self._finished: set[int] = set()
         self._backward_began = False
 
-    def microbatch(self, loss: LossFunction, batch: Any) -> list[Recorded]:
+    def trace_microbatch(self, loss: LossFunction, batch: Any) -> list[PhaseRecord]:
         """Returns a record of each phase of one forward and backward. Earlier gradients do not count."""
-        self.allocations = Allocations(transients=self.transients)
+        self.allocations = AllocationRecorder(transients=self.transients)
         self._finished, self._backward_began = set(), False
         self._to_run = [set() for _ in self.units]
-        handles = self._hook()
+        handles = self._register_hooks()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.fakes, self.allocations:
-                self._ignore_given(batch)
+                self._ignore_existing_tensors(batch)
                 result = loss(self.model, batch)
                 value = result[0] if isinstance(result, tuple) else result
                 self.allocations.kind, self._backward_began = "loss", True
                 value.backward()
-                for index in self._pending():
+                for index in self._units_without_post_backward():
                     self._post_backward(index)
-                self.allocations.open("end_backward", -1)
+                self.allocations.start_phase("end_backward", -1)
                 del result, value
         finally:
             for handle in handles:
                 handle.remove()
         return self.allocations.recorded
 
-    def hold_gradients(self) -> None:
+    def allocate_gradients(self) -> None:
         """Allocates the unsharded gradient of every trained parameter, as after an earlier microbatch."""
         with self.fakes, torch.no_grad():
             for unit in self.units:
@@ -76,43 +76,47 @@ class Tracer:
                     if parameter.requires_grad:
                         parameter.grad = torch.empty_like(parameter)
 
-    def _ignore_given(self, batch: Any) -> None:
+    def _ignore_existing_tensors(self, batch: Any) -> None:
         for tensor in [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]:
             if isinstance(tensor, Tensor):
-                self.allocations.ignore(tensor)
+                self.allocations.ignore_storage(tensor)
                 if tensor.grad is not None:
-                    self.allocations.ignore(tensor.grad)
+                    self.allocations.ignore_storage(tensor.grad)
 
     # Hooks #
-    def _hook(self) -> list[RemovableHandle]:
+    def _register_hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
         for index, unit in enumerate(self.units):
             for module in unit.modules:
                 handles.append(
-                    module.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True)
+                    module.register_forward_pre_hook(
+                        self._make_pre_forward_hook(index), prepend=True, with_kwargs=True
+                    )
                 )
-                handles.append(module.register_forward_hook(self._after(index)))
+                handles.append(module.register_forward_hook(self._make_post_forward_hook(index)))
             for parameter in unit.parameters.values():
                 if parameter.requires_grad:
-                    handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_is_there))
+                    handles.append(
+                        parameter.register_post_accumulate_grad_hook(self._count_accumulated_gradient)
+                    )
         return handles
 
-    def _before(self, index: int) -> Callable[..., Any]:
+    def _make_pre_forward_hook(self, index: int) -> Callable[..., Any]:
         unit = self.units[index]
         precision = unit.settings(self.plan).precision
         dtype = TORCH_DTYPE[precision.param] if precision.cast_inputs else None
 
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:  # signature: torch's forward pre-hook
-            args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+            args, kwargs = _cast_floating_tensors(args, dtype), _cast_floating_tensors(kwargs, dtype)
             if self._to_run[index]:
                 return args, kwargs
             self._to_run[index] = set(unit.modules)
-            self.allocations.open("pre_forward", index)
-            return self._watch_inputs(index, (args, kwargs)) if unit.parameters else (args, kwargs)
+            self.allocations.start_phase("pre_forward", index)
+            return self._watch_input_gradients(index, (args, kwargs)) if unit.parameters else (args, kwargs)
 
         return hook
 
-    def _after(self, index: int) -> Callable[..., Any]:
+    def _make_post_forward_hook(self, index: int) -> Callable[..., Any]:
         unit = self.units[index]
         precision = unit.settings(self.plan).precision
         output = TORCH_DTYPE[precision.output] if precision.output and unit.is_root else None
@@ -121,33 +125,37 @@ class Tracer:
             self._to_run[index].discard(module)
             if not self._to_run[index]:
                 self._post_forward(index, result)
-            return _cast(result, output)
+            return _cast_floating_tensors(result, output)
 
         return hook
 
     def _post_forward(self, index: int, result: Any) -> None:
         again = self._backward_began  # recomputed: FSDP2 does not reshard
         if not again:
-            self.allocations.open("post_forward", index)
+            self.allocations.start_phase("post_forward", index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _gradient: self._pre_backward(index))
         if again and not any(self._to_run):
-            self.allocations.open("end_forward", -1)  # for FSDP2, a unit inside a recomputed region is a root
+            self.allocations.start_phase(
+                "end_forward", -1
+            )  # for FSDP2, a unit inside a recomputed region is a root
         if self.units[index].is_root and not again:
             for other, left in enumerate(self._to_run):
                 if left:  # part of the unit did not run: FSDP2 ends its forward here
                     left.clear()
-                    self.allocations.open("post_forward", other)
-            self.allocations.open("end_forward", -1)
+                    self.allocations.start_phase("post_forward", other)
+            self.allocations.start_phase("end_forward", -1)
             self.allocations.kind = "loss"
 
-    def _watch_inputs(self, index: int, inputs: tuple[Any, Any]) -> Any:
+    def _watch_input_gradients(self, index: int, inputs: tuple[Any, Any]) -> Any:
         leaves, spec = tree_flatten(inputs)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not where or not torch.is_grad_enabled():
             return inputs
-        watched = _EndOfBackward.apply(lambda: self._post_backward(index), *(leaves[i] for i in where))
+        watched = _NotifyWhenGradientsComplete.apply(
+            lambda: self._post_backward(index), *(leaves[i] for i in where)
+        )
         for i, leaf in zip(where, watched, strict=True):
             leaves[i] = leaf
         return tree_unflatten(leaves, spec)
@@ -157,30 +165,30 @@ class Tracer:
             return
         self._in_backward.add(index)
         self._to_run[index].clear()  # recompute may stop early, once it has what backward needs
-        self.allocations.open("pre_backward", index)
+        self.allocations.start_phase("pre_backward", index)
         self.allocations.kind = "backward"
 
-    def _gradient_is_there(self, parameter: Tensor) -> None:
+    def _count_accumulated_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.allocations.move(parameter.grad, "gradients")
+            self.allocations.change_storage_kind(parameter.grad, "gradients")
 
     def _post_backward(self, index: int) -> None:
         """Opens the unit's post-backward phase and drops its gradients, as FSDP2 does."""
         self._in_backward.discard(index)
         self._finished.add(index)
-        self.allocations.open("post_backward", index)
+        self.allocations.start_phase("post_backward", index)
         for parameter in self.units[index].parameters.values():
             parameter.grad = None
-        self.allocations.given()
+        self.allocations.attribute_changes_to_event()
 
-    def _pending(self) -> list[int]:
+    def _units_without_post_backward(self) -> list[int]:
         """Returns the units whose backward no input gradient has ended, in the order of their modules."""
         position = {module: i for i, module in enumerate(self.model.modules())}
         left = [i for i, u in enumerate(self.units) if u.parameters and i not in self._finished]
         return sorted(left, key=lambda i: position[self.units[i].modules[0]])
 
 
-class _EndOfBackward(torch.autograd.Function):
+class _NotifyWhenGradientsComplete(torch.autograd.Function):
     """Identity on tensors; its backward runs when the gradients of all of them are complete."""
 
     @staticmethod
@@ -194,7 +202,7 @@ class _EndOfBackward(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return values
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

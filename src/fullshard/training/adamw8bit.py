@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.tensors import local_tensor, shard_like
+from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.errors import MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 
 
 @cache
-def eight_bit_adamw() -> type[torch.optim.Optimizer]:
+def import_adamw8bit_class() -> type[torch.optim.Optimizer]:
     """Imports torchao's AdamW8bit, and returns it as a class that does not compile its step on the CPU.
 
     Raises MissingExtraError if torchao is not installed.
@@ -50,10 +50,10 @@ def dequantize(value: Tensor) -> Tensor:
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
         return value
     full = cast(Any, local).dequantize()
-    return full if local is value else shard_like(cast(DTensor, value), full)
+    return full if local is value else dtensor_from_local_part(cast(DTensor, value), full)
 
 
-def quantize_like(
+def quantize_state_for_optimizer(
     optimizer: torch.optim.Optimizer, parameter: Tensor, *, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns a copy of `state` with its moments quantised, if `optimizer` keeps 8-bit moments.
@@ -67,12 +67,12 @@ def quantize_like(
     for key, value in state.items():
         if key != "step":
             kept[key] = new_buffer(parameter, key == "exp_avg")
-            _fill(local_tensor(kept[key]), local_tensor(value))
+            _quantize_into(local_tensor(kept[key]), local_tensor(value))
     return kept
 
 
 @torch.no_grad()
-def _fill(kept: Any, full: Tensor) -> None:
+def _quantize_into(kept: Any, full: Tensor) -> None:
     """Copies `full` into `kept`, quantised if `kept` is. See [Note: moments in a checkpoint]."""
     if type(kept).__name__ != "OptimState8bit":
         kept.copy_(full)

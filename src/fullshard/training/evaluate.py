@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import world_size
 from fullshard.training.loss import Loss
-from fullshard.training.step import to_device
+from fullshard.training.step import move_batch_to_device
 
 _TEMPERATURE = 0.7
 
@@ -22,7 +22,7 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
     was_training = model.training
     model.eval()
     for batch in microbatches:
-        value = loss(model, to_device(batch, device))
+        value = loss(model, move_batch_to_device(batch, device))
         total, count = value if isinstance(value, tuple) else (value, 1)
         sums[0] += total
         sums[1] += count

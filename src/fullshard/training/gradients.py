@@ -13,12 +13,12 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
 
 
-def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def list_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the gradients of all parameters that have one, including those of offloaded parameters."""
     if not isinstance(optimizer, StreamingAdamW):
         return [p.grad for p in model.parameters() if p.grad is not None]
     names, outside = optimizer.offloaded.names_of, optimizer.gradients
-    every = (outside.of(names[p]) if p in names else p.grad for p in model.parameters())
+    every = (outside.find_gradient(names[p]) if p in names else p.grad for p in model.parameters())
     return [gradient for gradient in every if gradient is not None]
 
 
@@ -30,7 +30,7 @@ def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def reduce_scalars(gradients: Sequence[Tensor]) -> None:
+def average_scalar_gradients(gradients: Sequence[Tensor]) -> None:
     """Averages the gradients of scalar parameters over ranks in place, because FSDP2 does not shard these."""
     scalars = [g for g in gradients if g.ndim == 0]
     if not scalars or world_size() == 1:
@@ -42,7 +42,7 @@ def reduce_scalars(gradients: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def local_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+def local_gradient_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Returns the L2 norm of this rank's part of each gradient, in fp32 even for bf16 gradients."""
     if not gradients:
         return {}
@@ -52,14 +52,14 @@ def local_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
+def local_share_of_squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
     """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
     norms: L2 norm of this rank's part of each gradient, keyed by the gradient or its parameter
     """
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    replicas = [_replicas(tensor) for tensor in norms]
+    replicas = [_count_replicas(tensor) for tensor in norms]
     squares = torch.stack(list(norms.values())).double().square()
     if len(set(replicas)) == 1:
         return squares.sum() / replicas[0]
@@ -74,7 +74,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
 
 
-def _replicas(tensor: Tensor) -> int:
+def _count_replicas(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return world_size()
     sharding_axes = (axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())

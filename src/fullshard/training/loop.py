@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from fullshard.data.batches import Batches
+from fullshard.data.batches import MicrobatchSource
 from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
@@ -21,7 +21,7 @@ from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
 from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.loss_scale import LossScale
-from fullshard.training.schedule import rate_factor
+from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import StepResult, run_step
 
@@ -62,13 +62,13 @@ def train(
 
     After a `break`, another `train` of the same state continues where it stopped. If `state.data` is a plain
     iterable, training ends on all ranks as soon as the iterable ends on any rank; another `train`, and a
-    resumed run, start the iterable from the beginning. Only `data.Batches` resumes exactly.
+    resumed run, start the iterable from the beginning. Only `data.MicrobatchSource` resumes exactly.
 
     Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
     ranks are not in the same step, and if replicas compared by `fault_tolerance.check_replicas_every` differ.
     """
-    source = _microbatches(state, plan)
-    _start_loss_scale(state, plan)
+    source = _make_microbatch_source(state, plan)
+    _initialise_loss_scale(state, plan)
     on_spike, in_a_row = plan.run.fault_tolerance.on_spike, 0
     replicas = ReplicaCheck(plan)
     state.model.train()
@@ -80,12 +80,12 @@ def train(
             batches = source(state.step + state.data_offset)
         if batches is None:
             return
-        timed = _Timed(batches, seconds=time.perf_counter() - started)
-        factor = rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
+        timed = _TimedMicrobatches(batches, seconds=time.perf_counter() - started)
+        factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
-        state.after_step(tokens=result.tokens, skipped=result.skipped)
-        replicas.after_step(state.model, state.tensors, step=state.step, where=state.phase)
+        state.count_step_and_commit(tokens=result.tokens, skipped=result.skipped)
+        replicas.compare_if_due(state.model, state.tensors, step=state.step, where=state.phase)
         state.phase.finish_step(state.step)
         in_a_row = in_a_row + 1 if result.skipped else 0
         too_many = in_a_row >= plan.run.train.max_skipped_steps
@@ -98,12 +98,12 @@ def train(
             rollback=on_spike == "rollback" and (result.spike or too_many),
         )
         if too_many:
-            raise _too_many_skipped(in_a_row, result)
+            raise _too_many_skipped_error(in_a_row, result)
         if result.stopping:
             return
 
 
-def _start_loss_scale(state: TrainState, plan: Plan) -> None:
+def _initialise_loss_scale(state: TrainState, plan: Plan) -> None:
     """Initialises the loss scale, or keeps the scale that a checkpoint of the same precision brought."""
     section = plan.run.precision
     if not plan.precision.loss_scaling:
@@ -114,10 +114,10 @@ def _start_loss_scale(state: TrainState, plan: Plan) -> None:
         state.loss_scale.window = section.loss_scale_window
 
 
-def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
+def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
     """Returns a function that maps a step to this rank's microbatches, or to None if any rank has no more."""
     if hasattr(state.data, "microbatches"):
-        batches = cast(Batches, state.data)
+        batches = cast(MicrobatchSource, state.data)
         return lambda step: batches.microbatches(step, rank=rank(), plan=plan)
     if not isinstance(state.data, Iterable):
         raise TrainError(
@@ -130,12 +130,12 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
 
     warned = False
 
-    def next_ones(_step: int) -> list[Any] | None:
+    def next_microbatches(_step: int) -> list[Any] | None:
         nonlocal warned
         own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
         if own and not warned:
             warned = True
-            _warn_of_another_size(own[0], plan)
+            _warn_if_batch_size_differs(own[0], plan)
         # Ranks whose iterables differ in length would wait for each other forever, so they agree before the
         # step.
         full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)
@@ -146,10 +146,10 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
         state.iterator = None
         return None
 
-    return next_ones
+    return next_microbatches
 
 
-def _warn_of_another_size(batch: Any, plan: Plan) -> None:
+def _warn_if_batch_size_differs(batch: Any, plan: Plan) -> None:
     """Logs a warning if the rows of `batch` differ from the plan's microbatch, as packed rows may."""
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if rows and plan.microbatch not in rows:
@@ -163,7 +163,7 @@ def _warn_of_another_size(batch: Any, plan: Plan) -> None:
         )
 
 
-class _Timed:
+class _TimedMicrobatches:
     """An iterable of `batches` that adds the time spent waiting for them to `seconds`."""
 
     def __init__(self, batches: Iterable[Any], *, seconds: float) -> None:
@@ -182,7 +182,7 @@ class _Timed:
             yield batch
 
 
-def _too_many_skipped(count: int, last: StepResult) -> TrainError:
+def _too_many_skipped_error(count: int, last: StepResult) -> TrainError:
     or_stands_out = ", or stood out" if last.spike else ""
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.models.token_arguments import token_arguments
-from fullshard.spec.dotted import import_object
+from fullshard.models.token_arguments import position_and_document_arguments
+from fullshard.spec.dotted import import_callable
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
 
@@ -22,16 +22,16 @@ Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 IGNORED_LABEL = -100
 
 
-def loss_of(run: Run, model: nn.Module) -> Loss:
+def choose_loss(run: Run, model: nn.Module) -> Loss:
     """Returns the loss function of `run`: `train.loss`, or else the default for the model.
 
-    The default is `model_loss` for a transformers model that is not a causal language model, and
+    The default is `model_computed_loss` for a transformers model that is not a causal language model, and
     `next_token_loss` for any other. Raises SpecError if `train.loss` cannot be imported.
     """
     if run.train.loss is not None:
-        return import_object(run.train.loss, key="train.loss")
+        return import_callable(run.train.loss, key="train.loss")
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
-        return model_loss
+        return model_computed_loss
     return next_token_loss
 
 
@@ -49,10 +49,10 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     except (KeyError, TypeError, IndexError):
         raise TrainError(
             "the default loss needs a batch with tokens and labels.",
-            got=_described(batch),
+            got=_batch_text(batch),
             fix="fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
         ) from None
-    output = model(tokens, **token_arguments(model, batch))
+    output = model(tokens, **position_and_document_arguments(model, batch))
     logits: Tensor = getattr(output, "logits", output)
     total = F.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
@@ -65,7 +65,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     return total, count
 
 
-def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Returns the loss that the model computes itself, `model(**batch).loss`.
 
     With labels, the model's mean is returned as a sum and the number of labels that are not -100 (of all
@@ -79,14 +79,16 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
     if not isinstance(batch, Mapping) or "tokens" in batch:
         raise TrainError(
             f"{name} trains on arguments of its own, not on the next token.",
-            got=_described(batch),
+            got=_batch_text(batch),
             why=f"its forward takes {', '.join(list(takes)[:6])}, …",
             fix='data.source = "python", whose batches have these, or train.loss = "package.module:function"',
         )
     given = dict(batch)
     labels = given.get("labels")
     if isinstance(labels, Tensor):
-        given["labels"], count = _ensure_valid_label(labels, shifted=_shifts_labels(model))
+        given["labels"], count = _ensure_and_count_valid_labels(
+            labels, shifted=_does_model_shift_labels(model)
+        )
     else:
         count = None
         if "return_loss" in takes:
@@ -95,14 +97,14 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
     if loss is None:
         raise TrainError(
             f"{name} computes no loss.",
-            got=_described(batch),
+            got=_batch_text(batch),
             why="it has no head for a task, or the batch lacks the labels",
             fix='another model.architecture, labels in the batch, or train.loss = "package.module:function"',
         )
     return loss if count is None else (loss * count, count)
 
 
-def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+def _ensure_and_count_valid_labels(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
     """Returns (labels, number of valid ones). Makes one valid if none is: a mean over none is NaN."""
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)
@@ -113,14 +115,14 @@ def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tenso
     return changed.view_as(labels), count
 
 
-def _shifts_labels(model: nn.Module) -> bool:
+def _does_model_shift_labels(model: nn.Module) -> bool:
     """Returns whether the model's own loss shifts the labels, and so ignores the first one of each row."""
     config: Any = getattr(model, "config", None)
     own = getattr(getattr(model, "loss_function", None), "__name__", "")
     return own == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)
 
 
-def _described(batch: object) -> str:
+def _batch_text(batch: object) -> str:
     if isinstance(batch, Mapping):
         return f"{type(batch).__name__} of {', '.join(map(str, batch))}"
     return type(batch).__name__

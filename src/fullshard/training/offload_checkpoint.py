@@ -10,19 +10,19 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.distributed.agreement import gathered, on_all_ranks, rank
+from fullshard.distributed.agreement import all_gather_object, rank, run_on_all_ranks
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.generations import Generation
-from fullshard.offload.store import Parts
+from fullshard.offload.store import MasterAndMoments
 
 logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
-class ResidualState:
+class NonOffloadedState:
     """State that a generation holds besides the offloaded tensors: JSON values and small tensors, by name."""
 
     values: dict[str, JsonValue]
@@ -40,35 +40,39 @@ class OffloadedTensors:
     def __init__(self, optimizer: StreamingAdamW, *, frozen: bool = True) -> None:
         self._optimizer, self._offloaded, self._frozen = optimizer, optimizer.offloaded, frozen
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Waits until no update is running. Raises OffloadError if an update failed."""
-        self._optimizer.settle()
+        self._optimizer.wait_for_update()
 
     @property
-    def names(self) -> set[str]:
-        own = {_saved_name(name, key) for name in self._offloaded.names for key in Parts._fields}
-        return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
+    def tensor_names(self) -> set[str]:
+        own = {
+            _checkpoint_tensor_name(name, key)
+            for name in self._offloaded.names
+            for key in MasterAndMoments._fields
+        }
+        return own | {_checkpoint_tensor_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the offloaded tensors by name, without moments of parameters that were never updated."""
         found: dict[str, Tensor] = {}
         for parameter, name in self._offloaded.names_of.items():
             updated = bool(self._optimizer.state.get(parameter))
-            for key, tensor in self._offloaded.tensors(name).items():
+            for key, tensor in self._offloaded.parameter_state_tensors(name).items():
                 if key == "master" or updated:
-                    found[_saved_name(name, key)] = tensor
+                    found[_checkpoint_tensor_name(name, key)] = tensor
         for name in self._offloaded.frozen.engine if self._frozen else ():
-            found[_saved_name(name, "master")] = self._offloaded.frozen.tensor(name)
+            found[_checkpoint_tensor_name(name, "master")] = self._offloaded.frozen.parameter_dtensor(name)
         return found
 
-    def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+    def iterate_load_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """Yields the tensors to fill from `saved`, by name, in portions. Tensors not in `saved` become 0."""
-        for portion in self._offloaded.refill(frozen=self._frozen):
+        for portion in self._offloaded.iterate_tensors_to_fill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
             for name, new in portion.items():
                 for key, tensor in new.items():
-                    saved_name = _saved_name(name, key)
+                    saved_name = _checkpoint_tensor_name(name, key)
                     info = saved.get(saved_name)
                     if info is None:
                         local_tensor(tensor).zero_()
@@ -81,7 +85,7 @@ class OffloadedTensors:
             for source, target in of_other_dtypes:
                 local_tensor(target).copy_(local_tensor(source))
 
-    def commit_step(self, step: int, beside: Callable[[], ResidualState]) -> None:
+    def commit_generation(self, step: int, beside: Callable[[], NonOffloadedState]) -> None:
         """Commits the state after `step` steps as a generation, from which a crashed run can resume.
 
         beside: returns the state that is not offloaded
@@ -92,14 +96,16 @@ class OffloadedTensors:
         if isinstance(store, DriveStore):
             payload = io.BytesIO()
             torch.save(vars(beside()), payload)
-            self._offloaded.updates.submit(lambda: store.commit(step, payload.getvalue()))
+            self._offloaded.updates.submit(lambda: store.commit_generation(step, payload.getvalue()))
 
-    def newest_step(self, *, at_least: int) -> int | None:
+    def newest_restorable_step(self, *, at_least: int) -> int | None:
         """Returns the newest step >= `at_least` that every rank has a generation of, or None. Collective."""
-        newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
+        newest = max(
+            set[int].intersection(*all_gather_object(set(self._resumable_generations()))), default=None
+        )
         return None if newest is None or newest < at_least else newest
 
-    def restore_step(self, step: int) -> ResidualState | None:
+    def restore_generation(self, step: int) -> NonOffloadedState | None:
         """Restores the offloaded tensors of `step` and returns the state beside them. Collective.
 
         Later generations are dropped. If the generation of `step` is damaged on any rank, all ranks drop it,
@@ -107,35 +113,41 @@ class OffloadedTensors:
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"
-        found, lacking = self._resumable()[step], self._offloaded.updates.unusable
-        for later in (one for one in store.generations.whole() if one.step > step):
-            store.generations.drop(later.slot)
+        found, lacking = self._resumable_generations()[step], self._offloaded.updates.unusable
+        for later in (one for one in store.generations.list_complete_generations() if one.step > step):
+            store.generations.remove_generation(later.slot)
 
-        def take() -> ResidualState:
-            payload = io.BytesIO(store.generations.payload(found))
-            beside = ResidualState(**torch.load(payload, weights_only=True))
-            self._offloaded.publish_all(verify=True)
+        def read_generation() -> NonOffloadedState:
+            payload = io.BytesIO(store.generations.read_generation_payload(found))
+            beside = NonOffloadedState(**torch.load(payload, weights_only=True))
+            self._offloaded.rewrite_shards_from_masters(verify=True)
             return beside
 
-        file, committed = store.start_from(found.slot)
+        file, committed = store.set_newest_slot(found.slot)
         try:
-            return on_all_ranks(take, doing=f"going on from step {step} in {store.generations.directory}")
+            return run_on_all_ranks(
+                read_generation, doing=f"going on from step {step} in {store.generations.directory}"
+            )
         except CheckpointError as error:
-            store.generations.drop(found.slot)
-            store.start_from(file, committed=committed)
+            store.generations.remove_generation(found.slot)
+            store.set_newest_slot(file, committed=committed)
             if file is not None:
-                self._offloaded.publish_all(verify=False)
+                self._offloaded.rewrite_shards_from_masters(verify=False)
             self._offloaded.updates.unusable = lacking
             if rank() == 0:
                 logger.warning("%s", error)
             return None
 
-    def _resumable(self) -> dict[int, Generation]:
+    def _resumable_generations(self) -> dict[int, Generation]:
         store = self._offloaded.store
         if not isinstance(store, DriveStore):
             return {}
-        return {one.step: one for one in store.generations.whole() if store.generations.payload(one)}
+        return {
+            one.step: one
+            for one in store.generations.list_complete_generations()
+            if store.generations.read_generation_payload(one)
+        }
 
 
-def _saved_name(name: str, key: str) -> str:
+def _checkpoint_tensor_name(name: str, key: str) -> str:
     return f"model.{name}" if key == "master" else f"optimizer.{name}.{key}"

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.spec.plan import Plan, check_tier
+from fullshard.spec.plan import Plan, check_offload_supports_optimizer
 from fullshard.spec.run import OptimizerSection
-from fullshard.training.adamw8bit import eight_bit_adamw
-from fullshard.training.shard import streaming_adamw
+from fullshard.training.adamw8bit import import_adamw8bit_class
+from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
@@ -32,24 +32,24 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     update sharded parameters; PlanError if the run offloads the state of another optimizer than AdamW;
     MissingExtraError for AdamW8bit without torchao.
     """
-    _refuse_unsharded(model)
+    _check_sharded(model)
     section = plan.run.optimizer
-    groups = _groups(model, section)
+    groups = _make_parameter_groups(model, section)
     if not groups:
         raise ShardError(
             f"{type(model).__name__} has no trainable parameter.", fix="requires_grad_(True) on some"
         )
-    if plan.run.offload.takes_optimizer:
-        check_tier(plan.run)
-        return streaming_adamw(model, groups, plan=plan)
+    if plan.run.offload.offloads_optimizer:
+        check_offload_supports_optimizer(plan.run)
+        return build_streaming_adamw(model, groups, plan=plan)
     if plan.precision.stochastic_rounding:
-        return _stochastic(groups, plan)
-    cls = _optimizer_class(section.name)
-    options = _options(section, cls, device=next(model.parameters()).device)
+        return _build_stochastic_adamw(groups, plan)
+    cls = _import_optimizer_class(section.name)
+    options = _optimizer_options(section, cls, device=next(model.parameters()).device)
     try:
         # Not every optimizer uses only operations that DTensors support. Trying one step here finds this
         # before the first real step does.
-        cls([_stand_in(group) for group in groups], **options).step()
+        cls([_make_trial_parameter_group(group) for group in groups], **options).step()
         return cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecError(
@@ -69,7 +69,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _refuse_unsharded(model: nn.Module) -> None:
+def _check_sharded(model: nn.Module) -> None:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardError(
             f"{type(model).__name__} is not sharded.",
@@ -85,7 +85,7 @@ def _refuse_unsharded(model: nn.Module) -> None:
             )
 
 
-def _groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -97,7 +97,7 @@ def _groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]
     return list(groups.values())
 
 
-def _stand_in(group: dict[str, Any]) -> dict[str, Any]:
+def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of `group` with one new parameter, of the smallest one's shape, that has a gradient."""
     smallest = min(group["params"], key=torch.numel)
     parameter = nn.Parameter(torch.zeros_like(smallest.detach()))
@@ -105,9 +105,9 @@ def _stand_in(group: dict[str, Any]) -> dict[str, Any]:
     return group | {"params": [parameter]}
 
 
-def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() == EIGHT_BIT:
-        return eight_bit_adamw()
+        return import_adamw8bit_class()
     dotted = _NAMES.get(name.lower(), name)
     module_name, _, class_name = dotted.rpartition(".")
     try:
@@ -123,7 +123,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def _options(
+def _optimizer_options(
     section: OptimizerSection, cls: type[torch.optim.Optimizer], *, device: torch.device
 ) -> dict[str, Any]:
     """Returns the keyword arguments that construct `cls` from `section`; `section.options` come last."""
@@ -141,7 +141,7 @@ def _options(
     return options | section.options
 
 
-def _stochastic(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+def _build_stochastic_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
     section = plan.run.optimizer
     if section.name.lower() != "adamw" or section.options:
         raise SpecError(

@@ -31,12 +31,12 @@ from torch.profiler import record_function
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.training.gradients import local_norms, scale_gradients
+from fullshard.training.gradients import local_gradient_norms, scale_gradients
 from fullshard.training.optimizer import set_learning_rate
 
 
 class OptimizerInBackward:
-    """Updates the parameters of `model` unit by unit while backward runs inside `updating`."""
+    """Updates the parameters of `model` unit by unit while backward runs inside `update_during_backward`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -49,15 +49,15 @@ class OptimizerInBackward:
         self._factor: float | None = None
 
     @contextmanager
-    def updating(self, *, factor: float | None, learning_rate: float) -> Generator[None]:
-        """Context in which one backward runs, to be followed by `finish`.
+    def update_during_backward(self, *, factor: float | None, learning_rate: float) -> Generator[None]:
+        """Context in which one backward runs, to be followed by `update_remaining_parameters`.
 
         factor: multiplies the reduced gradients; None measures their norms without an update
 
         Raises TrainError if a parameter's gradient is reduced more than once.
         """
         self._factor = factor
-        self._unit_of = self._unit_of or _units(self.model)
+        self._unit_of = self._unit_of or _unit_id_by_parameter(self.model)
         self._norms, self._groups, self._waiting = {}, {}, []
         self._left = Counter(self._unit_of.values())
         groups = self.optimizer.param_groups
@@ -67,34 +67,34 @@ class OptimizerInBackward:
         with ExitStack() as hooks:
             for parameter in self._unit_of:
                 # The hook runs when FSDP2 has reduced the parameter's gradient.
-                hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+                hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient_reduced).remove)
             yield
 
-    def finish(self) -> Mapping[Tensor, Tensor]:
+    def update_remaining_parameters(self) -> Mapping[Tensor, Tensor]:
         """Updates parameters not updated in backward; returns each parameter's local gradient norm."""
-        self._update_unit()
-        self._update([p for p in self.model.parameters() if p.grad is not None])
+        self._update_waiting_unit()
+        self._update_parameters([p for p in self.model.parameters() if p.grad is not None])
         for index, group in self._groups.items():
             kept = self.optimizer.param_groups[index]["params"]
             self.optimizer.param_groups[index].update(group | {"params": kept})
         return {p: self._norms[p] for p in self.model.parameters() if p in self._norms}
 
     @torch.no_grad()
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient_reduced(self, parameter: Tensor) -> None:
         unit = self._unit_of[parameter]
         if parameter in self._norms:
-            raise _comes_again(self.model, parameter)
+            raise _repeated_gradient_error(self.model, parameter)
         if self._waiting and self._unit_of[self._waiting[0]] != unit:
-            self._update_unit()
+            self._update_waiting_unit()
         self._waiting.append(parameter)
         self._left[unit] -= 1
         if not self._left[unit]:
-            self._update_unit()
+            self._update_waiting_unit()
 
-    def _update_unit(self) -> None:
+    def _update_waiting_unit(self) -> None:
         parameters, self._waiting = self._waiting, []
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self._update(parameters)
+        self._update_parameters(parameters)
         for gradient in gradients:  # FSDP2 still refers to the memory: see [Note: the gradient's memory]
             local = local_tensor(gradient)
             if local.is_cuda:
@@ -102,19 +102,19 @@ class OptimizerInBackward:
             cast(Any, local.untyped_storage()).resize_(0)
 
     @torch.no_grad()
-    def _update(self, parameters: Sequence[Tensor]) -> None:
+    def _update_parameters(self, parameters: Sequence[Tensor]) -> None:
         if not parameters:
             return
         with record_function("fullshard::optimizer"):
             gradients = [p.grad for p in parameters if p.grad is not None]
-            self._norms.update(zip(parameters, local_norms(gradients).values(), strict=True))
+            self._norms.update(zip(parameters, local_gradient_norms(gradients).values(), strict=True))
             if self._factor is not None:
                 scale_gradients(gradients, self._factor)
-                self._step([p for p in parameters if p in self._group_of])
+                self._step_optimizer_on([p for p in parameters if p in self._group_of])
         for parameter in parameters:
             parameter.grad = None
 
-    def _step(self, parameters: Sequence[Tensor]) -> None:
+    def _step_optimizer_on(self, parameters: Sequence[Tensor]) -> None:
         """Steps the optimizer on `parameters` only. See [Note: one optimizer, a unit at a time]."""
         groups, parts = self.optimizer.param_groups, dict[int, dict[str, Any]]()
         for parameter in parameters:
@@ -129,7 +129,7 @@ class OptimizerInBackward:
         self._groups |= parts
 
 
-def _units(model: nn.Module) -> dict[Tensor, int]:
+def _unit_id_by_parameter(model: nn.Module) -> dict[Tensor, int]:
     """Returns the id() of the FSDP2 parameter group, for each parameter whose gradient FSDP2 reduces.
 
     The parameters come from FSDP2 (after the first forward), because the model has others while its units
@@ -146,7 +146,7 @@ def _units(model: nn.Module) -> dict[Tensor, int]:
     return found
 
 
-def _comes_again(model: nn.Module, parameter: Tensor) -> TrainError:
+def _repeated_gradient_error(model: nn.Module, parameter: Tensor) -> TrainError:
     name = next((name for name, one in model.named_parameters() if one is parameter), "a parameter")
     return TrainError(
         f"the gradient of {name} comes more than once in a step.",

@@ -4,16 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint import NodeLocalDirectory, load
-from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_step
+from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_complete_step
 from fullshard.checkpoint.objects import ObjectLocation
-from fullshard.distributed.agreement import on_rank_zero
+from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import locate, read_config
+from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
-from fullshard.weights.files import find_weights
+from fullshard.weights.files import find_weights_file
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
@@ -28,12 +28,12 @@ def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation
     return found
 
 
-def newest_saved(directory: str | Path, plan: Plan) -> int | None:
+def newest_checkpoint_step(directory: str | Path, plan: Plan) -> int | None:
     """Returns the step of the newest complete checkpoint that this process sees, or None."""
-    return newest_step(checkpoint_location(directory, plan))
+    return newest_complete_step(checkpoint_location(directory, plan))
 
 
-def pretrained_directory(run: Run) -> Path | None:
+def find_pretrained_directory(run: Run) -> Path | None:
     """Returns the directory of the pretrained weights of `run`, or None if its weights are initialised.
 
     Raises CheckpointError if required weights are missing, SpecError if the weights are quantised.
@@ -41,11 +41,11 @@ def pretrained_directory(run: Run) -> Path | None:
     section = run.model
     if not isinstance(section, HuggingFaceModel) or section.weights == "none":
         return None
-    config = locate(section.hf)
-    found = find_weights(config.parent)
+    config = locate_config_file(section.hf)
+    found = find_weights_file(config.parent)
     if found is None and section.weights == "require":
         raise CheckpointError(
-            f"{section.source} has no weights.",
+            f"{section.setting_text} has no weights.",
             got=f"{config.parent}, without safetensors",
             why='model.weights = "require"',
             fix='model.weights = "none", which initialises, or the directory that has them',
@@ -54,7 +54,7 @@ def pretrained_directory(run: Run) -> Path | None:
     if found is not None and packed:
         method = packed.get("quant_method", "quantised") if isinstance(packed, dict) else "quantised"
         raise SpecError(
-            f"{section.source}: its weights are packed.",
+            f"{section.setting_text}: its weights are packed.",
             got=f"quantization_config: {method}",
             why="what is trained is in fp32 or bf16, and nothing here unpacks them",
             fix='the model as it was before, or model.weights = "none"',
@@ -62,7 +62,7 @@ def pretrained_directory(run: Run) -> Path | None:
     return None if found is None else config.parent
 
 
-def restore(
+def restore_train_state(
     state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
 ) -> str | None:
     """Loads `state` from the newest checkpoint in `saved`, or else from pretrained weights. Collective.
@@ -75,12 +75,14 @@ def restore(
     after the weights, and the state on an offload drive after a checkpoint, or after the weights if there is
     no checkpoint. Returns a message about the weights that were read, or None.
     """
-    newest, alone = 0, plan.run.adapter.saved_alone
+    newest, alone = 0, plan.run.adapter.saves_only_adapters
     if saved is not None:
-        found = on_rank_zero(lambda: newest_saved(saved, plan), doing=f"looking for a checkpoint in {saved}")
+        found = run_on_rank_zero(
+            lambda: newest_checkpoint_step(saved, plan), doing=f"looking for a checkpoint in {saved}"
+        )
         newest = found or 0
 
-    def from_checkpoint(*, missing_ok: bool) -> LoadReport | None:
+    def load_checkpoint_or_weights(*, missing_ok: bool) -> LoadReport | None:
         if saved is not None and load(state, checkpoint_location(saved, plan), missing_ok=missing_ok):
             return None
         return load_pretrained(state.model, weights, plan=plan) if weights is not None and not alone else None
@@ -88,12 +90,12 @@ def restore(
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and alone else None
     # The offload drive's state is used unless a checkpoint is newer.
     outside = state.offloaded if saved is not None else None
-    kept = outside is not None and outside.newest_step(at_least=newest) is not None
+    kept = outside is not None and outside.newest_restorable_step(at_least=newest) is not None
     is_frozen = not all(parameter.requires_grad for parameter in state.model.parameters())
     if not kept or (is_frozen and not alone):
-        read = from_checkpoint(missing_ok=kept or not must_resume) or read
-    if kept and not state.go_back(at_least=newest):
-        read = from_checkpoint(missing_ok=not must_resume) or read
+        read = load_checkpoint_or_weights(missing_ok=kept or not must_resume) or read
+    if kept and not state.restore_newest_generation(at_least=newest):
+        read = load_checkpoint_or_weights(missing_ok=not must_resume) or read
     # A warning has already reported missing weights, including everything that this message would say.
     return None if read is None or read.missing else read.describe()
 

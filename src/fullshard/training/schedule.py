@@ -5,7 +5,7 @@ import math
 from fullshard.spec.run import Run, ScheduleSection
 
 
-def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
+def learning_rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
     """Returns the factor that multiplies the peak learning rate in step `step` (from 0) of `steps`.
 
     During a warmup of w steps: (step + 1) / w. Then, with t from 0 to 1 over the remaining steps and r =
@@ -20,28 +20,28 @@ def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     span = 1 - section.min_lr_ratio
-    progress = _progress(step, start=warmup, last=last)
+    progress = _progress_fraction(step, start=warmup, last=last)
     if section.kind == "cosine":
         return section.min_lr_ratio + span * (1 + math.cos(math.pi * progress)) / 2
     if section.kind == "linear":
         return 1 - span * progress
     if section.kind == "wsd":
         start = max(warmup, last - section.decay_fraction * steps)
-        return 1 - span * _progress(step, start=start, last=last)
+        return 1 - span * _progress_fraction(step, start=start, last=last)
     return 1.0
 
 
-def warmup_note(run: Run) -> str | None:
+def warmup_warning(run: Run) -> str | None:
     """Returns a warning message if `run` ends before its warmup does, or None."""
     warmup, steps, peak = run.schedule.warmup_steps, run.train.steps, run.optimizer.learning_rate
     if warmup <= steps:
         return None
-    highest = peak * rate_factor(run.schedule, step=steps - 1, steps=steps)
+    highest = peak * learning_rate_factor(run.schedule, step=steps - 1, steps=steps)
     return (
         f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}: the learning rate never "
         f"reaches {peak:g}; the highest is {highest:.3g}, in the last step"
     )
 
 
-def _progress(step: int, *, start: float, last: int) -> float:
+def _progress_fraction(step: int, *, start: float, last: int) -> float:
     return min(1.0, max(0.0, (step - start) / (last - start))) if last > start else 0.0

@@ -12,27 +12,32 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from fullshard.distributed.agreement import gathered, rank
+from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
-from fullshard.offload.directories import rank_directory, remove_empty
-from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.directories import rank_directory, remove_empty_parents
+from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.fsdp_params import compute_dtype, shard_dtype
-from fullshard.offload.generation_manifest import FileRecord, Identity, read_world_size
-from fullshard.offload.generations import Generation, Generations, discard
-from fullshard.offload.gradients import DeviceGradients, Gradients, HostGradients
+from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity, read_world_size
+from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
+from fullshard.offload.gradients import DeviceGradients, GradientStore, HostGradients
 from fullshard.offload.malloc import fix_malloc_thresholds
 from fullshard.offload.rounding import AdamOptions
-from fullshard.offload.state import OffloadedState, Settings, attach, offloaded_of
+from fullshard.offload.state import (
+    OffloadedState,
+    OffloadSettings,
+    attach_offloaded_state,
+    find_offloaded_state,
+)
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.sharding import apply
-from fullshard.sharding.materialize import Initialise, device_of
+from fullshard.sharding.materialize import Initialise, local_device
 from fullshard.sharding.units import Predicate
-from fullshard.spec.groups import Group
+from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
 
 logger = logging.getLogger("fullshard")
@@ -48,7 +53,7 @@ def shard(
     units: Predicate | None = None,
     init: Initialise | Literal["none"] | None = None,
     methods: Sequence[str] = (),
-    system: System = SYSTEM,
+    system: DriveSystemCalls = SYSTEM,
 ) -> nn.Module:
     """Shards `model` like `fullshard.sharding.apply.shard`, and creates the state that the plan offloads.
 
@@ -57,18 +62,18 @@ def shard(
     With `init = "none"`, using the offloaded state raises OffloadError until a load has filled it. Raises
     OffloadError on all ranks if the drive of any rank lacks space, before the parameters have values.
     """
-    if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
+    if plan.run.offload.is_on_drive and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
-    keeper = OffloadedState(settings_of(plan, system)) if plan.run.offload.takes_optimizer else None
+    keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, keeper=keeper)
     if keeper is not None:
-        attach(model, keeper)
+        attach_offloaded_state(model, keeper)
     return model
 
 
-def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
+def build_streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
     """Returns the AdamW that updates the model's offloaded state. Raises ShardError if it has none."""
-    offloaded = offloaded_of(model)
+    offloaded = find_offloaded_state(model)
     if offloaded is None:
         raise ShardError(
             f"{type(model).__name__} was sharded without the plan's tier.",
@@ -76,8 +81,8 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
             fix="model = fullshard.shard(model, plan), which keeps its state outside",
         )
     section, settings = plan.run.optimizer, offloaded.settings
-    gradients: Gradients
-    if settings.on_gpu:
+    gradients: GradientStore
+    if settings.is_on_gpu:
         gradients = HostGradients(offloaded.engine, pinned=True)
     else:
         gradients = DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
@@ -94,7 +99,7 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
     )
 
 
-def directory_of(plan: Plan, *, rank: int) -> Path:
+def rank_offload_directory(plan: Plan, *, rank: int) -> Path:
     """Returns the directory of a rank's offload files, below `offload.path` (relative to `run.dir`)."""
     path, root = Path(plan.run.offload.path), Path(plan.run.run.dir).absolute()
     if not path.is_absolute():
@@ -103,75 +108,79 @@ def directory_of(plan: Plan, *, rank: int) -> Path:
     return rank_directory(path, run_id=name, rank=rank)
 
 
-def discard_offloaded(plan: Plan) -> None:
+def discard_offloaded_files(plan: Plan) -> None:
     """Removes this rank's offload files from the drive. Raises OffloadError."""
-    if plan.run.offload.on_disk:
-        discard(directory_of(plan, rank=rank()))
+    if plan.run.offload.is_on_drive:
+        discard_rank_directory(rank_offload_directory(plan, rank=rank()))
 
 
-def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
+def close_offloaded_state(model: nn.Module, *, plan: Plan, finished: bool) -> None:
     """Closes the model's offloaded state, if any, at the end of a run.
 
     finished: also remove this rank's offload files, because the last checkpoint holds everything
     """
-    offloaded = offloaded_of(model)
+    offloaded = find_offloaded_state(model)
     if offloaded is not None:
-        offloaded.settle()
+        offloaded.wait_for_update()
         offloaded.close()
         if finished:
-            discard_offloaded(plan)
+            discard_offloaded_files(plan)
             # An absolute path belongs to the user, so only the run's directories in that path are removed.
-            path, own = Path(plan.run.offload.path), directory_of(plan, rank=rank())
+            path, own = Path(plan.run.offload.path), rank_offload_directory(plan, rank=rank())
             inside = not path.is_absolute() and ".." not in path.parts
-            remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
+            remove_empty_parents(
+                own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent
+            )
 
 
-def settings_of(plan: Plan, system: System) -> Settings:
+def offload_settings(plan: Plan, system: DriveSystemCalls) -> OffloadSettings:
     """Returns the settings that `OffloadedState` takes, from the plan's `offload` section."""
     section, traffic = plan.run.offload, DriveCounters()
-    system = traffic.wrap(system)
-    return Settings(
-        device=device_of(plan),
+    system = traffic.wrap_system_calls(system)
+    return OffloadSettings(
+        device=local_device(plan),
         sub_group_parameters=section.sub_group_parameters,
-        shards_outside=section.takes_parameters,
+        shards_outside=section.offloads_parameters,
         moments=_MOMENTS[section.moments],
-        on_drive=partial(_on_drive, plan, system=system) if section.on_disk else None,
+        on_drive=partial(_open_drive_store, plan, system=system) if section.is_on_drive else None,
         shards_on_drive=(
-            partial(_shards, plan, system=system) if section.on_disk and section.takes_parameters else None
+            partial(_open_drive_shards, plan, system=system)
+            if section.is_on_drive and section.offloads_parameters
+            else None
         ),
         traffic=traffic,
     )
 
 
-def _shards(  # signature: `Settings.shards_on_drive`, after the bound arguments
-    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: System
+def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after the bound arguments
+    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: DriveSystemCalls
 ) -> DriveShards:
-    path = directory_of(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
+    path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
     return _open_on_all_ranks(
         lambda: DriveShards(
             engine,
             units,
             path=path,
-            device=device_of(plan),
+            device=local_device(plan),
             dtype_of=shard_dtype if frozen else compute_dtype,
             verify=plan.run.offload.verify_reads,
             system=system,
         ),
-        close=lambda one: one.closing()(),
+        close=lambda one: one.make_close_function()(),
     )
 
 
-def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveStore:
+def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: DriveSystemCalls) -> DriveStore:
     moments = _MOMENTS[plan.run.offload.moments]
-    records: list[FileRecord] = []
+    records: list[DataFileRecord] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(FileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(DataFileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
-    directory = directory_of(plan, rank=rank())
+    directory = rank_offload_directory(plan, rank=rank())
     layouts = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
-    identity = Identity(
+    identity = OwnerIdentity(
         run_id=directory.parent.name,
         rank=rank(),
         world_size=plan.world_size,
@@ -179,9 +188,9 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
     )
     check = "always" if plan.run.offload.verify_reads else "asked"
 
-    def opened() -> Generations:
+    def open_generations() -> GenerationFiles:
         try:
-            return Generations(directory, records, identity=identity, check=check, system=system)
+            return GenerationFiles(directory, records, identity=identity, check=check, system=system)
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
@@ -189,13 +198,13 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
             logger.warning(
                 "%s: it was kept by another number of ranks, and is removed", error.what.removesuffix(".")
             )
-            discard(directory)
-            return Generations(directory, records, identity=identity, check=check, system=system)
+            discard_rank_directory(directory)
+            return GenerationFiles(directory, records, identity=identity, check=check, system=system)
 
-    generations = _open_on_all_ranks(opened, close=Generations.close)
+    generations = _open_on_all_ranks(open_generations, close=GenerationFiles.close)
     with ExitStack() as unless_whole:
         unless_whole.callback(generations.close)
-        _keep_common_generation(generations)
+        _keep_only_common_generation(generations)
         store = DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
         unless_whole.pop_all()
     return store
@@ -211,7 +220,7 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
             stack.callback(close, found[0])
         except OffloadError as error:
             own = error
-        failed = [(i, one) for i, one in enumerate(gathered(own)) if one is not None]
+        failed = [(i, one) for i, one in enumerate(all_gather_object(own)) if one is not None]
         if own is not None:
             raise own
         for i, one in failed:
@@ -220,25 +229,25 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
     return found[0]
 
 
-def _keep_common_generation(generations: Generations) -> None:
+def _keep_only_common_generation(generations: GenerationFiles) -> None:
     """Drops every generation except the newest that is undamaged on all ranks. Collective.
 
     Must precede the first write, which replaces the older generation: other ranks may have only that one.
     """
     while True:
-        own = {one.step: one for one in generations.whole()}
-        common = max(set[int].intersection(*gathered(set(own))), default=None)
-        if common is None or all(gathered(_verifies(generations, own[common]))):
+        own = {one.step: one for one in generations.list_complete_generations()}
+        common = max(set[int].intersection(*all_gather_object(set(own))), default=None)
+        if common is None or all(all_gather_object(_is_generation_undamaged(generations, own[common]))):
             break
-        generations.drop(own[common].slot)
+        generations.remove_generation(own[common].slot)
     for step, one in own.items():
         if step != common:
-            generations.drop(one.slot)
+            generations.remove_generation(one.slot)
 
 
-def _verifies(generations: Generations, one: Generation) -> bool:
+def _is_generation_undamaged(generations: GenerationFiles, one: Generation) -> bool:
     try:
-        generations.verify(one)
+        generations.check_all_records(one)
     except OffloadError as error:  # also raised if the drive cannot read it
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.checkpoint.manifest import SavedTensor, check_same_tensors
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
-from fullshard.training.adamw8bit import dequantize, quantize_like
+from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
 from fullshard.training.loss_scale import LossScale
-from fullshard.training.offload_checkpoint import OffloadedTensors, ResidualState
+from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
-from fullshard.weights.names import described
+from fullshard.weights.names import complete_transformers_config
 
 _COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
 
@@ -30,7 +30,7 @@ class TrainState:
     step: number of finished steps
     tokens: valid tokens trained on, over all ranks
     skipped: number of steps skipped because the loss or norm was not finite, or was a spike
-    data: a source of microbatches by step (`data.Batches`), or an iterable of microbatches
+    data: a source of microbatches by step (`data.MicrobatchSource`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
     data_offset: number of batches that the rollbacks skipped
     best: the lowest validation loss and its step
@@ -68,16 +68,16 @@ class TrainState:
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
         self._before_update: list[Callable[[], None]] = []
-        optimizer.register_step_pre_hook(lambda *_: self.act_before_update())
-        _free_gathered(model)
-        _check_optimizer_is_the_models(model, optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
+        _reshard_unsharded_units(model)
+        _check_optimizer_has_model_params(model, optimizer)
 
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to save: parameters, buffers, optimizer state, and this rank's RNG states."""
-        self.settle()
-        tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
+        self.wait_for_updates()
+        tensors = self._model_tensors() | self._optimizer_tensors() | _rng_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
@@ -92,22 +92,24 @@ class TrainState:
             "loss_scale": self.loss_scale.scale,
             "loss_scale_window": self.loss_scale.window,
             "loss_scale_good_steps": self.loss_scale.good_steps,
-            "optimizer": _kind(self.optimizer),
-            "tied": dict(_tied_names(self.model)),
-            "huggingface": described(self.model),
+            "optimizer": _optimizer_class_name(self.optimizer),
+            "tied": dict(_tied_parameter_names(self.model)),
+            "huggingface": complete_transformers_config(self.model),
         }
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Returns the tensors to fill from a checkpoint that holds `saved`, except `partitions`.
+        """Returns the tensors to fill from a checkpoint that holds `saved`, except `iterate_load_targets`.
 
         Tensors of the model are its own; those of the optimizer state are new. Raises CheckpointError if the
         model's names, shapes or dtypes differ from `saved`.
         """
-        self.act_before_update()
+        self.run_before_update_callbacks()
         tensors: dict[str, Tensor] = dict(self._model_tensors())
-        compare_names(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
+        check_same_tensors(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
-        elsewhere = self.offloaded.names if self.offloaded else set[str]()  # they are in `partitions`
+        elsewhere = (
+            self.offloaded.tensor_names if self.offloaded else set[str]()
+        )  # they are in `iterate_load_targets`
         for name, info in saved.items():
             if name.startswith("optimizer.") and name not in elsewhere:
                 owner, _, key = name.removeprefix("optimizer.").rpartition(".")
@@ -118,7 +120,7 @@ class TrainState:
                     )
                 tensors[name] = self._empty_optimizer_tensor(parameters[owner], key=key, info=info)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        for name, own in _random_states().items():
+        for name, own in _rng_states().items():
             if name in saved and saved[name].shape == tuple(own.shape):
                 tensors[name] = own
         return tensors
@@ -128,10 +130,10 @@ class TrainState:
 
         Raises CheckpointError if an optimizer of another class was saved.
         """
-        if values["optimizer"] != _kind(self.optimizer):
+        if values["optimizer"] != _optimizer_class_name(self.optimizer):
             raise CheckpointError(
                 "the checkpoint was written with another optimizer.",
-                got=f"{values['optimizer']} in the checkpoint, {_kind(self.optimizer)} in the run",
+                got=f"{values['optimizer']} in the checkpoint, {_optimizer_class_name(self.optimizer)} here",
                 fix="optimizer.name as it was, or a new run directory",
             )
         states: dict[str, dict[str, Tensor]] = {}
@@ -142,41 +144,47 @@ class TrainState:
         for name, parameter in self.model.named_parameters():
             self.optimizer.state.pop(parameter, None)
             if name in states:
-                self.optimizer.state[parameter] = quantize_like(self.optimizer, parameter, state=states[name])
-        _set_random_states(received)
+                self.optimizer.state[parameter] = quantize_state_for_optimizer(
+                    self.optimizer, parameter, state=states[name]
+                )
+        _set_rng_states(received)
         for name in _COUNTS:
-            setattr(self, name, _integer(values.get(name, 0)))  # older checkpoints lack some
+            setattr(self, name, _parse_integer(values.get(name, 0)))  # older checkpoints lack some
         best = values.get("best_validation_loss")
-        self.best = None if best is None else (float(str(best)), _integer(values["best_step"]))
-        self.recent = RecentSteps(*(_floats(values.get(k, [])) for k in ("recent_losses", "recent_norms")))
+        self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
+        self.recent = RecentSteps(
+            *(_parse_floats(values.get(k, [])) for k in ("recent_losses", "recent_norms"))
+        )
         self.loss_scale = LossScale(
             scale=float(str(values["loss_scale"])),
-            window=_integer(values["loss_scale_window"]),
-            good_steps=_integer(values["loss_scale_good_steps"]),
+            window=_parse_integer(values["loss_scale_window"]),
+            good_steps=_parse_integer(values["loss_scale_good_steps"]),
         )
 
-    def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+    def iterate_load_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """Yields the offloaded tensors to fill, by name, which `load_targets` does not contain."""
-        return self.offloaded.partitions(saved) if self.offloaded else iter(())
+        return self.offloaded.iterate_load_targets(saved) if self.offloaded else iter(())
 
-    def after_step(self, *, tokens: int, skipped: bool) -> None:
+    def count_step_and_commit(self, *, tokens: int, skipped: bool) -> None:
         """Counts a finished step, and commits the state that is offloaded to a drive as a generation."""
         self.step += 1
         self.tokens += 0 if skipped else tokens
         self.skipped += skipped
         if self.offloaded:
-            self.offloaded.commit_step(self.step, self._beside)
+            self.offloaded.commit_generation(self.step, self._non_offloaded_state)
 
-    def go_back(self, *, at_least: int) -> bool:
+    def restore_newest_generation(self, *, at_least: int) -> bool:
         """Restores the newest step >= `at_least` whose generation is complete on every rank. Collective.
 
         Returns whether there was one. Frozen parameters stay as they are.
         """
-        self.act_before_update()
-        while self.offloaded and (step := self.offloaded.newest_step(at_least=at_least)) is not None:
-            beside = self.offloaded.restore_step(step)
+        self.run_before_update_callbacks()
+        while (
+            self.offloaded and (step := self.offloaded.newest_restorable_step(at_least=at_least)) is not None
+        ):
+            beside = self.offloaded.restore_generation(step)
             if beside is not None:
-                own = self._beside().tensors
+                own = self._non_offloaded_state().tensors
                 for name in own.keys() & beside.tensors.keys():
                     if name.startswith("model."):
                         own[name].copy_(beside.tensors[name])
@@ -184,29 +192,29 @@ class TrainState:
                 return True
         return False
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Waits until no offloaded update is running. Raises OffloadError if an update failed."""
         if self.offloaded:
-            self.offloaded.settle()
+            self.offloaded.wait_for_updates()
 
-    def before_update(self, act: Callable[[], None]) -> None:
+    def register_before_update(self, act: Callable[[], None]) -> None:
         """Registers `act` to be called once, before the next optimizer step or load."""
         self._before_update.append(act)
 
-    def act_before_update(self) -> None:
-        """Calls the functions that `before_update` registered, before an optimizer step or a load."""
+    def run_before_update_callbacks(self) -> None:
+        """Calls the functions of `register_before_update`, before an optimizer step or a load."""
         acts, self._before_update = self._before_update, []
         for act in acts:
             act()
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        _free_gathered(self.model)
+        _reshard_unsharded_units(self.model)
         tensors: dict[str, Tensor] = {
             f"model.{name}": parameter.detach()
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad or self.saved == "all"
         }
-        return tensors | _saved_buffers(self.model)
+        return tensors | _persistent_buffers(self.model)
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -217,15 +225,15 @@ class TrainState:
                     tensors[f"optimizer.{name}.{key}"] = full
         return tensors
 
-    def _beside(self) -> ResidualState:
+    def _non_offloaded_state(self) -> NonOffloadedState:
         """Returns all state that is not offloaded, except frozen parameters, which are loaded earlier."""
         scalars = {
             f"model.{name}": parameter.detach()
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
-        small = _saved_buffers(self.model) | self._optimizer_tensors() | _random_states()
-        return ResidualState(self.values(), scalars | small)
+        small = _persistent_buffers(self.model) | self._optimizer_tensors() | _rng_states()
+        return NonOffloadedState(self.values(), scalars | small)
 
     def _empty_optimizer_tensor(self, parameter: nn.Parameter, *, key: str, info: SavedTensor) -> Tensor:
         if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
@@ -235,7 +243,7 @@ class TrainState:
         return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
@@ -245,19 +253,23 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return buffers
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def _optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     """Returns the class name that checkpoints record: only this class can load the optimizer's state."""
-    return optimizer.saved_as if isinstance(optimizer, StreamingAdamW) else type(optimizer).__name__
+    return (
+        optimizer.optimizer_name_in_checkpoint
+        if isinstance(optimizer, StreamingAdamW)
+        else type(optimizer).__name__
+    )
 
 
-def _free_gathered(model: nn.Module) -> None:
+def _reshard_unsharded_units(model: nn.Module) -> None:
     """Reshards units that a forward without backward left unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer_has_model_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     held = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in held for group in optimizer.param_groups for p in group["params"])
     if strangers:
@@ -269,7 +281,7 @@ def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Opti
         )
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
+def _tied_parameter_names(model: nn.Module) -> dict[str, str]:
     """Returns {alias: name} for parameters with several names, of which checkpoints use the first."""
     first: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -277,24 +289,24 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {alias: name for alias, name in names.items() if alias != name}
 
 
-def _random_states() -> dict[str, Tensor]:
+def _rng_states() -> dict[str, Tensor]:
     states = {f"rng.cpu.{rank()}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank()}"] = torch.cuda.get_rng_state()
     return states
 
 
-def _set_random_states(received: Mapping[str, Tensor]) -> None:
+def _set_rng_states(received: Mapping[str, Tensor]) -> None:
     for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
         if (state := received.get(f"rng.{device}.{rank()}")) is not None:
             set_state(state)
 
 
-def _integer(value: JsonValue) -> int:
+def _parse_integer(value: JsonValue) -> int:
     if not isinstance(value, int):
         raise CheckpointError("the checkpoint's manifest is not one of fullshard's.", got=repr(value))
     return value
 
 
-def _floats(values: JsonValue) -> list[float]:
+def _parse_floats(values: JsonValue) -> list[float]:
     return [float(str(value)) for value in values] if isinstance(values, list) else []

@@ -34,19 +34,19 @@ from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import (
     WIDTH,
-    Fingerprint,
-    check_same,
-    collectives_issued,
-    settings_checksum,
+    StepFingerprint,
+    check_same_fingerprints,
+    count_issued_collectives,
+    step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.gradients import (
+    average_scalar_gradients,
     clear_gradients,
-    gradients_of,
-    local_norms,
-    reduce_scalars,
+    list_gradients,
+    local_gradient_norms,
+    local_share_of_squared_norm,
     scale_gradients,
-    squared_norm,
 )
 from fullshard.training.loss import Loss
 from fullshard.training.optimizer import set_learning_rate
@@ -94,19 +94,21 @@ def run_step(
     """
     where, survival, device = state.phase, plan.run.fault_tolerance, next(state.model.parameters()).device
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
-    issued = collectives_issued(device)
+    issued = count_issued_collectives(device)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
-    agree = partial(_sum_over_ranks, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued)
-    updates = partial(_updating, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
-    nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
+    agree = partial(
+        _all_reduce_and_check_ranks, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued
+    )
+    updates = partial(_backward_context, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
+    nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
     where.enter(RunPhase.REDUCE)
-    gradients = gradients_of(state.model, state.optimizer)
-    reduce_scalars(gradients)
+    gradients = list_gradients(state.model, state.optimizer)
+    average_scalar_gradients(gradients)
     with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
-        norms = local_norms(gradients) if in_backward is None else in_backward.finish()
-        sums[2] = squared_norm(norms)
-    state.settle()  # before the all-reduce: after it, no update is running on any rank
+        norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
+        sums[2] = local_share_of_squared_norm(norms)
+    state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     loss_sum, count, squared, stops = agree()
     where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
@@ -114,28 +116,24 @@ def run_step(
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
     norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     finite = math.isfinite(mean) and math.isfinite(norm)
-    spike = finite and state.recent.spikes(mean, norm, section=survival)
+    spike = finite and state.recent.is_spike(mean, norm, section=survival)
     if in_backward is not None and not finite and math.isfinite(mean):
-        raise _updated_with(norm, step=state.step + 1)
+        raise _nonfinite_update_error(norm, step=state.step + 1)
     if in_backward is None and finite and not spike:
-        state.recent.add(mean, norm, section=survival)
+        state.recent.add_step(mean, norm, section=survival)
         limit = plan.run.optimizer.clip_norm
         factor = unscale * (min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
-        _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
+        _update_parameters(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
     clear_gradients(state.model, state.optimizer)
     if count > 0:
         state.loss_scale.update(finite=finite)
+    skipped = not finite or spike
     return StepResult(
-        loss=mean,
-        grad_norm=norm,
-        tokens=int(count),
-        skipped=not finite or spike,
-        spike=spike,
-        stopping=stops > 0,
+        loss=mean, grad_norm=norm, tokens=int(count), skipped=skipped, spike=spike, stopping=stops > 0
     )
 
 
-def _updated_with(norm: float, *, step: int) -> TrainError:
+def _nonfinite_update_error(norm: float, *, step: int) -> TrainError:
     return TrainError(
         f"the gradient of step {step} is not finite, and the parameters were updated with it.",
         got=f"gradient norm {norm}, optimizer.in_backward = true",
@@ -145,7 +143,7 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
     )
 
 
-def _updating(
+def _backward_context(
     nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], list[float]]
 ) -> AbstractContextManager[None]:
     """Returns the context in which a backward runs, which updates if the run has the optimizer in backward.
@@ -157,12 +155,14 @@ def _updating(
     state.phase.enter(RunPhase.REDUCE)
     loss_sum, count, *_ = agree()
     if not math.isfinite(loss_sum) or count == 0:
-        return state.in_backward.updating(factor=None, learning_rate=learning_rate)
-    state.act_before_update()
-    return state.in_backward.updating(factor=nominal * plan.world_size / count, learning_rate=learning_rate)
+        return state.in_backward.update_during_backward(factor=None, learning_rate=learning_rate)
+    state.run_before_update_callbacks()
+    return state.in_backward.update_during_backward(
+        factor=nominal * plan.world_size / count, learning_rate=learning_rate
+    )
 
 
-def _sum_over_ranks(
+def _all_reduce_and_check_ranks(
     sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int
 ) -> list[float]:
     """Returns the first four of `sums` over all ranks, after checking the ranks' fingerprints. Collective.
@@ -173,20 +173,20 @@ def _sum_over_ranks(
     if plan.world_size == 1:
         return cast(list[float], totals.tolist())[:4]
     if kind != "none":
-        own = Fingerprint(
+        own = StepFingerprint(
             step=state.step + 1,
-            collectives=collectives_issued(sums.device) - issued if kind == "all" else 0,
-            settings=settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
+            collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
+            settings=step_settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
         )
-        totals[4:] = torch.tensor(own.numbers(plan.world_size), dtype=torch.float64)
+        totals[4:] = torch.tensor(own.summable_numbers(plan.world_size), dtype=torch.float64)
     dist.all_reduce(totals)
     values = cast(list[float], totals.tolist())
     if own is not None:
-        check_same(own, values[4:], world_size=plan.world_size)
+        check_same_fingerprints(own, values[4:], world_size=plan.world_size)
     return values[:4]
 
 
-def _accumulate(
+def _run_microbatches(
     state: TrainState,
     plan: Plan,
     *,
@@ -202,13 +202,15 @@ def _accumulate(
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
-    for index, batch in enumerate(_expect_count(microbatches, plan.accumulation, where=state.phase)):
+    for index, batch in enumerate(
+        _iterate_expected_microbatches(microbatches, plan.accumulation, where=state.phase)
+    ):
         if engine is not None and plan.accumulation > 1:
-            _set_sync(engine, plan, last=index == plan.accumulation - 1)
+            _set_gradient_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
             state.phase.enter(RunPhase.FORWARD)
-            value = loss(state.model, to_device(batch, sums.device))
-            total, count = _sum_and_count(value)
+            value = loss(state.model, move_batch_to_device(batch, sums.device))
+            total, count = _loss_sum_and_count(value)
         # A sum is over the tokens of the batch. A mean counts as one item.
         tokens = plan.run.tokens_per_step // plan.world_size
         nominal = 1 << ((tokens if isinstance(value, tuple) else plan.accumulation) - 1).bit_length()
@@ -220,21 +222,23 @@ def _accumulate(
     return nominal
 
 
-def _expect_count(microbatches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
+def _iterate_expected_microbatches(
+    microbatches: Iterable[Any], expected: int, *, where: PhaseTracker
+) -> Iterator[Any]:
     """Yields the microbatches. Raises TrainError unless there are `expected`: ranks would wait forever."""
     count = 0
     where.enter(RunPhase.DATA)
     for batch in microbatches:
         if count == expected:
-            raise _count_error(f"more than {expected}", expected)
+            raise _microbatch_count_error(f"more than {expected}", expected)
         yield batch
         count += 1
         where.enter(RunPhase.DATA)
     if count < expected:
-        raise _count_error(str(count), expected)
+        raise _microbatch_count_error(str(count), expected)
 
 
-def _count_error(got: str, expected: int) -> TrainError:
+def _microbatch_count_error(got: str, expected: int) -> TrainError:
     return TrainError(
         f"a step takes {expected} microbatches of each rank.",
         got=got,
@@ -243,7 +247,7 @@ def _count_error(got: str, expected: int) -> TrainError:
     )
 
 
-def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
+def _loss_sum_and_count(value: Any) -> tuple[Tensor, Any]:
     """Returns (sum, count) from the loss function's result, with count 1 for a mean. Raises TrainError."""
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
@@ -258,7 +262,7 @@ def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
     return total.reshape(()), count
 
 
-def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
+def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     """Sets whether FSDP2 reduces gradients over shards and replicas and reshards after the next backward.
 
     FSDP2's `set_is_last_backward(False)` would avoid waiting for the last reduction of each microbatch, but
@@ -270,7 +274,7 @@ def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 
 @torch.no_grad()
-def _update(
+def _update_parameters(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float, learning_rate: float
 ) -> None:
     set_learning_rate(optimizer, learning_rate)
@@ -282,7 +286,7 @@ def _update(
         optimizer.step()
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def move_batch_to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with all tensors in it on `device`, copied without blocking from pinned memory."""
     if device.type == "cpu":
         return batch

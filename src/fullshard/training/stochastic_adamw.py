@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
-from fullshard.offload.rounding import AdamOptions, adamw_rounded, shard_index
+from fullshard.offload.rounding import AdamOptions, adamw_with_stochastic_rounding, shard_index
 
 
 class StochasticAdamW(torch.optim.Optimizer):
@@ -36,23 +36,25 @@ class StochasticAdamW(torch.optim.Optimizer):
         self._places: dict[Tensor, int] = {}
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
-                self._place(parameter)
+                self._parameter_index(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
-                index = self._place(parameter)
+                index = self._parameter_index(parameter)
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group=group, index=index)
+                    self._update_parameter(parameter, parameter.grad, group=group, index=index)
         return loss
 
-    def _place(self, parameter: Tensor) -> int:
+    def _parameter_index(self, parameter: Tensor) -> int:
         """Returns the parameter's number, from 1, in the order in which this optimizer met its parameters."""
         return self._places.setdefault(parameter, len(self._places) + 1)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int) -> None:
+    def _update_parameter(
+        self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -68,7 +70,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         generator = torch.Generator(value.device)
         generator.manual_seed(hash((self.seed, step, index, shard_index(parameter))) & (2**63 - 1))
-        adamw_rounded(
+        adamw_with_stochastic_rounding(
             (value, first, second),
             g,
             step=step,

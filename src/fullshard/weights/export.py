@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.load import with_newest
+from fullshard.checkpoint.files import CheckpointFiles
+from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
-from fullshard.distributed.agreement import locally
+from fullshard.distributed.agreement import run_on_this_rank
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
-from fullshard.spec.weight_map import Naming, WeightMap, by_name
+from fullshard.spec.weight_map import Naming, WeightMap, map_weights_by_name
 from fullshard.system import disk
-from fullshard.system.files import make_directory
-from fullshard.system.targets import require_outside
+from fullshard.system.files import make_durable_directory
+from fullshard.system.targets import check_not_checkpoint_or_run_record
 from fullshard.weights.files import INDEX, ONE_FILE
-from fullshard.weights.tensor_source import MergedModel, Merging, SavedModel, TensorSource
+from fullshard.weights.tensor_source import AdapterMerging, MergedModel, SavedModel, TensorSource
 from fullshard.weights.write import SafetensorsWriter
 
 # Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.
@@ -42,7 +42,7 @@ def export(
     shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     naming: Naming | None = None,
-    free_bytes: Callable[[Path], int] = disk.free_bytes,
+    free_bytes: Callable[[Path], int] = disk.free_disk_bytes,
 ) -> None:
     """Writes the model tensors of a checkpoint to safetensors.
 
@@ -60,9 +60,9 @@ def export(
 
     Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
     """
-    require_size(shard_bytes)
+    check_shard_bytes(shard_bytes)
     target = Path(target)
-    require_outside(target)
+    check_not_checkpoint_or_run_record(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
             f"{target} cannot be written.",
@@ -70,16 +70,16 @@ def export(
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
 
-    def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
-        outgoing = _outgoing(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
-        _make_room(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
+    def write_safetensors_files(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
+        outgoing = _build_writer(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
+        _make_directory_and_check_space(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
         if shard_bytes is None:
-            outgoing.write(target, list(outgoing.tensors))
+            outgoing.write_file(target, list(outgoing.tensors))
         else:
-            _write_files(outgoing, target, shard_bytes=shard_bytes)
+            _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
         return outgoing
 
-    _export_newest(checkpoint, write, target=target)
+    _export_newest_checkpoint(checkpoint, write_safetensors_files, target=target)
 
 
 def export_pretrained(
@@ -90,7 +90,7 @@ def export_pretrained(
     beside: Mapping[str, bytes],
     dtype: torch.dtype | None = None,
     shard_bytes: int,
-    merging: Merging | None = None,
+    merging: AdapterMerging | None = None,
 ) -> None:
     """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
 
@@ -105,45 +105,45 @@ def export_pretrained(
     a checkpoint.
     """
     target = Path(directory)
-    require_outside(target)
-    refuse_weights(target)
+    check_not_checkpoint_or_run_record(target)
+    check_holds_no_weights(target)
 
-    def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
-        outgoing = _outgoing(
+    def write_hugging_face_directory(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
+        outgoing = _build_writer(
             files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
         )
-        _make_room(outgoing, target, is_file=False, free_bytes=disk.free_bytes)
-        if outgoing.size_bytes <= shard_bytes:
-            outgoing.write(target / ONE_FILE, list(outgoing.tensors))
+        _make_directory_and_check_space(outgoing, target, is_file=False, free_bytes=disk.free_disk_bytes)
+        if outgoing.total_tensor_bytes <= shard_bytes:
+            outgoing.write_file(target / ONE_FILE, list(outgoing.tensors))
         else:
-            _write_files(outgoing, target, shard_bytes=shard_bytes)
+            _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
         for name, data in beside.items():
-            with disk.replace_atomically(target / name) as file:
+            with disk.open_atomic_replacement(target / name) as file:
                 file.write(data)
         return outgoing
 
-    _export_newest(checkpoint, write, target=target)
+    _export_newest_checkpoint(checkpoint, write_hugging_face_directory, target=target)
 
 
-def require_size(shard_bytes: int | None) -> None:
+def check_shard_bytes(shard_bytes: int | None) -> None:
     """Raises SpecError for a size limit per file below 1."""
     if shard_bytes is not None and shard_bytes < 1:
         raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
 
-def _export_newest(
+def _export_newest_checkpoint(
     checkpoint: str | Path | CheckpointLocation,
-    write: Callable[[Files, Manifest], SafetensorsWriter],
+    write: Callable[[CheckpointFiles, Manifest], SafetensorsWriter],
     *,
     target: Path,
 ) -> None:
     """Calls `write` with the newest complete checkpoint, on this rank alone, and logs the size written."""
 
-    def export_one(files: Files, manifest: Manifest) -> None:
-        written = locally(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
-        logger.info("exported %s to %s (%s)", files, target, format_bytes(written.size_bytes))
+    def export_checkpoint(files: CheckpointFiles, manifest: Manifest) -> None:
+        written = run_on_this_rank(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
+        logger.info("exported %s to %s (%s)", files, target, format_bytes(written.total_tensor_bytes))
 
-    with_newest(checkpoint, export_one)
+    call_with_newest_checkpoint(checkpoint, export_checkpoint)
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
@@ -159,10 +159,10 @@ def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
             why="names and tensors are those that a checkpoint of it has, the optimizer's among them",
             fix="fullshard.full_state(fullshard.TrainState(model, optimizer))",
         )
-    return _full_tensors(state)
+    return _iterate_full_tensors(state)
 
 
-def _full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
+def _iterate_full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.tensors().items():
         whole_one = tensor.detach()
         if isinstance(whole_one, DTensor):
@@ -170,7 +170,7 @@ def _full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
         yield name, whole_one.cpu().contiguous()
 
 
-def plain_names(saved: Iterable[str]) -> dict[str, str]:
+def names_without_wrappers(saved: Iterable[str]) -> dict[str, str]:
     """Maps each saved name to the name without the model's prefix and without the parts that wrappers add."""
     plain = {name: name.removeprefix(MODEL_PREFIX) for name in saved}
     for wrapper in _WRAPPERS:
@@ -180,22 +180,22 @@ def plain_names(saved: Iterable[str]) -> dict[str, str]:
     return plain
 
 
-def _outgoing(
-    files: Files,
+def _build_writer(
+    files: CheckpointFiles,
     manifest: Manifest,
     *,
     naming: Naming | None,
-    merging: Merging | None = None,
+    merging: AdapterMerging | None = None,
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
-    aliases = _aliases(manifest.values) if naming is None else {}
-    source: TensorSource = SavedModel(storage.opened(files, manifest))
+    aliases = _tied_parameter_aliases(manifest.values) if naming is None else {}
+    source: TensorSource = SavedModel(storage.build_reader(files, manifest))
     if merging is not None:
         source = MergedModel(source, merging)
-    saved_names = {plain: name for name, plain in plain_names(source.tensors).items()}
+    saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
-    names = by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)
+    names = map_weights_by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)
     back = WeightMap(
         parts={
             name: tuple(replace(part, source=saved_names[part.source]) for part in parts)
@@ -204,20 +204,22 @@ def _outgoing(
         shapes=names.shapes,
     )
     metadata = {"format": "pt", **aliases}
-    return SafetensorsWriter.of(
+    return SafetensorsWriter.from_weight_map(
         source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
     )
 
 
-def _make_room(
+def _make_directory_and_check_space(
     outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
 ) -> None:
     directory = target.parent if is_file else target
-    make_directory(directory)
-    disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
+    make_durable_directory(directory)
+    disk.check_disk_space(
+        target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=free_bytes(directory)
+    )
 
 
-def refuse_weights(directory: Path) -> None:
+def check_holds_no_weights(directory: Path) -> None:
     """Raises CheckpointError for a directory that already holds safetensors files."""
     held = sorted(path.name for path in directory.glob("*.safetensors")) if directory.is_dir() else []
     if held:
@@ -229,23 +231,25 @@ def refuse_weights(directory: Path) -> None:
         )
 
 
-def _write_files(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
+def _write_files_and_index(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
     index = directory / INDEX
     index.unlink(missing_ok=True)  # it must not name files of two exports
-    parts = outgoing.files_of(shard_bytes)
+    parts = outgoing.group_tensors_into_files(shard_bytes)
     names: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        outgoing.write(directory / file, part)
+        outgoing.write_file(directory / file, part)
         names |= dict.fromkeys(part, file)
-    text = json.dumps({"metadata": {"total_size": outgoing.size_bytes}, "weight_map": names}, indent=1)
-    with disk.replace_atomically(index) as file:
+    text = json.dumps(
+        {"metadata": {"total_size": outgoing.total_tensor_bytes}, "weight_map": names}, indent=1
+    )
+    with disk.open_atomic_replacement(index) as file:
         file.write(text.encode())
 
 
-def _aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:
+def _tied_parameter_aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:
     tied = values.get("tied") or {}
     if not isinstance(tied, dict):
         raise CheckpointError("the checkpoint's tied names cannot be read.", got=repr(tied))
-    plain = plain_names([*tied, *(str(name) for name in tied.values())])
+    plain = names_without_wrappers([*tied, *(str(name) for name in tied.values())])
     return {plain[alias]: plain[str(name)] for alias, name in tied.items()}

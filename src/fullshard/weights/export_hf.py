@@ -13,21 +13,21 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fullshard.checkpoint.load import find
+from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.models.adapters import is_turned
-from fullshard.models.decoder_names import llama_config, llama_names
-from fullshard.models.huggingface import hf_model
+from fullshard.models.adapters import has_transposed_weight
+from fullshard.models.decoder_names import llama_config, llama_weight_map
+from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
-from fullshard.spec.pretrained import locate
+from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
-from fullshard.weights.export import export_pretrained, require_size
-from fullshard.weights.names import described, file_names, meta_twin
-from fullshard.weights.tensor_source import ADDED, Merging
+from fullshard.weights.export import check_shard_bytes, export_pretrained
+from fullshard.weights.names import build_meta_model, complete_transformers_config, map_model_tensors_to_file
+from fullshard.weights.tensor_source import ADDED, AdapterMerging
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -75,15 +75,15 @@ def export_hf(
     Raises CheckpointError for other models that transformers does not know, and for a directory that already
     holds weights; MissingExtraError; SpecError for a `shard_bytes` below 1.
     """
-    require_size(shard_bytes)
-    _, manifest = find(checkpoint)
-    run = manifest.run
-    known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
-    config = {**_without_cache_switch(known.config), "dtype": _named_dtype(manifest, dtype)}
+    check_shard_bytes(shard_bytes)
+    _, manifest = resolve_checkpoint(checkpoint)
+    run = manifest.run_settings
+    known = _describe_for_transformers(manifest, run, doing=f"exporting {checkpoint}")
+    config = {**_without_use_cache(known.config), "dtype": _config_dtype_name(manifest, dtype)}
     config.pop("torch_dtype", None)
-    beside = {name: _read_beside(path) for name, path in _files_of(run).items()}
-    if known.generation is not None:
-        beside.setdefault(_GENERATION, known.generation)
+    beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
+    if known.generation_config is not None:
+        beside.setdefault(_GENERATION, known.generation_config)
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     export_pretrained(
         checkpoint,
@@ -92,52 +92,61 @@ def export_hf(
         beside=beside,
         dtype=_DTYPES[dtype] if dtype else None,
         shard_bytes=shard_bytes,
-        merging=_merging(manifest, run, twin=known.twin),
+        merging=_build_adapter_merging(manifest, run, twin=known.meta_model),
     )
     if not any(name in beside for name in _TOKENIZER):
         logger.info("no tokenizer was written: the run had none, or its files are gone")
 
 
 @dataclass(frozen=True)
-class _Known:
+class _TransformersDescription:
     """Description of a model for transformers.
 
     config: contents of config.json
     naming: maps the model's tensors to those of the files
-    generation: contents of generation_config.json; None if the model does not generate
-    twin: the model on the meta device; None for the reference decoder
+    generation_config: contents of generation_config.json; None if the model does not generate
+    meta_model: the model on the meta device; None for the reference decoder
     """
 
     config: dict[str, Any]
     naming: Naming
-    generation: bytes | None = None
-    twin: Any = None
+    generation_config: bytes | None = None
+    meta_model: Any = None
 
 
-def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
+def _describe_for_transformers(
+    manifest: Manifest, run: Run | None, *, doing: str
+) -> _TransformersDescription:
     recorded = manifest.values.get("huggingface")
     if recorded is None and run is not None and isinstance(run.model, DecoderConfig):
-        return _Known(llama_config(run.model), llama_names)
+        return _TransformersDescription(llama_config(run.model), llama_weight_map)
     if recorded is None and run is not None and isinstance(run.model, HuggingFaceModel):
         # Whoever wrote the checkpoint may have switched it on.
-        recorded = described(hf_model(run.model.model_copy(update={"trust_remote_code": False})))
+        recorded = complete_transformers_config(
+            build_hf_model(run.model.model_copy(update={"trust_remote_code": False}))
+        )
     if not isinstance(recorded, dict):
         raise CheckpointError(
             "only models that transformers knows can be exported for it.",
-            got="no run in it" if run is None or isinstance(run.model, DecoderConfig) else run.model.source,
+            got="no run in it"
+            if run is None or isinstance(run.model, DecoderConfig)
+            else run.model.setting_text,
             fix="--format safetensors, which writes the tensors by their own names",
         )
-    twin = meta_twin(cast(dict[str, Any], recorded), needed_for=doing)
+    twin = build_meta_model(cast(dict[str, Any], recorded), needed_for=doing)
     config: dict[str, Any] = json.loads(twin.config.to_json_string())
     generation: bytes | None = None
     if getattr(twin, "generation_config", None) is not None and twin.can_generate():
         generation = twin.generation_config.to_json_string().encode()
-    return _Known(
-        {**config, "architectures": recorded["architectures"]}, partial(file_names, twin), generation, twin
+    return _TransformersDescription(
+        {**config, "architectures": recorded["architectures"]},
+        partial(map_model_tensors_to_file, twin),
+        generation,
+        twin,
     )
 
 
-def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | None:
+def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) -> AdapterMerging | None:
     """Returns the parameters for merging the adapters into the base model; None without adapters.
 
     Raises CheckpointError if the checkpoint does not define one scale for all adapters.
@@ -152,35 +161,37 @@ def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | Non
             why="they are scaled by alpha / rank, one for all",
         )
     rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
-    return Merging(section.alpha / rank, _turned(twin))
+    return AdapterMerging(section.alpha / rank, _conv1d_module_names(twin))
 
 
-def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
+def transposed_module_names(manifest: Manifest, run: Run) -> frozenset[str]:
     """Returns the saved names of linear modules whose weight is stored transposed, as (in, out).
 
     Raises CheckpointError for models that transformers does not know; MissingExtraError, SpecError.
     """
     if isinstance(run.model, DecoderConfig):
         return frozenset()
-    return _turned(_as_known(manifest, run, doing="exporting adapters").twin)
+    return _conv1d_module_names(
+        _describe_for_transformers(manifest, run, doing="exporting adapters").meta_model
+    )
 
 
-def _turned(twin: Any) -> frozenset[str]:
+def _conv1d_module_names(twin: Any) -> frozenset[str]:
     """Returns the saved names of the model's Conv1D modules, whose weight is (in, out), as in GPT-2."""
     modules = twin.named_modules() if twin is not None else ()
-    return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if is_turned(module))
+    return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if has_transposed_weight(module))
 
 
-def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_use_cache(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `config` without `use_cache`: training disables the key/value cache, which generation needs."""
     return {
-        key: _without_cache_switch(cast(dict[str, Any], value)) if isinstance(value, dict) else value
+        key: _without_use_cache(cast(dict[str, Any], value)) if isinstance(value, dict) else value
         for key, value in config.items()
         if key != "use_cache"
     }
 
 
-def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
+def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:
     """Returns the name of the dtype for config.json: `dtype`, or the widest floating dtype of the tensors."""
     if dtype is not None:
         return str(_DTYPES[dtype]).removeprefix("torch.")
@@ -188,19 +199,19 @@ def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
     return max(floating, key=lambda one: one.torch_dtype.itemsize).dtype if floating else "float32"
 
 
-def _files_of(run: Run | None) -> dict[str, Path]:
+def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
     """Returns the paths of the tokenizer files and the generation config that still exist, by file name."""
     if run is None:
         return {}
     model: Path | None = None
     if isinstance(run.model, HuggingFaceModel):
         with suppress(SpecError):  # a model that is gone: the checkpoint has all that is needed
-            model = locate(run.model.hf).parent
+            model = locate_config_file(run.model.hf).parent
     tokenizer: Path | None = None
     if run.data.tokenizer is not None:
         path = Path(os.path.expanduser(run.data.tokenizer))
         tokenizer = path if path.is_dir() else path.parent
-    elif run.data.kinds <= {"memmap", "python"}:  # tokens of the model's own tokenizer, not bytes
+    elif run.data.source_kinds <= {"memmap", "python"}:  # tokens of the model's own tokenizer, not bytes
         tokenizer = model
     wanted = [(tokenizer, name) for name in _TOKENIZER] + [(model, _GENERATION)]
     return {
@@ -210,7 +221,7 @@ def _files_of(run: Run | None) -> dict[str, Path]:
     }
 
 
-def _read_beside(path: Path) -> bytes:
+def _read_file_to_copy(path: Path) -> bytes:
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES)
     except OSError as error:

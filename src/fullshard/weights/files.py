@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.spec.small_files import ForeignErrors, parse_json, read_bytes
+from fullshard.spec.small_files import ForeignErrorTranslator, parse_json, read_bytes
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -84,11 +84,11 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     Raises DamagedCheckpointError with the inconsistency; OSError.
     """
 
-    def damaged(got: str) -> DamagedCheckpointError:
+    def damaged_file_error(got: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{path} is no whole safetensors file.", got=got, fix="fetch it again")
 
     with path.open("rb") as file:
-        with ForeignErrors(damaged), safe_open(path, framework="numpy"):
+        with ForeignErrorTranslator(damaged_file_error), safe_open(path, framework="numpy"):
             pass  # only opened for its checks
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -97,7 +97,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     for name, stated in header.items():
         dtype, shape = stated["dtype"], tuple(stated["shape"])
         if dtype not in _BY_NAME or len(shape) > _MOST_DIMS:
-            raise damaged(f"{name}: {dtype} of {len(shape)} dims, which torch does not have")
+            raise damaged_file_error(f"{name}: {dtype} of {len(shape)} dims, which torch does not have")
         begin = _LENGTH_BYTES + length + stated["data_offsets"][0]
         tensors[name] = FileTensor(path.name, begin, shape, _BY_NAME[dtype])
     return tensors
@@ -111,7 +111,7 @@ class PretrainedFiles:
     tensors: Mapping[str, FileTensor]
 
 
-def find_weights(directory: Path) -> Path | None:
+def find_weights_file(directory: Path) -> Path | None:
     """Returns the weights file of a directory: model.safetensors, or the index of several files.
 
     A path of a safetensors file is returned itself. None if there are no weights.
@@ -121,18 +121,20 @@ def find_weights(directory: Path) -> Path | None:
     return next((directory / name for name in (ONE_FILE, INDEX) if (directory / name).is_file()), None)
 
 
-def open_weights(path: Path) -> PretrainedFiles:
+def open_pretrained_files(path: Path) -> PretrainedFiles:
     """Opens the weights of a Hugging Face directory or of one safetensors file. Reads only the headers.
 
     Raises CheckpointError if there are no weights, DamagedCheckpointError for incomplete files; OSError.
     """
-    found = find_weights(path)
+    found = find_weights_file(path)
     if found is None:
-        raise _no_weights(path)
-    return PretrainedFiles(found.parent, _read_index(found) if found.name == INDEX else read_header(found))
+        raise _missing_weights_error(path)
+    return PretrainedFiles(
+        found.parent, _read_indexed_headers(found) if found.name == INDEX else read_header(found)
+    )
 
 
-def _read_index(index: Path) -> dict[str, FileTensor]:
+def _read_indexed_headers(index: Path) -> dict[str, FileTensor]:
     try:
         data: Any = parse_json(read_bytes(index, most_bytes=_INDEX_BYTES))
     except ValueError as error:
@@ -159,7 +161,7 @@ def _read_index(index: Path) -> dict[str, FileTensor]:
     return {name: inside[str(file)][name] for name, file in names.items()}
 
 
-def _no_weights(path: Path) -> CheckpointError:
+def _missing_weights_error(path: Path) -> CheckpointError:
     if not path.exists():
         return CheckpointError(f"{path} is not there.", fix="a directory with model.safetensors")
     several = sorted(one.name for one in path.glob("*.safetensors")) if path.is_dir() else []

@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError, MissingExtraError
-from fullshard.models.huggingface import code_beside, without_code
+from fullshard.models.huggingface import auto_map_class_references, remove_code_references
 from fullshard.models.quiet_import import import_quietly
-from fullshard.spec.pretrained import check_sizes
-from fullshard.spec.small_files import ForeignErrors
-from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
-from fullshard.weights.trace import Traced, UntracedError, source_tensor
+from fullshard.spec.pretrained import check_config_sizes
+from fullshard.spec.small_files import ForeignErrorTranslator
+from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor, map_weights_by_name
+from fullshard.weights.trace import TracedTensor, UntraceableOperationError, make_source_tensor
 
 # Names of the part without a head, for models that do not define base_model_prefix.
 _BASES = ("model", "transformer")
@@ -33,24 +33,24 @@ _BASES = ("model", "transformer")
 _ADAPTED = ".base_layer."
 
 
-def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
+def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
     """Maps the tensors of a file, given by name and shape, to those of `model`.
 
     `model` may be sharded, or have peft adapters, in which case its base model is the target. Tensors of a
     transformers model are mapped as by `from_pretrained`, those of any other model by name. Raises
     CheckpointError if transformers' rules do not fit the tensors, or compute values.
     """
-    found = _pretrained_in(model)
+    found = _find_transformers_module(model)
     if found is None:
-        return by_name(_shapes(model), saved, prefixes=_BASES)
+        return map_weights_by_name(_state_dict_shapes(model), saved, prefixes=_BASES)
     within, pretrained = found
     with torch.device("meta"):  # built anew: transformers uses the class names, which FSDP2 changes
-        twin: Any = _class_of(pretrained)(copy.deepcopy(pretrained.config))
-    core = _core()
+        twin: Any = _class_before_sharding(pretrained)(copy.deepcopy(pretrained.config))
+    core = _import_conversion_rules()
     if core is None:
-        named = by_name(_shapes(twin), saved, prefixes=(twin.base_model_prefix,))
+        named = map_weights_by_name(_state_dict_shapes(twin), saved, prefixes=(twin.base_model_prefix,))
     else:
-        named = _follow_rules(twin, core, saved=saved)
+        named = _apply_conversion_rules(twin, core, saved=saved)
     own = {
         name.removeprefix(within).replace(_ADAPTED, "."): name
         for name in model.state_dict()
@@ -63,35 +63,35 @@ def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
     )
 
 
-def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
+def map_model_tensors_to_file(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
     """Maps the model's tensors, given by name and shape, to those of a file that its `from_pretrained` reads.
 
-    `twin` is the model on the meta device, see `meta_twin`. Raises CheckpointError if transformers'
+    `twin` is the model on the meta device, see `build_meta_model`. Raises CheckpointError if transformers'
     rules do not fit the tensors, or compute values.
     """
-    core = _core()
+    core = _import_conversion_rules()
     if core is None:
-        return by_name(tensors, tensors, prefixes=())
-    traced = {name: source_tensor(name, shape) for name, shape in tensors.items()}
-    with _tracing(twin):
-        made: dict[str, Traced] = core.revert_weight_conversion(twin, traced)
+        return map_weights_by_name(tensors, tensors, prefixes=())
+    traced = {name: make_source_tensor(name, shape) for name, shape in tensors.items()}
+    with _convert_untraced_errors(twin):
+        made: dict[str, TracedTensor] = core.revert_weight_conversion(twin, traced)
     return WeightMap(
         parts={name: tensor.parts for name, tensor in made.items()},
         shapes={name: tuple(tensor.shape) for name, tensor in made.items()},
     )
 
 
-def described(model: nn.Module) -> dict[str, Any] | None:
-    """Returns the config from which `meta_twin` rebuilds the model; None if it is not from transformers."""
-    found = _pretrained_in(model)
+def complete_transformers_config(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the config from which `build_meta_model` rebuilds a transformers model; None for others."""
+    found = _find_transformers_module(model)
     if found is None:
         return None
     _, pretrained = found
     config: dict[str, Any] = json.loads(pretrained.config.to_json_string(use_diff=False))
-    return {**config, "architectures": [_class_of(pretrained).__name__]}
+    return {**config, "architectures": [_class_before_sharding(pretrained).__name__]}
 
 
-def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
+def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
     """Builds the transformers model that a complete config.json names, on the meta device.
 
     The config is untrusted, so no code beside a model is run for it. Raises MissingExtraError without
@@ -102,12 +102,12 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
         raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
     import_quietly("transformers.modeling_utils")
     transformers: Any = importlib.import_module("transformers")
-    check_sizes(config, source=needed_for)
-    values = {key: value for key, value in without_code(config).items() if key != "model_type"}
+    check_config_sizes(config, source=needed_for)
+    values = {key: value for key, value in remove_code_references(config).items() if key != "model_type"}
     named = config.get("architectures")
 
-    def refused(got: str) -> CheckpointError:
-        if code_beside(config):
+    def unknown_model_error(got: str) -> CheckpointError:
+        if auto_map_class_references(config):
             return CheckpointError(
                 f"{needed_for} would run Python code that came with the model.",
                 got=f"{named}, which is not one of transformers' own",
@@ -120,7 +120,7 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
             fix="the transformers that it was trained with, or a newer one",
         )
 
-    with ForeignErrors(refused), torch.device("meta"):
+    with ForeignErrorTranslator(unknown_model_error), torch.device("meta"):
         (architecture,) = config["architectures"]
         known = transformers.AutoConfig.for_model(config["model_type"], **values)
         made = getattr(transformers, architecture)
@@ -129,7 +129,7 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
         return made(known)
 
 
-def _pretrained_in(model: nn.Module) -> tuple[str, Any] | None:
+def _find_transformers_module(model: nn.Module) -> tuple[str, Any] | None:
     """Returns (name prefix, module) of the outermost transformers module: `model` or inside wrappers.
 
     None if there is none.
@@ -140,30 +140,30 @@ def _pretrained_in(model: nn.Module) -> tuple[str, Any] | None:
     return None
 
 
-def _class_of(model: nn.Module) -> type:
+def _class_before_sharding(model: nn.Module) -> type:
     """Returns the class that `model` had before FSDP2 replaced it."""
     return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
 
 
-def _shapes(model: nn.Module) -> dict[str, Shape]:
+def _state_dict_shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _core() -> Any:
+def _import_conversion_rules() -> Any:
     """Returns transformers' module `core_model_loading`, which has the rules; None before version 5."""
     name = "transformers.core_model_loading"
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 
-def _follow_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> WeightMap:
+def _apply_conversion_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> WeightMap:
     """Maps tensors of a file to those of `twin` by transformers' rules. See [Note: followed, not copied]."""
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     rules = mapping.get_model_conversion_mapping(twin)
     renamings = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    wanted, base = _shapes(twin), twin.base_model_prefix
-    parts: dict[str, tuple[Part, ...]] = {}
+    wanted, base = _state_dict_shapes(twin), twin.base_model_prefix
+    parts: dict[str, tuple[BoxCopy, ...]] = {}
     shapes: dict[str, Shape] = {}
     surplus: list[str] = []
     converting: dict[str, Any] = {}
@@ -174,26 +174,26 @@ def _follow_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> Weight
         if name not in wanted:
             surplus.append(source)
         elif pattern is None:
-            parts[name], shapes[name] = whole(source, saved[source]), saved[source]
+            parts[name], shapes[name] = map_unchanged_tensor(source, saved[source]), saved[source]
         else:
             if name not in converting:
                 converting[name] = copy.deepcopy(by_pattern[pattern])
-            converting[name].add_tensor(name, source, pattern, source_tensor(source, saved[source]))
+            converting[name].add_tensor(name, source, pattern, make_source_tensor(source, saved[source]))
     for name, converter in converting.items():
-        with _tracing(twin):
+        with _convert_untraced_errors(twin):
             made: dict[str, Any] = converter.convert(name, model=twin, config=twin.config)
         for target, tensor in made.items():
-            traced: Traced = tensor[0] if isinstance(tensor, list) else tensor
+            traced: TracedTensor = tensor[0] if isinstance(tensor, list) else tensor
             parts[target], shapes[target] = traced.parts, tuple(traced.shape)
-    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_unexpected(twin, surplus)))
+    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_unexpected_tensor_names(twin, surplus)))
 
 
 @contextmanager
-def _tracing(twin: Any) -> Generator[None]:
+def _convert_untraced_errors(twin: Any) -> Generator[None]:
     """Converts UntracedError, raised in the block, into CheckpointError."""
     try:
         yield
-    except UntracedError as error:
+    except UntraceableOperationError as error:
         raise CheckpointError(
             f"the weights of {type(twin).__name__} are rearranged in a way that cannot be streamed.",
             got=str(error),
@@ -201,7 +201,7 @@ def _tracing(twin: Any) -> Generator[None]:
         ) from error
 
 
-def _unexpected(twin: Any, surplus: Iterable[str]) -> list[str]:
+def _unexpected_tensor_names(twin: Any, surplus: Iterable[str]) -> list[str]:
     """Returns the surplus tensors that transformers reports too: all except masks, position tables, etc."""
     kept = {name for name, _ in twin.named_buffers()}  # computed, not loaded: absent from the state dict
     patterns = [re.compile(one) for one in twin._keys_to_ignore_on_load_unexpected or ()]

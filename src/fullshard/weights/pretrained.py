@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.shard_file import shard_begin
-from fullshard.distributed.agreement import on_all_ranks, on_rank_zero, rank, world_size
-from fullshard.distributed.tensors import local_shard
+from fullshard.checkpoint.shard_file import shard_offsets
+from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_zero, world_size
+from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
-from fullshard.offload.state import offloaded_of, offloaded_parameters, shards_for_loading
-from fullshard.sharding.materialize import Initialise, initialise
+from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
+from fullshard.sharding.materialize import Initialise, initialise_parameters
 from fullshard.spec.plan import Plan
 from fullshard.spec.weight_map import WeightMap
-from fullshard.weights.files import PretrainedFiles, open_weights
-from fullshard.weights.names import model_names
-from fullshard.weights.read_ahead import carry_out
-from fullshard.weights.strided import moves_into
+from fullshard.weights.files import PretrainedFiles, open_pretrained_files
+from fullshard.weights.names import map_file_tensors_to_model
+from fullshard.weights.read_ahead import copy_from_files
+from fullshard.weights.strided import iterate_copies_into
 from fullshard.weights.tensor_source import ADDED
 
 logger = logging.getLogger("fullshard")
@@ -70,17 +70,17 @@ class LoadReport:
             (self.converted, "of them put together as the model has them"),
             (self.surplus, "in the files that the model does not have"),
         ):
-            lines += [f"{len(names)} {what}: {_some(names)}"] if names else []
-        lines += [self.missing_message] if self.missing_message else []
+            lines += [f"{len(names)} {what}: {_abbreviate_names(names)}"] if names else []
+        lines += [self.missing_tensors_message] if self.missing_tensors_message else []
         return "\n".join(lines)
 
     @property
-    def missing_message(self) -> str | None:
+    def missing_tensors_message(self) -> str | None:
         """A line about the tensors that the files lack, except adapters of peft; None if none is missing."""
         missing = [name for name in self.missing if ADDED not in name]
         if not missing:
             return None
-        return f"{len(missing)} that the files do not have, initialised: {_some(missing)}"
+        return f"{len(missing)} that the files do not have, initialised: {_abbreviate_names(missing)}"
 
 
 def load_pretrained(
@@ -96,29 +96,33 @@ def load_pretrained(
     Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
     incomplete files; MissingExtraError.
     """
-    outside = offloaded_of(model)
+    outside = find_offloaded_state(model)
     elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
-    loaded = read_pretrained(model, directory, wanted=lambda one: one not in elsewhere)
+    loaded = load_selected_tensors(model, directory, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]
     if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
         raise CheckpointError(
             f"{directory} does not hold all of the model.",
-            got=_some(missing),
+            got=_abbreviate_names(missing),
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
-        initialise(model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init)
-    for own in shards_for_loading(outside) if outside is not None and elsewhere else ():
-        read_pretrained(model, directory, wanted=own.__contains__)
+        initialise_parameters(
+            model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init
+        )
+    for own in iterate_parameters_to_load(outside) if outside is not None and elsewhere else ():
+        load_selected_tensors(model, directory, wanted=own.__contains__)
         if plan is not None:
-            initialise(model, [name for name in missing if parameters[name] in own], plan=plan, init=init)
-    if loaded.missing_message and rank() == 0:
-        logger.warning("%s: %s", directory, loaded.missing_message)
+            initialise_parameters(
+                model, [name for name in missing if parameters[name] in own], plan=plan, init=init
+            )
+    if loaded.missing_tensors_message and rank() == 0:
+        logger.warning("%s: %s", directory, loaded.missing_tensors_message)
     return loaded
 
 
-def read_pretrained(
+def load_selected_tensors(
     model: nn.Module,
     directory: str | Path,
     *,
@@ -131,24 +135,24 @@ def read_pretrained(
     """
     began = time.perf_counter()
     path = Path(directory)
-    files = on_rank_zero(lambda: open_weights(path), doing=f"reading {path}")
-    reading = on_all_ranks(lambda: _assign(model, files), doing=f"reading {path}")
-    read_bytes = on_all_ranks(lambda: reading.fill(wanted), doing=f"reading {path}")
+    files = run_on_rank_zero(lambda: open_pretrained_files(path), doing=f"reading {path}")
+    reading = run_on_all_ranks(lambda: _assign_file_tensors(model, files), doing=f"reading {path}")
+    read_bytes = run_on_all_ranks(lambda: reading.fill_tensors(wanted), doing=f"reading {path}")
     return LoadReport(
         directory=str(path),
         tensors=len(reading.filled),
         missing=reading.missing,
         surplus=reading.map.surplus,
         tied=reading.tied,
-        converted=reading.map.converted,
-        dtypes=reading.conversions(),
+        converted=reading.map.converted_targets,
+        dtypes=reading.count_dtype_conversions(),
         read_bytes=read_bytes,
         seconds=time.perf_counter() - began,
     )
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _TensorAssignment:
     """Assignment of file tensors to model tensors.
 
     map: parts of the file tensors for each model tensor
@@ -163,23 +167,25 @@ class _Reading:
     missing: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
 
-    def fill(self, wanted: Callable[[Tensor], bool]) -> int:
+    def fill_tensors(self, wanted: Callable[[Tensor], bool]) -> int:
         """Fills the tensors for which `wanted` returns True. Returns the bytes that this rank read."""
         filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
         moves = (
             move
             for name, tensor in filled.items()
-            for move in moves_into(local_shard(tensor), self.map.parts[name], offsets=shard_begin(tensor))
+            for move in iterate_copies_into(
+                detached_local_tensor(tensor), self.map.parts[name], offsets=shard_offsets(tensor)
+            )
         )
-        held = sum(local_shard(tensor).numel() for tensor in filled.values())
+        held = sum(detached_local_tensor(tensor).numel() for tensor in filled.values())
         every = sum(tensor.numel() for tensor in filled.values())
-        return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
+        return copy_from_files(moves, self.files, cached=held * world_size() > _COPIES * every)
 
     def source_dtype(self, name: str) -> torch.dtype:
         """Returns the dtype that the model's tensor `name` has in the files."""
         return self.files.tensors[self.map.parts[name][0].source].dtype
 
-    def conversions(self) -> Mapping[str, int]:
+    def count_dtype_conversions(self) -> Mapping[str, int]:
         """Returns the number of tensors per conversion of dtype, such as "bfloat16 → float32"."""
         pairs = ((self.source_dtype(name), tensor.dtype) for name, tensor in self.filled.items())
         return Counter(
@@ -187,14 +193,14 @@ class _Reading:
         )
 
 
-def _assign(model: nn.Module, files: PretrainedFiles) -> _Reading:
+def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAssignment:
     """Assigns the tensors of `files` to those of `model`. Raises CheckpointError if they do not fit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves units unsharded
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    found = model_names(model, {name: tensor.shape for name, tensor in files.tensors.items()})
-    _require_shapes(tensors, found, path=files.directory)
+    found = map_file_tensors_to_model(model, {name: tensor.shape for name, tensor in files.tensors.items()})
+    _check_shapes_match(tensors, found, path=files.directory)
     names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -208,12 +214,12 @@ def _assign(model: nn.Module, files: PretrainedFiles) -> _Reading:
             continue
         filled[name] = tensors[name]
         tied += [(alias, name) for alias in own if alias != name]
-    reading = _Reading(files, found, filled, tuple(missing), tuple(tied))
-    _require_fillable(reading)
+    reading = _TensorAssignment(files, found, filled, tuple(missing), tuple(tied))
+    _check_tensors_are_loadable(reading)
     return reading
 
 
-def _require_fillable(reading: _Reading) -> None:
+def _check_tensors_are_loadable(reading: _TensorAssignment) -> None:
     """Raises CheckpointError for tensors without memory, and for quantised weights."""
     for name, tensor in reading.filled.items():
         if tensor.is_meta:
@@ -234,7 +240,7 @@ def _require_fillable(reading: _Reading) -> None:
             )
 
 
-def _require_shapes(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
+def _check_shapes_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
     other = [
         f"{name} is {list(found.shapes[name])} there and {list(tensor.shape)} here"
         for name, tensor in tensors.items()
@@ -243,11 +249,11 @@ def _require_shapes(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Pa
     if other:
         raise CheckpointError(
             f"{path} holds another model: {len(other)} tensors of another shape.",
-            got=_some(other, between="; "),
+            got=_abbreviate_names(other, between="; "),
             fix='the config.json that stands beside the weights; or weights = "none", to start without',
         )
 
 
-def _some(items: Iterable[str], *, between: str = ", ") -> str:
+def _abbreviate_names(items: Iterable[str], *, between: str = ", ") -> str:
     every = list(items)
     return between.join(every[:_SHOWN]) + (f"{between}..." if len(every) > _SHOWN else "")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fullshard.spec.weight_map import Part, row_major
+from fullshard.spec.weight_map import BoxCopy, row_major_strides
 
 # Gaps of up to this size are read and dropped, which takes less time than another read.
 GAP_BYTES = 64 << 10
@@ -27,31 +27,33 @@ class StridedCopy:
     target: Tensor
 
     @property
-    def span(self) -> int:
+    def source_span(self) -> int:
         """Number of source elements from the first to the last copied one, with the gaps between."""
         return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
 
     @property
     def is_contiguous(self) -> bool:
         """True if the elements are adjacent in both source and target, in the same order."""
-        wanted = row_major(tuple(self.target.shape))
+        wanted = row_major_strides(tuple(self.target.shape))
         agree = all(
             size == 1 or stride == step
             for size, stride, step in zip(self.target.shape, self.strides, wanted, strict=True)
         )
         return agree and self.target.is_contiguous()
 
-    def narrowed(self, dim: int, begin: int, *, length: int) -> "StridedCopy":
+    def narrow(self, dim: int, begin: int, *, length: int) -> "StridedCopy":
         """Returns the copy restricted to `length` elements from `begin` along `dim`."""
         start = self.begin + begin * self.strides[dim]
         return StridedCopy(self.source, start, self.strides, self.target.narrow(dim, begin, length))
 
-    def take(self, elements: Tensor) -> None:
-        """Fills `target` from `elements`, the `span` source elements from `begin` on. Converts the dtype."""
+    def fill_target(self, elements: Tensor) -> None:
+        """Fills `target` from `elements`, the `source_span` elements from `begin` on. Converts the dtype."""
         self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
 
 
-def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int]) -> Iterator[StridedCopy]:
+def iterate_copies_into(
+    target: Tensor, parts: Sequence[BoxCopy], *, offsets: Sequence[int]
+) -> Iterator[StridedCopy]:
     """Yields the copies that fill `target`, a box at `offsets` in the tensor that `parts` fill."""
     for part in parts:
         begin, view, empty = part.begin, target, target.numel() == 0
@@ -67,7 +69,7 @@ def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int])
             yield StridedCopy(part.source, begin, part.strides, view)
 
 
-def split(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCopy]:
+def split_copy(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCopy]:
     """Splits `move` into copies that each span at most `most` source elements and no gap above GAP_BYTES.
 
     itemsize: bytes per source element
@@ -78,12 +80,12 @@ def split(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCop
         return
     outer = max(dims, key=lambda dim: move.strides[dim])
     stride, size = move.strides[outer], move.target.shape[outer]
-    inner = move.span - (size - 1) * stride
+    inner = move.source_span - (size - 1) * stride
     far_apart = (stride - inner) * itemsize > GAP_BYTES
-    if move.span <= most and not far_apart:
+    if move.source_span <= most and not far_apart:
         yield move
         return
     fitting = 1 if far_apart or inner >= most else max(1, (most - inner) // max(stride, 1) + 1)
     for begin in range(0, size, fitting):
-        piece = move.narrowed(outer, begin, length=min(fitting, size - begin))
-        yield from split(piece, most=most, itemsize=itemsize)
+        piece = move.narrow(outer, begin, length=min(fitting, size - begin))
+        yield from split_copy(piece, most=most, itemsize=itemsize)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
 from fullshard.checkpoint.shard_file import SUFFIX, ShardRecord
-from fullshard.checkpoint.storage import Reader
+from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.spec.weight_map import Part, row_major
-from fullshard.weights.strided import moves_into
+from fullshard.spec.weight_map import BoxCopy, row_major_strides
+from fullshard.weights.strided import iterate_copies_into
 
 # Parts of the names that peft gives to the base module and to the adapter.
 BASE, ADDED = ".base_layer.", ".lora_"
@@ -33,7 +33,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class _ShardLocation:
+class _PieceLocation:
     """A saved piece of a tensor, and the data file that holds it."""
 
     file: str
@@ -43,7 +43,7 @@ class _ShardLocation:
 class SavedModel:
     """The model tensors of a checkpoint. Every read verifies the digests of the blocks that it reads."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: DcpCheckpointReader) -> None:
         manifest = reader.manifest
         if manifest.layout == "ranks":
             raise CheckpointError(
@@ -54,7 +54,7 @@ class SavedModel:
             )
         self._reader = reader
         self.tensors: Mapping[str, SavedTensor] = manifest.model_tensors
-        self._places = _places(reader, manifest)
+        self._places = _locate_model_pieces(reader, manifest)
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
         """Fills the flat `target` with elements of the tensor `name` from `begin` on, row-major.
@@ -73,40 +73,40 @@ class SavedModel:
         )
         places = self._places[name]
         parts = [
-            Part(str(number), 0, row_major(box), one.piece.index or (0,), box)
+            BoxCopy(str(number), 0, row_major_strides(box), one.piece.index or (0,), box)
             for number, one in enumerate(places)
             for box in (one.piece.shape or (1,),)
         ]
-        for move in moves_into(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
+        for move in iterate_copies_into(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
             place = places[int(move.source)]
             if move.is_contiguous:
-                self._read_piece(move.target.view(-1), place, begin=move.begin)
+                self._read_piece_elements(move.target.view(-1), place, begin=move.begin)
             else:
-                elements = torch.empty(move.span, dtype=target.dtype)
-                self._read_piece(elements, place, begin=move.begin)
-                move.take(elements)
+                elements = torch.empty(move.source_span, dtype=target.dtype)
+                self._read_piece_elements(elements, place, begin=move.begin)
+                move.fill_target(elements)
         if not whole_rows:
             target.copy_(rows.view(-1)[start : start + target.numel()])
 
-    def _read_piece(self, target: Tensor, place: _ShardLocation, *, begin: int) -> None:
+    def _read_piece_elements(self, target: Tensor, place: _PieceLocation, *, begin: int) -> None:
         flat = place.piece.model_copy(update={"shape": (math.prod(place.piece.shape),), "index": (0,)})
-        with self._reader.opened(place.file) as file:
-            self._reader.read_part(file, flat, offsets=(begin,), target=target)
+        with self._reader.open_data_file(place.file) as file:
+            self._reader.read_piece_part(file, flat, offsets=(begin,), target=target)
 
 
-def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation]]:
+def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_PieceLocation]]:
     """Returns the pieces of each model tensor, ordered by index, with one of several copies of a piece."""
-    found: dict[str, dict[tuple[int, ...], _ShardLocation]] = {name: {} for name in manifest.model_tensors}
+    found: dict[str, dict[tuple[int, ...], _PieceLocation]] = {name: {} for name in manifest.model_tensors}
     for file in manifest.data_files:
-        for piece in reader.table(file).pieces:
+        for piece in reader.read_table(file).pieces:
             if piece.name in found:
-                found[piece.name].setdefault(piece.index, _ShardLocation(file, piece))
+                found[piece.name].setdefault(piece.index, _PieceLocation(file, piece))
     for name, tensor in manifest.model_tensors.items():
         held = sum(math.prod(place.piece.shape) for place in found[name].values())
         if held != math.prod(tensor.shape):
             for file in manifest.files:
                 if f"{file}{SUFFIX}" in manifest.files:
-                    reader.table(file)  # raises for a file on another node's disk
+                    reader.read_table(file)  # raises for a file on another node's disk
             raise DamagedCheckpointError(
                 f"{reader.files} does not hold all of {name}.",
                 got=f"{held} of {math.prod(tensor.shape)} elements",
@@ -118,29 +118,30 @@ def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation
 
 
 @dataclass(frozen=True)
-class _Adapter:
+class _LoraAdapter:
     """A LoRA adapter of the weight `base`, which becomes base + scale · B A (transposed if `turned`).
 
     base, a, b: saved names of the base weight and of the factors A and B
-    turned: whether the weight is (in, out)
+    is_transposed: whether the weight is (in, out)
     """
 
     base: str
     a: str
     b: str
-    turned: bool
+    is_transposed: bool
 
 
 @dataclass(frozen=True)
-class Merging:
+class AdapterMerging:
     """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + `scale` · B A.
 
     scale: factor of the product B A
-    turned: saved names of modules whose weight is (in, out), as in GPT-2; embeddings need not be listed
+    transposed_modules: saved names of modules whose weight is (in, out), as in GPT-2; embeddings need not be
+        listed
     """
 
     scale: float
-    turned: frozenset[str] = frozenset()
+    transposed_modules: frozenset[str] = frozenset()
 
 
 class MergedModel:
@@ -150,9 +151,9 @@ class MergedModel:
     CheckpointError for adapters without their base, and for adapters that are not factors of matrices.
     """
 
-    def __init__(self, source: SavedModel, merging: Merging) -> None:
+    def __init__(self, source: SavedModel, merging: AdapterMerging) -> None:
         self._source, self._scale = source, merging.scale
-        self._adapters = _adapters(source.tensors, turned=merging.turned)
+        self._adapters = _lora_adapters_by_base(source.tensors, turned=merging.transposed_modules)
         # Merged name -> saved name.
         self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
         self.tensors: Mapping[str, SavedTensor] = {
@@ -168,28 +169,34 @@ class MergedModel:
             return
         row = self.tensors[name].shape[1]
         first, last = begin // row, -(-(begin + target.numel()) // row)
-        a, b = self._factors(adapter)
-        added = (a.T[first:last] @ b.T) if adapter.turned else (b[first:last] @ a)
+        a, b = self._read_lora_factors(adapter)
+        added = (a.T[first:last] @ b.T) if adapter.is_transposed else (b[first:last] @ a)
         start = begin - first * row
         flat = added.reshape(-1)[start : start + target.numel()]
         target.copy_(target.float() + self._scale * flat)
 
-    def _factors(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
+    def _read_lora_factors(self, adapter: _LoraAdapter) -> tuple[Tensor, Tensor]:
         """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
         if self._loaded is None or self._loaded[0] != adapter.base:
-            self._loaded = (adapter.base, self._whole(adapter.a), self._whole(adapter.b))
+            self._loaded = (
+                adapter.base,
+                self._read_whole_tensor(adapter.a),
+                self._read_whole_tensor(adapter.b),
+            )
         return self._loaded[1], self._loaded[2]
 
-    def _whole(self, name: str) -> Tensor:
+    def _read_whole_tensor(self, name: str) -> Tensor:
         saved = self._source.tensors[name]
         flat = torch.empty(math.prod(saved.shape), dtype=saved.torch_dtype)
         self._source.read_into(flat, name, begin=0)
         return flat.view(saved.shape).float()
 
 
-def _adapters(tensors: Mapping[str, SavedTensor], *, turned: frozenset[str]) -> dict[str, _Adapter]:
+def _lora_adapters_by_base(
+    tensors: Mapping[str, SavedTensor], *, turned: frozenset[str]
+) -> dict[str, _LoraAdapter]:
     """Returns the adapters by the saved name of their base weight."""
-    found: dict[str, _Adapter] = {}
+    found: dict[str, _LoraAdapter] = {}
     for name, tensor in tensors.items():
         if ADDED not in name:
             continue
@@ -208,5 +215,5 @@ def _adapters(tensors: Mapping[str, SavedTensor], *, turned: frozenset[str]) -> 
                 fix="--format peft, which writes these",
             )
         a, b = (f"{module}{one}" for one in kinds[0])
-        found[base] = _Adapter(base, a, b, turned=module in turned or kinds[0] is _EMBEDDING)
+        found[base] = _LoraAdapter(base, a, b, is_transposed=module in turned or kinds[0] is _EMBEDDING)
     return found

@@ -12,168 +12,185 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fullshard.spec.weight_map import Part, Shape, row_major, whole
+from fullshard.spec.weight_map import BoxCopy, Shape, map_unchanged_tensor, row_major_strides
 
 _ATEN = torch.ops.aten
 
 
-class UntracedError(Exception):
+class UntraceableOperationError(Exception):
     """Raised for an operation on a `Traced` that computes values, or that is not supported here."""
 
 
-class Traced(Tensor):
+class TracedTensor(Tensor):
     """A tensor without values, which records where each element comes from.
 
     parts: boxes that fill the tensor, see `spec.weight_map`
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[BoxCopy, ...]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, keywords = func.overloadpacket, dict(kwargs or {})
         if packet in _COPIES:
-            return _same(args[0])
+            return _copy_traced_tensor(args[0])
         if packet not in _FOLLOWED:
-            raise UntracedError(str(func))
+            raise UntraceableOperationError(str(func))
         return _FOLLOWED[packet](*args, **keywords)
 
 
-def traced(shape: Shape, parts: Iterable[Part]) -> Traced:
+def make_traced_tensor(shape: Shape, parts: Iterable[BoxCopy]) -> TracedTensor:
     """Returns a traced tensor of `shape` that `parts` fill."""
     # Appears contiguous, so that every reshape is a view; only views are supported here.
-    made = cast(Any, Tensor)._make_wrapper_subclass(Traced, shape, dtype=torch.float32, device="meta")
+    made = cast(Any, Tensor)._make_wrapper_subclass(TracedTensor, shape, dtype=torch.float32, device="meta")
     made.parts = tuple(parts)
     return made
 
 
-def source_tensor(name: str, shape: Shape) -> Traced:
+def make_source_tensor(name: str, shape: Shape) -> TracedTensor:
     """Returns a traced tensor that is the whole source tensor `name`."""
-    return traced(shape, whole(name, shape))
+    return make_traced_tensor(shape, map_unchanged_tensor(name, shape))
 
 
 _COPIES = (_ATEN.clone, _ATEN.detach, _ATEN.alias)
 
 
-def _same(tensor: Traced) -> Traced:
-    return traced(tuple(tensor.shape), tensor.parts)
+def _copy_traced_tensor(tensor: TracedTensor) -> TracedTensor:
+    return make_traced_tensor(tuple(tensor.shape), tensor.parts)
 
 
-def _set(values: Sequence[int], dim: int, *new: int) -> tuple[int, ...]:
+def _replace_entry(values: Sequence[int], dim: int, *new: int) -> tuple[int, ...]:
     """Returns `values` with the entry of `dim` replaced by `new`, which may be none or several entries."""
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
-def _narrow(tensor: Traced, dim: int, *, begin: int, length: int) -> Traced:
+def _narrow(tensor: TracedTensor, dim: int, *, begin: int, length: int) -> TracedTensor:
     """Returns elements `begin` to `begin` + `length` along `dim`."""
-    parts: list[Part] = []
+    parts: list[BoxCopy] = []
     for p in tensor.parts:
         low, high = max(p.at[dim], begin), min(p.at[dim] + p.shape[dim], begin + length)
         if low < high:
             first = p.begin + (low - p.at[dim]) * p.strides[dim]
-            at, shape = _set(p.at, dim, low - begin), _set(p.shape, dim, high - low)
-            parts.append(Part(p.source, first, p.strides, at, shape))
-    return traced(_set(tensor.shape, dim, length), parts)
+            at, shape = _replace_entry(p.at, dim, low - begin), _replace_entry(p.shape, dim, high - low)
+            parts.append(BoxCopy(p.source, first, p.strides, at, shape))
+    return make_traced_tensor(_replace_entry(tensor.shape, dim, length), parts)
 
 
 def _slice(  # signature: aten's
-    tensor: Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Traced:
+    tensor: TracedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> TracedTensor:
     if step != 1:
-        raise UntracedError("slices with steps")
+        raise UntraceableOperationError("slices with steps")
     dim %= tensor.ndim
     low, high, _ = slice(start, end).indices(tensor.shape[dim])
     return _narrow(tensor, dim, begin=low, length=max(high - low, 0))
 
 
 def _split_with_sizes(
-    tensor: Traced, sizes: Sequence[int], dim: int = 0
-) -> list[Traced]:  # signature: aten's
+    tensor: TracedTensor, sizes: Sequence[int], dim: int = 0
+) -> list[TracedTensor]:  # signature: aten's
     dim %= tensor.ndim
     begins = [sum(sizes[:index]) for index in range(len(sizes))]
     return [_narrow(tensor, dim, begin=b, length=n) for b, n in zip(begins, sizes, strict=True)]
 
 
-def _split(tensor: Traced, size: int, dim: int = 0) -> list[Traced]:  # signature: aten's
+def _split(tensor: TracedTensor, size: int, dim: int = 0) -> list[TracedTensor]:  # signature: aten's
     length = tensor.shape[dim]
     sizes = [min(size, length - begin) for begin in range(0, length, size)]
     return _split_with_sizes(tensor, sizes, dim)
 
 
-def _select(tensor: Traced, dim: int, index: int) -> Traced:  # signature: aten's
+def _select(tensor: TracedTensor, dim: int, index: int) -> TracedTensor:  # signature: aten's
     dim %= tensor.ndim
     return _squeeze(_narrow(tensor, dim, begin=index % tensor.shape[dim], length=1), dim)
 
 
-def _unbind(tensor: Traced, dim: int = 0) -> list[Traced]:
+def _unbind(tensor: TracedTensor, dim: int = 0) -> list[TracedTensor]:
     return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
-def _squeeze(tensor: Traced, dim: int) -> Traced:
+def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
-        return _same(tensor)
+        return _copy_traced_tensor(tensor)
     parts = [
-        Part(p.source, p.begin, _set(p.strides, dim), _set(p.at, dim), _set(p.shape, dim))
+        BoxCopy(
+            p.source,
+            p.begin,
+            _replace_entry(p.strides, dim),
+            _replace_entry(p.at, dim),
+            _replace_entry(p.shape, dim),
+        )
         for p in tensor.parts
     ]
-    return traced(_set(tensor.shape, dim), parts)
+    return make_traced_tensor(_replace_entry(tensor.shape, dim), parts)
 
 
-def _unsqueeze(tensor: Traced, dim: int) -> Traced:
+def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim + 1
 
-    def with_dim(values: Sequence[int], new: int) -> tuple[int, ...]:
+    def insert_entry(values: Sequence[int], new: int) -> tuple[int, ...]:
         return (*values[:dim], new, *values[dim:])
 
     parts = [
-        Part(p.source, p.begin, with_dim(p.strides, 0), with_dim(p.at, 0), with_dim(p.shape, 1))
+        BoxCopy(
+            p.source, p.begin, insert_entry(p.strides, 0), insert_entry(p.at, 0), insert_entry(p.shape, 1)
+        )
         for p in tensor.parts
     ]
-    return traced(with_dim(tensor.shape, 1), parts)
+    return make_traced_tensor(insert_entry(tensor.shape, 1), parts)
 
 
-def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     dim %= tensors[0].ndim
-    across = {_set(t.shape, dim) for t in tensors}
+    across = {_replace_entry(t.shape, dim) for t in tensors}
     if len(across) > 1:
-        raise UntracedError(f"joining tensors of shapes {', '.join(str(list(s)) for s in sorted(across))}")
-    parts, begin = list[Part](), 0
+        raise UntraceableOperationError(
+            f"joining tensors of shapes {', '.join(str(list(s)) for s in sorted(across))}"
+        )
+    parts, begin = list[BoxCopy](), 0
     for tensor in tensors:
-        parts += [replace(p, at=_set(p.at, dim, p.at[dim] + begin)) for p in tensor.parts]
+        parts += [replace(p, at=_replace_entry(p.at, dim, p.at[dim] + begin)) for p in tensor.parts]
         begin += tensor.shape[dim]
-    return traced(_set(tensors[0].shape, dim, begin), parts)
+    return make_traced_tensor(_replace_entry(tensors[0].shape, dim, begin), parts)
 
 
-def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim % (tensors[0].ndim + 1))
 
 
-def _permute(tensor: Traced, dims: Sequence[int]) -> Traced:
+def _permute(tensor: TracedTensor, dims: Sequence[int]) -> TracedTensor:
     order = [dim % tensor.ndim for dim in dims]
 
-    def turned(values: Sequence[int]) -> tuple[int, ...]:
+    def permute_entries(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values[dim] for dim in order)
 
-    parts = [Part(p.source, p.begin, turned(p.strides), turned(p.at), turned(p.shape)) for p in tensor.parts]
-    return traced(turned(tensor.shape), parts)
+    parts = [
+        BoxCopy(
+            p.source, p.begin, permute_entries(p.strides), permute_entries(p.at), permute_entries(p.shape)
+        )
+        for p in tensor.parts
+    ]
+    return make_traced_tensor(permute_entries(tensor.shape), parts)
 
 
-def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:  # signature: aten's
+def _transpose(tensor: TracedTensor, dim0: int, dim1: int) -> TracedTensor:  # signature: aten's
     order = list(range(tensor.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(tensor, order)
 
 
-def _view(tensor: Traced, size: Sequence[int]) -> Traced:
+def _reshape(tensor: TracedTensor, size: Sequence[int]) -> TracedTensor:
     """Reshapes a traced tensor to `size`, which may contain one -1, box by box."""
     given = torch.empty(tuple(tensor.shape), device="meta").reshape(tuple(size)).shape
-    parts = [part for old in tensor.parts for part in _reshaped(old, tuple(tensor.shape), new=tuple(given))]
-    return traced(tuple(given), parts)
+    parts = [
+        part for old in tensor.parts for part in _reshape_part(old, tuple(tensor.shape), new=tuple(given))
+    ]
+    return make_traced_tensor(tuple(given), parts)
 
 
 @dataclass(frozen=True)
-class _TracedRun:
+class _ElementRun:
     """Consecutive elements of a flattened tensor, which come from elements of a source at a fixed distance.
 
     at: first element in the flattened tensor
@@ -188,17 +205,19 @@ class _TracedRun:
     stride: int
 
 
-def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
+def _reshape_part(part: BoxCopy, old: Shape, *, new: Shape) -> list[BoxCopy]:
     """Returns `part` of a tensor of shape `old` as boxes of the same elements in the shape `new`.
 
     Equal dims at the front and at the back of both shapes are kept. The dims between are cut into runs.
     """
-    front = _shared(old, new)
-    back = _shared(old[front:][::-1], new[front:][::-1])
+    front = _count_equal_leading_dims(old, new)
+    back = _count_equal_leading_dims(old[front:][::-1], new[front:][::-1])
     low, high = slice(front, len(old) - back), slice(front, len(new) - back)
-    runs = _runs(part.at[low], shape=part.shape[low], strides=part.strides[low], sizes=old[low])
+    runs = _flatten_box_into_runs(
+        part.at[low], shape=part.shape[low], strides=part.strides[low], sizes=old[low]
+    )
     return [
-        Part(
+        BoxCopy(
             part.source,
             begin=part.begin + box.begin,
             strides=(*part.strides[:front], *box.strides, *part.strides[low.stop :]),
@@ -206,32 +225,32 @@ def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
             shape=(*part.shape[:front], *box.shape, *part.shape[low.stop :]),
         )
         for run in runs
-        for box in _boxes(run, new[high])
+        for box in _split_run_into_boxes(run, new[high])
     ]
 
 
-def _shared(one: Shape, other: Shape) -> int:
+def _count_equal_leading_dims(one: Shape, other: Shape) -> int:
     """Returns the number of leading dims that are equal in both shapes."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_TracedRun]:
+def _flatten_box_into_runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_ElementRun]:
     """Returns the runs of a box in the flattened tensor of shape `sizes`, with `begin` relative to the box.
 
     at, shape: position and shape of the box
     strides: source elements from one index of the box to the next, per dim
     """
-    runs, inner = [_TracedRun(0, 1, 0, 0)], 1
+    runs, inner = [_ElementRun(0, 1, 0, 0)], 1
     for dim in reversed(range(len(sizes))):
         first = runs[0]
         joins = inner == 1 or shape[dim] == 1 or strides[dim] == first.stride * inner
         if len(runs) == 1 and first.length == inner and joins:
             stride = strides[dim] if inner == 1 else first.stride
-            runs = [_TracedRun(at[dim] * inner, shape[dim] * inner, 0, stride)]
+            runs = [_ElementRun(at[dim] * inner, shape[dim] * inner, 0, stride)]
         else:
             runs = [
-                _TracedRun((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
+                _ElementRun((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
                 for i in range(shape[dim])
                 for r in runs
             ]
@@ -239,12 +258,12 @@ def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_Tra
     return runs
 
 
-def _boxes(run: _TracedRun, sizes: Shape) -> list[Part]:
+def _split_run_into_boxes(run: _ElementRun, sizes: Shape) -> list[BoxCopy]:
     """Returns the boxes that `run` fills in a tensor of shape `sizes`. They have no source name."""
     if not sizes:
-        return [Part("", begin=run.begin, strides=(), at=(), shape=())]
+        return [BoxCopy("", begin=run.begin, strides=(), at=(), shape=())]
     inner_sizes, inner = sizes[1:], math.prod(sizes[1:])
-    found: list[Part] = []
+    found: list[BoxCopy] = []
     at, end = run.at, run.at + run.length
     while at < end:
         row, column = divmod(at, inner)
@@ -252,11 +271,11 @@ def _boxes(run: _TracedRun, sizes: Shape) -> list[Part]:
         rows = (end - at) // inner if column == 0 else 0
         taken = rows * inner or min(inner - column, end - at)
         if rows:
-            strides = tuple(step * run.stride for step in (inner, *row_major(inner_sizes)))
-            found.append(Part("", begin, strides, (row, *(0 for _ in inner_sizes)), (rows, *inner_sizes)))
+            strides = tuple(step * run.stride for step in (inner, *row_major_strides(inner_sizes)))
+            found.append(BoxCopy("", begin, strides, (row, *(0 for _ in inner_sizes)), (rows, *inner_sizes)))
         else:
-            for box in _boxes(_TracedRun(column, taken, begin, run.stride), inner_sizes):
-                found.append(Part("", box.begin, (0, *box.strides), (row, *box.at), (1, *box.shape)))
+            for box in _split_run_into_boxes(_ElementRun(column, taken, begin, run.stride), inner_sizes):
+                found.append(BoxCopy("", box.begin, (0, *box.strides), (row, *box.at), (1, *box.shape)))
         at += taken
     return found
 
@@ -273,8 +292,8 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     _ATEN.stack: _stack,
     _ATEN.permute: _permute,
     _ATEN.transpose: _transpose,
-    _ATEN.t: lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else _same(tensor),
-    _ATEN.view: _view,
-    _ATEN._unsafe_view: _view,
-    _ATEN.reshape: _view,
+    _ATEN.t: lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else _copy_traced_tensor(tensor),
+    _ATEN.view: _reshape,
+    _ATEN._unsafe_view: _reshape,
+    _ATEN.reshape: _reshape,
 }

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
-from fullshard.spec.weight_map import Part, WeightMap
+from fullshard.spec.weight_map import BoxCopy, WeightMap
 from fullshard.system import disk
 from fullshard.weights.files import DTYPES, encode_header
-from fullshard.weights.strided import StridedCopy, moves_into, split
+from fullshard.weights.strided import StridedCopy, iterate_copies_into, split_copy
 from fullshard.weights.tensor_source import TensorSource
 
 # Piece size for larger tensors: much more than a checkpoint's digest block of 16 MiB.
@@ -39,12 +39,12 @@ class SafetensorsWriter:
     what: str
     source: TensorSource
     tensors: Mapping[str, SavedTensor]
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[BoxCopy]]
     metadata: Mapping[str, str]
     piece_bytes: int
 
     @classmethod
-    def of(
+    def from_weight_map(
         cls,
         source: TensorSource,
         names: WeightMap,
@@ -82,10 +82,10 @@ class SafetensorsWriter:
         return cls(what, source, {n: tensors[n] for n in order}, names.parts, metadata, piece_bytes)
 
     @property
-    def size_bytes(self) -> int:
+    def total_tensor_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
-    def files_of(self, shard_bytes: int) -> list[list[str]]:
+    def group_tensors_into_files(self, shard_bytes: int) -> list[list[str]]:
         """Returns the tensor names of each file, which has at most `shard_bytes`, or one larger tensor."""
         files: list[list[str]] = []
         room = 0
@@ -97,19 +97,19 @@ class SafetensorsWriter:
             room -= tensor.size_bytes
         return files
 
-    def write(self, target: Path, names: Sequence[str]) -> None:
+    def write_file(self, target: Path, names: Sequence[str]) -> None:
         """Writes the tensors `names` to the file `target`, which appears when it is complete."""
         header = encode_header({name: self.tensors[name] for name in names}, self.metadata)
-        pieces = (piece for name in names for piece in self._pieces(name))
+        pieces = (piece for name in names for piece in self._iterate_tensor_pieces(name))
         # The next piece is read on the thread while this one is written.
-        with disk.replace_atomically(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
+        with disk.open_atomic_replacement(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
             file.write(header)
             coming = thread.submit(next, pieces, None)
             while (piece := coming.result()) is not None:
                 coming = thread.submit(next, pieces, None)
                 file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
 
-    def _pieces(self, name: str) -> Iterator[Tensor]:
+    def _iterate_tensor_pieces(self, name: str) -> Iterator[Tensor]:
         """Yields the tensor `name` as pieces: groups of rows that fit into `piece_bytes`."""
         tensor = self.tensors[name]
         shape = tensor.shape or (1,)
@@ -120,17 +120,19 @@ class SafetensorsWriter:
             rows = min(most, shape[0] - begin)
             piece = torch.empty((rows, *shape[1:]) if tensor.shape else (), dtype=tensor.torch_dtype)
             offsets = (begin, *(0 for _ in shape[1:])) if tensor.shape else ()
-            for move in moves_into(piece, self.parts[name], offsets=offsets):
-                self._write_pieces(move)
+            for move in iterate_copies_into(piece, self.parts[name], offsets=offsets):
+                self._read_into_target(move)
             yield piece
 
-    def _write_pieces(self, move: StridedCopy) -> None:
+    def _read_into_target(self, move: StridedCopy) -> None:
         """Fills the target of `move` from the source, through buffers of at most `piece_bytes`."""
         dtype = self.source.tensors[move.source].torch_dtype
         if move.is_contiguous and move.target.dtype == dtype:
             self.source.read_into(move.target.view(-1), move.source, begin=move.begin)
             return
-        for part in split(move, most=max(1, self.piece_bytes // dtype.itemsize), itemsize=dtype.itemsize):
-            elements = torch.empty(part.span, dtype=dtype)
+        for part in split_copy(
+            move, most=max(1, self.piece_bytes // dtype.itemsize), itemsize=dtype.itemsize
+        ):
+            elements = torch.empty(part.source_span, dtype=dtype)
             self.source.read_into(elements, part.source, begin=part.begin)
-            part.take(elements)
+            part.fill_target(elements)
