@@ -16,7 +16,7 @@ from fullshard.checkpoint.shard_file import (
     verify_padding,
     verify_piece,
 )
-from fullshard.checkpoint.snapshot_reader import LiveShardReader
+from fullshard.checkpoint.snapshot_reader import LiveShardReader, UnchangingShardReader
 from fullshard.checkpoint.storage import write_shards
 from fullshard.errors import DamagedCheckpointError
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, allocate_aligned_memory
@@ -72,17 +72,10 @@ def test_each_piece_is_what_torch_saves_and_has_its_digests():
             {piece.name: torch.load(io.BytesIO(data[piece.offset : piece.offset + piece.length]))},
             {piece.name: tensors[piece.name]},
         )
-        verify_piece(io.BytesIO(data), piece, block_bytes=table.block_bytes, scratch=scratch)
+        verify_piece(io.BytesIO(data), piece, scratch=scratch)
         found = torch.zeros_like(tensors[piece.name])
         offsets = (0,) * found.ndim
-        read_verified_part(
-            io.BytesIO(data),
-            piece,
-            offsets=offsets,
-            target=found,
-            block_bytes=table.block_bytes,
-            scratch=scratch,
-        )
+        read_verified_part(io.BytesIO(data), piece, offsets=offsets, target=found, scratch=scratch)
         assert torch.equal(found, tensors[piece.name])
 
 
@@ -102,9 +95,9 @@ def test_where_a_tensor_lies_in_memory_changes_nothing_but_padding(tmp_path, mov
     finally:
         torch.serialization.set_crc32_options(True)
     shards = [(name, (0,) * tensor.ndim, move(tensor)) for name, tensor in mixed().items()]
-    held = (
-        LiveShardReader({name: one for name, _, one in shards}, copied=lambda _, one: one) if live else None
-    )
+    held = UnchangingShardReader()
+    if live:
+        held = LiveShardReader({name: one for name, _, one in shards}, copied=lambda _, one: one)
     write_shards(LocalFiles(tmp_path), "data", shards=shards, held=held)
     found = (tmp_path / "data").read_bytes()
     table = ShardFileTable.model_validate_json((tmp_path / "data.pieces").read_bytes())

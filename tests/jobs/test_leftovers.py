@@ -12,7 +12,7 @@ import pytest
 from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
 from fullshard.jobs.leftovers import (
-    find_unusable_offload_state,
+    find_unusable_state,
     leftover_state_messages,
     unusable_state_message,
 )
@@ -112,7 +112,7 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
 ) -> None:
     directory = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, tier, ranks=ranks)
-    found = find_unusable_offload_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
+    found = find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
     assert (found is not None) == (why is not None)
     if found is not None:
         said = unusable_state_message(plan, found, step=5) or ""
@@ -120,16 +120,14 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
         assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
         assert (unusable_state_message(plan, found, step=0) or "").endswith("the run begins anew")
         assert unusable_state_message(plan, found, step=8) is None, "the checkpoint is as new"
-    assert find_unusable_offload_state(plan, saved=None, must_resume=False) is None, (
-        "a new run goes on from nothing"
-    )
+    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
 
 
 def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: Path) -> None:
     leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
-        find_unusable_offload_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
+        find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
 
 
 @pytest.mark.parametrize("place", ["in run.dir", "elsewhere"])

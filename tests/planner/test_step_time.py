@@ -127,7 +127,7 @@ def costs_of_a_block(hardware: Hardware, *overrides: str) -> tuple[int, int, int
     """(all-gather, reduce-scatter, copies, computing) of one block, in ticks."""
     plan = plan_for(LLAMA_8B, hardware.world_size, f"train.global_batch={hardware.world_size}", *overrides)
     timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
-    cost = timer.unit_costs(plan, timer.spec.choose_trace(plan.run.recompute, 1)).costs[2]
+    cost = timer.unit_costs(plan).costs[2]
     grown = StepTimePredictor(decoder_spec(replace(LLAMA_8B, layers=33)), hardware)
     computing = grown.compute_ticks(plan).device - timer.compute_ticks(plan).device
     return cost.gather, cost.scatter, 2 * cost.copy_out + cost.pack, computing

@@ -42,10 +42,9 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
             if len(samples) >= _LEAST_SIZES and _WINDOWS * took > window:
                 break  # the next size, four times as large, would far exceed its share
         fits[kind] = fit_collective_rate(samples, ranks=mesh.size())
-    best = max(rate.bytes_per_second for rate, _ in fits.values())
     link = Link(
         name=name,
-        bytes_per_second=best,
+        bytes_per_second=max(rate.bytes_per_second for rate, _ in fits.values()),
         all_gather=fits["all_gather"][0],
         reduce_scatter=fits["reduce_scatter"][0],
         all_reduce=fits["all_reduce"][0],
@@ -99,8 +98,7 @@ def measure_call_seconds(work: Callable[[], object], *, mesh: DeviceMesh, second
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     fit = int(seconds / max(slowest.item(), 1e-9))
     windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(min(fit // _WINDOWS, _MOST_CALLS), 1)
-    taken = min(_mean_seconds_of_calls(work, calls, mesh=mesh) for _ in range(windows))
-    return mean_over_ranks(taken)
+    return mean_over_ranks(min(_mean_seconds_of_calls(work, calls, mesh=mesh) for _ in range(windows)))
 
 
 def _mean_seconds_of_calls(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> float:
@@ -125,14 +123,8 @@ def measure_unit_hook_seconds(mesh: DeviceMesh, *, seconds: float) -> float:
     for module in (*sharded, sharded):
         remove_collectives(fully_shard(module, mesh=mesh))
     x = torch.ones(1, _WIDTH, device=mesh.device_type)
-
-    def run_forward_and_backward(model: nn.Module) -> None:
-        model(x).sum().backward()
-
-    with_fsdp = measure_call_seconds(
-        lambda: run_forward_and_backward(sharded), mesh=mesh, seconds=seconds / 2
-    )
-    without = measure_call_seconds(lambda: run_forward_and_backward(plain), mesh=mesh, seconds=seconds / 2)
+    with_fsdp = measure_call_seconds(lambda: sharded(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
+    without = measure_call_seconds(lambda: plain(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
     return max(with_fsdp - without, 0.0) / _UNITS / _ACTS
 
 

@@ -21,10 +21,7 @@ _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_MATMUL_EDGES = {
-    "cpu": (32, 64, 128, 256, 512, 1024),
-    "cuda": (128, 256, 512, 1024, 2048, 4096, 8192),
-}
+_MATMUL_EDGES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _SEQUENCES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
 _HEADS, _HEAD_DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
 _ELEMENTS = {
@@ -216,13 +213,10 @@ def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
             for _ in range(2 * _ISSUED):
                 x = x * factor
 
-    whole = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=seconds / 2)
-    bare = (
-        1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=seconds / 2)
-        if meter.kind == "cpu"
-        else 0.0
-    )
-    return max(whole - bare, 0.0) / (2 * _ISSUED)
+    taken = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=seconds / 2)
+    if meter.kind == "cpu":
+        taken -= 1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=seconds / 2)
+    return max(taken, 0.0) / (2 * _ISSUED)
 
 
 def measure_host_copy_bandwidth(meter: RateMeter, *, seconds: float) -> float | None:
@@ -236,9 +230,8 @@ def measure_host_copy_bandwidth(meter: RateMeter, *, seconds: float) -> float | 
         there.copy_(here, non_blocking=True)
         here.copy_(there, non_blocking=True)
 
-    return _round_to_four_digits(
-        2 * _COPY_BYTES * meter.measure_calls_per_second(copy_both_ways, seconds=seconds)
-    )
+    rate = meter.measure_calls_per_second(copy_both_ways, seconds=seconds)
+    return _round_to_four_digits(2 * _COPY_BYTES * rate)
 
 
 def measure_host_adamw_rate(*, seconds: float) -> float:

@@ -22,28 +22,23 @@ def measure_drive_bandwidth(directory: Path, *, pieces: int = 16) -> float | Non
     Each rank has two files in `directory`, of `pieces` × 16 MiB each. One is read while the other is written
     and flushed. The result is None on all ranks if any of them cannot write there.
     """
-    rate = 0.0
-    with ExitStack() as open_files:
-        try:
-            files = create_filled_files(directory, open_files, pieces=pieces)
-        except (OSError, OffloadError):
-            files = None
+    files, rate = None, 0.0
+    with ExitStack() as stack:
+        with suppress(OSError, OffloadError):
+            files = create_filled_files(directory, stack, pieces=pieces)
         mean_over_ranks(0.0)  # all ranks begin together
         if files is not None:
             with suppress(OffloadError):
                 rate = _measure_file_bandwidth(*files)
-    everywhere = mean_over_ranks(float(rate > 0)) == 1
-    mean = mean_over_ranks(rate)
+    everywhere, mean = mean_over_ranks(float(rate > 0)) == 1, mean_over_ranks(rate)
     return float(f"{mean:.3g}") if everywhere else None
 
 
-def create_filled_files(
-    directory: Path, open_files: ExitStack, *, pieces: int
-) -> tuple[DriveFile, DriveFile]:
+def create_filled_files(directory: Path, stack: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
     """Returns two open, unlinked files of random numbers. (Zeros may be faster, and holes are not read.)"""
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
         one, other = (
-            open_files.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))
+            stack.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))
             for own in ("one", "other")
         )
     for file in (one, other):

@@ -1,6 +1,4 @@
-"""Measures steps of small decoders: whole steps, which check the rates measured in isolation
-(`planner.calibration_fit`), and the overhead of a step.
-"""
+"""Measures whole steps of small decoders, which check the measured rates, and the overhead of a step."""
 
 import gc
 import statistics
@@ -56,16 +54,8 @@ _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
 )
 # A tiny model whose computing takes almost no time, with the parameters of a few blocks.
 _TINY = (
-    "model.vocabulary=16",
-    "model.d_model=16",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=2",
-    "model.d_ff=16",
-    "data.sequence_length=4",
-    "train.microbatch=1",
-    "train.steps=1000000",
-    "precision.mode=fp32",
+    "model.vocabulary=16 model.d_model=16 model.layers=2 model.heads=2 model.kv_heads=2 model.d_ff=16 "
+    "data.sequence_length=4 train.microbatch=1 train.steps=1000000 precision.mode=fp32"
 )
 _LONGER_ON_GPUS = 8
 _LEAST_SECONDS = 1.0  # per sample
@@ -88,10 +78,8 @@ def measure_sample_steps(ranks: RankInfo, *, seconds: float) -> tuple[MeasuredSt
             gc.collect()
             if kind == "cuda":
                 torch.cuda.empty_cache()
-    return tuple(
-        MeasuredStep(plan=plan, seconds=statistics.median(times))
-        for plan, times in zip(plans, taken, strict=True)
-    )
+    measured = zip(plans, taken, strict=True)
+    return tuple(MeasuredStep(plan=plan, seconds=statistics.median(times)) for plan, times in measured)
 
 
 def _build_sample_plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
@@ -124,11 +112,8 @@ def _time_steps_of_plan(plan: Plan, ranks: RankInfo, *, seconds: float) -> Seque
         return time.perf_counter() - started
 
     begun = time.perf_counter()
-    first, second = (
-        run_timed_step(),
-        run_timed_step(),
-    )  # later steps reuse the memory that the first allocates
-    del first
+    run_timed_step()  # allocates memory that later steps reuse
+    second = run_timed_step()
     left = torch.tensor([seconds - (time.perf_counter() - begun), second], dtype=torch.float64)
     dist.all_reduce(left)
     count = max(2, min(12, int(left[0] / left[1])))
@@ -142,12 +127,10 @@ def measure_step_overhead(mesh: DeviceMesh, *, seconds: float) -> float:
 
     They include the collectives of the norm and of the loss, and the update of a few parameters.
     """
-    run = Run.load(overrides=[*_TINY, f"train.global_batch={mesh.size()}"])
+    run = Run.load(overrides=[*_TINY.split(), f"train.global_batch={mesh.size()}"])
     plan = Plan.from_run(run, world_size=mesh.size(), device="cuda" if mesh.device_type == "cuda" else "cpu")
-    here = {
-        name: torch.zeros(1, run.data.sequence_length, dtype=torch.long, device=mesh.device_type)
-        for name in ("tokens", "labels")
-    }
+    zeros = torch.zeros(1, run.data.sequence_length, dtype=torch.long, device=mesh.device_type)
+    here = {"tokens": zeros, "labels": zeros}
     # A source of microbatches (`data.MicrobatchSource`) without any cost.
     state = _build_train_state(plan, data=SimpleNamespace(microbatches=lambda step, rank, plan: iter([here])))
     for module in state.model.modules():

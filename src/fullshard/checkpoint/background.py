@@ -28,7 +28,6 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self, cast, runtime_checkable
 
 import torch
@@ -115,9 +114,7 @@ class BackgroundSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.wait()
 
     @property
@@ -146,17 +143,15 @@ class BackgroundSaver:
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running = thread.submit(self._run_save, staged, settled, started=started)
+        running = self._running = thread.submit(self._run_save, staged, settled, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
         if isinstance(state, UpdateNotifier):
-            state.register_before_update(self._pace.record_update)
-            state.register_before_update(lambda: self._wait_for_copies(settled))
+            register = state.register_before_update
+            register(self._pace.record_update)
+            register(lambda: self._wait_for_copies(settled))
             if self._staging.leaves_some:
-                running = self._running
-                state.register_before_update(
-                    lambda: state.register_before_update(lambda: self._wait_for_save(running))
-                )
+                register(lambda: register(lambda: self._wait_for_save(running)))
         else:
             self._wait_for_copies(settled)
 
@@ -173,7 +168,7 @@ class BackgroundSaver:
             self._outcomes.append(replace(self._running.result(), stalled_seconds=self._stalled))
             self._running = None
 
-    def _wait_for_save(self, running: "Future[SaveResult]") -> None:
+    def _wait_for_save(self, running: Future[SaveResult]) -> None:
         started = time.perf_counter()
         futures.wait([running])
         self._stalled += time.perf_counter() - started
@@ -187,7 +182,6 @@ class BackgroundSaver:
     def _run_save(self, mine: Snapshot, settled: threading.Event, *, started: float) -> SaveResult:
         path: Path | str | None = None
         error: CheckpointError | None = None
-
         try:
             with raise_on_all_ranks(f"copying step {mine.step} aside", group=self._group):
                 try:
@@ -201,22 +195,18 @@ class BackgroundSaver:
         except CheckpointError as failed:
             error = failed
         except (OSError, RuntimeError) as failed:  # another rank has gone
-            error = CheckpointError(
-                f"saving step {mine.step} in the background failed.", got=f"{type(failed).__name__}: {failed}"
-            )
+            got = f"{type(failed).__name__}: {failed}"
+            error = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
         finally:
             mine.held.release_shards()
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
 class _SaveAndUpdateTimer:
-    """Times of the running save, and of the update after it; predicts which of the two comes first.
-
-    is_ahead: whether the save is expected to end before the next update
-    """
+    """Times of the running save, and of the update after it; predicts which of the two comes first."""
 
     def __init__(self) -> None:
-        self.is_ahead = False
+        self.is_ahead = False  # whether the save is expected to end before the next update
         self._began = 0.0
         self._update: float | None = None
         self._end: float | None = None
@@ -266,11 +256,8 @@ class _StagingBuffers:
         elif live:
             self._live = LiveShardReader(self._sources, copied=self._copy_to_buffer)
             self._sources = {}
-        tensors = {
-            name: tensor if name in shards else tensor.detach().to("cpu", copy=True)
-            for name, tensor in mine.tensors.items()
-        }
-        return replace(mine, tensors=tensors, held=self._live or UnchangingShardReader())
+        plain = {n: t.detach().to("cpu", copy=True) for n, t in mine.tensors.items() if n not in shards}
+        return replace(mine, tensors=mine.tensors | plain, held=self._live or UnchangingShardReader())
 
     def copy_shards(self, mine: Snapshot) -> None:
         """Copies the shards into buffers, and puts the copies into the snapshot `mine`."""

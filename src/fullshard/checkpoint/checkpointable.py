@@ -48,8 +48,5 @@ class StateLoadedInPortions(Protocol):
     """A state with tensors too large for memory, which are loaded in portions after the load targets."""
 
     def iterate_load_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields portions of further tensors to fill, the same portions on all ranks.
-
-        The caller fills a portion before it takes the next one.
-        """
+        """Yields portions of tensors to fill, equal on all ranks. The caller fills each before the next."""
         ...

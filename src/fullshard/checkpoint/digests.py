@@ -30,12 +30,12 @@ _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH
 
 logger = logging.getLogger("fullshard")
 
-Hash = hashlib.blake2b | xxhash.xxh3_128
 
-
-def new_hash(*, strong: bool = False) -> Hash:
-    """Returns a hash object without data: BLAKE2b if `strong`, else XXH3."""
-    return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
+def new_hash(
+    data: bytes | bytearray | memoryview = b"", *, strong: bool
+) -> hashlib.blake2b | xxhash.xxh3_128:
+    """Returns a hash object of `data`: BLAKE2b if `strong`, else XXH3."""
+    return hashlib.blake2b(data, digest_size=32) if strong else xxhash.xxh3_128(data)
 
 
 def is_blake2b_digest(digest: str) -> bool:
@@ -45,9 +45,7 @@ def is_blake2b_digest(digest: str) -> bool:
 
 def compute_digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
     """Returns the digest of `data` as 32 hexadecimal digits, or 64 if `strong`."""
-    found = new_hash(strong=strong)
-    found.update(data)
-    return found.hexdigest()
+    return new_hash(data, strong=strong).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 WRITER = "writer.json"
-SMALL_BYTES = 1 << 30
-"""Largest size of a file that describes others: some hundred megabytes for ten thousand ranks."""
-
+_SMALL_BYTES = 1 << 30  # limit for a file that describes others: some hundred MB for ten thousand ranks
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
@@ -155,8 +153,8 @@ class LocalFiles:
     def read_file(self, name: str) -> bytes:
         with self.open_file(name) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > SMALL_BYTES:
-                what = f"it has {format_bytes(size)}, more than {format_bytes(SMALL_BYTES)}"
+            if size > _SMALL_BYTES:
+                what = f"it has {format_bytes(size)}, more than {format_bytes(_SMALL_BYTES)}"
                 raise OSError(errno.EFBIG, what, str(self.path / name))
             return file.read(size)
 

@@ -8,6 +8,7 @@ starts again with the newest checkpoint.
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,12 +31,7 @@ from fullshard.checkpoint.manifest import (
     step_name,
 )
 from fullshard.checkpoint.storage import GATHER
-from fullshard.distributed.agreement import (
-    raise_on_all_ranks,
-    rank,
-    run_on_all_ranks,
-    run_on_rank_zero,
-)
+from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -46,10 +42,7 @@ logger = logging.getLogger("fullshard")
 
 
 def load(
-    state: Checkpointable,
-    directory: str | Path | CheckpointLocation,
-    *,
-    missing_ok: bool = False,
+    state: Checkpointable, directory: str | Path | CheckpointLocation, *, missing_ok: bool = False
 ) -> bool:
     """Loads the newest complete checkpoint of `directory` into `state`, and returns True.
 
@@ -69,25 +62,16 @@ def load(
         missing = missing_ok and attempt == 1
         # With a disk per node, every rank finds its own disk's manifest.
         run = run_on_rank_zero if disk.nodes == 1 else run_on_all_ranks
-        found = run(
-            lambda disk=disk, missing=missing: _find_newest_checkpoint(
-                place, disk, missing_ok=missing, refused=refused
-            ),
-            doing=f"looking for a checkpoint in {directory}",
-        )
+        find = partial(_find_newest_checkpoint, place, disk, missing_ok=missing, refused=refused)
+        found = run(find, doing=f"looking for a checkpoint in {directory}")
         if found is None:
             return False
         files, manifest = found
         try:
             _load_checkpoint(state, files, manifest=manifest)
         except CheckpointError as error:
-            gone = run_on_rank_zero(
-                lambda files=files, manifest=manifest: _is_removed_or_replaced(
-                    place, files, manifest=manifest
-                ),
-                doing=f"looking for {files} again",
-            )
-            if gone:
+            is_gone = partial(_is_removed_or_replaced, place, files, manifest=manifest)
+            if run_on_rank_zero(is_gone, doing=f"looking for {files} again"):
                 _check_attempts_left(attempt, place)
                 continue  # see [Note: a reader beside a writer]
             if not isinstance(error, DamagedCheckpointError) or files.name == place.as_checkpoint().name:
@@ -160,9 +144,8 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
             storage.check_rank_count(files, manifest)
         receivers = state.load_targets(manifest.tensors)
         # DCP would silently fill tensors of another dtype.
-        check_same_tensors(
-            receivers, {name: manifest.tensors[name] for name in receivers if name in manifest.tensors}
-        )
+        saved = {name: tensor for name, tensor in manifest.tensors.items() if name in receivers}
+        check_same_tensors(receivers, saved)
     with raise_on_all_ranks(doing):
         reader = storage.build_reader(files, manifest)
     read = storage.read_rank_file if manifest.layout == "ranks" else storage.read_with_dcp
@@ -199,19 +182,14 @@ def _find_newest_checkpoint(
     for files, manifest in iterate_complete_checkpoints(place):
         if files.name not in refused and newest in (None, manifest.step):
             return files, manifest
-    broken = [
-        *refused.values(),
-        *(files.name for _, files in place.list_checkpoints() if files.name not in refused),
-    ]
-    broken = broken or place.list_quarantined()
-    if broken:
+    others = [files.name for _, files in place.list_checkpoints() if files.name not in refused]
+    if broken := [*refused.values(), *others] or place.list_quarantined():
+        another = "another copy of them; or another directory, to start over"
         raise CheckpointError(
             f"none of the checkpoints in {place} is whole{'' if complete is None else ' on all of them'}.",
             got=", ".join(broken),
             why="training again from the start is not for us to decide",
-            fix="another copy of them; or another directory, to start over"
-            if complete is None
-            else f"the same nodes; or {GATHER}",
+            fix=another if complete is None else f"the same nodes; or {GATHER}",
         )
     if missing_ok:
         return None

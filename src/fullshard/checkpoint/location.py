@@ -45,8 +45,7 @@ logger = logging.getLogger("fullshard")
 class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError.
 
-    Every rank calls `recover_and_group_ranks`; only the leader of a DiskGroup calls other methods that change
-    something.
+    All ranks call `recover_and_group_ranks`; only leaders (`RanksSharingDisk`) call others that change files.
 
     is_local: whether a save is as fast as a disk, so that an update may wait for it
     """
@@ -166,16 +165,14 @@ class LocalLocation:
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         target = self.path / step_name(step)
         if os.path.lexists(target):
-            logger.warning(
-                "%s is not a checkpoint; renamed to %s", target, self.quarantine(LocalFiles(target))
-            )
+            aside = self.quarantine(LocalFiles(target))
+            logger.warning("%s is not a checkpoint; renamed to %s", target, aside)
         _remove_leftovers(self.path)
         disk.check_disk_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
         draft.path.mkdir()
         try:
-            writer = WriterProcess.current().model_dump_json().encode()
-            write_file(draft, WRITER, data=writer)
+            write_file(draft, WRITER, data=WriterProcess.current().model_dump_json().encode())
         except OSError:
             _remove_directory(draft.path)
             raise
@@ -272,9 +269,8 @@ def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> b
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
     """Returns the path or URL of the complete checkpoint of the highest step, or None."""
-    return next(
-        (path_or_url(files) for files, _ in iterate_complete_checkpoints(location_of(directory))), None
-    )
+    complete = iterate_complete_checkpoints(location_of(directory))
+    return next((path_or_url(files) for files, _ in complete), None)
 
 
 def newest_complete_step(directory: str | Path | CheckpointLocation) -> int | None:

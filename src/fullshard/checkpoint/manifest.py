@@ -224,17 +224,13 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
         place = ".".join(str(part) for part in first["loc"])
         raise DamagedCheckpointError(f"{where} is damaged.", got=f"{place}: {first['msg']}") from error
     if files.name.startswith("step-") and files.name != step_name(manifest.step):
-        raise DamagedCheckpointError(
-            f"{files} is not what its name says.", got=f"the manifest of step {manifest.step}"
-        )
+        other = f"the manifest of step {manifest.step}"
+        raise DamagedCheckpointError(f"{files} is not what its name says.", got=other)
     return manifest
 
 
 def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> Manifest:
-    """Returns the manifest of a checkpoint, after checking that all its files exist with the right size.
-
-    Reads only the manifest. Raises as `read_manifest` and `check_file_sizes` do.
-    """
+    """Returns a checkpoint's manifest after `check_file_sizes`. Raises as that and `read_manifest` do."""
     files = checkpoint_files_at(checkpoint)
     manifest = read_manifest(files)
     check_file_sizes(files, manifest)
@@ -248,15 +244,12 @@ def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
     except OSError as error:
         raise read_failure_error(error, f"{files} cannot be read.", name="its files") from error
     for name, file in manifest.files_on_this_disk.items():
-        if name not in sizes:
-            raise DamagedCheckpointError(
-                f"{files} is not whole.", got=f"{name}: {missing_file_reason(files, name)}"
-            )
-        if sizes[name] != file.size_bytes:
-            raise DamagedCheckpointError(
-                f"{files} is not whole.",
-                got=f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}",
-            )
+        if sizes.get(name) != file.size_bytes:
+            if name in sizes:
+                found = f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}"
+            else:
+                found = f"{name}: {missing_file_reason(files, name)}"
+            raise DamagedCheckpointError(f"{files} is not whole.", got=found)
 
 
 def missing_file_reason(files: CheckpointFiles, name: str) -> str:
@@ -278,9 +271,8 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
         raise read_failure_error(error, f"{files} is not whole.", name=name) from error
     saved = manifest.files[name].digest if name in manifest.files else None
     if saved is None or compute_digest(data, strong=is_blake2b_digest(saved)) != saved:
-        raise DamagedCheckpointError(
-            f"{files}/{name} holds other bytes than were saved.", got="its digest is another"
-        )
+        other = f"{files}/{name} holds other bytes than were saved."
+        raise DamagedCheckpointError(other, got="its digest is another")
     return data
 
 
@@ -331,14 +323,12 @@ def _parse_manifest_json(text: bytes, where: str) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{where} is damaged.", got=f"{MANIFEST}, no JSON: {error}") from error
     if not isinstance(data, dict):
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
-    stated = str(cast(dict[str, Any], data).get("digest"))
-    has_digest = data.get("format") != 1
-    if (
-        has_digest
-        and compute_digest(_replace_last_json_string(text, before=stated, after=_NO_DIGEST)) != stated
-    ):
+    fields = cast(dict[str, Any], data)
+    stated = str(fields.get("digest"))
+    digested = _replace_last_json_string(text, before=stated, after=_NO_DIGEST)
+    if fields.get("format") != 1 and compute_digest(digested) != stated:  # format 1 had no digest
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
-    return cast(dict[str, Any], data)
+    return fields
 
 
 def _check_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
@@ -371,15 +361,13 @@ def check_same_tensors(expected: Mapping[str, Tensor], saved: Mapping[str, Saved
     wanted = {name: SavedTensor.from_tensor(tensor) for name, tensor in expected.items()}
     missing = [name for name in wanted if name not in saved]
     unexpected = [name for name in saved if name not in wanted]
-    other = [name for name, tensor in wanted.items() if name in saved and saved[name] != tensor]
+    other = [f"{n} is {saved[n]} there and {t} here" for n, t in wanted.items() if saved.get(n, t) != t]
     if not (missing or unexpected or other):
         return
     found = [
         _abbreviated_list_text("not in the checkpoint: ", missing),
         _abbreviated_list_text("only in the checkpoint: ", unexpected),
-        _abbreviated_list_text(
-            "", [f"{name} is {saved[name]} there and {wanted[name]} here" for name in other]
-        ),
+        _abbreviated_list_text("", other),
     ]
     raise CheckpointError(
         "the checkpoint is of another model or optimizer: "

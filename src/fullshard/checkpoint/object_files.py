@@ -74,10 +74,8 @@ class ObjectFiles:
         own = self.store.list_prefix(self.url).object_sizes_bytes
         if MANIFEST not in own or self._attempt_prefix_url == self.url:
             return own
-        return {
-            **self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes,
-            MANIFEST: own[MANIFEST],
-        }
+        below = self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes
+        return {**below, MANIFEST: own[MANIFEST]}
 
     def read_file(self, name: str) -> bytes:
         return self.store.read_object(self._file_url(name))
@@ -111,8 +109,7 @@ def parse_manifest_attempt(manifest: bytes) -> str | None:
     Returns "unknown", which is not the id of any attempt, for a damaged manifest.
     """
     try:
-        data: Any = parse_json(manifest)
-        attempt: Any = data.get("attempt")
+        attempt: Any = parse_json(manifest).get("attempt")
     except (ValueError, AttributeError):
         return "unknown"
     return attempt if isinstance(attempt, str | None) else "unknown"
@@ -210,13 +207,11 @@ class _S3Upload:
             raise refused
         return answer
 
-    def _call_s3(
-        self, request: str, options: Mapping[str, Any], *, moved_bytes: int = 0
-    ) -> Mapping[str, Any]:
+    def _call_s3(self, method: str, options: Mapping[str, Any], *, moved_bytes: int = 0) -> Mapping[str, Any]:
         whole = {"Bucket": self._bucket, "Key": self._key, **options}
         try:
             return self._store.call_backend(
-                self._url, "call_s3", request, options=whole, moved_bytes=moved_bytes
+                self._url, "call_s3", method, options=whole, moved_bytes=moved_bytes
             )
         except OSError as error:
             self._is_answered = error.errno != errno.ETIMEDOUT
@@ -269,7 +264,7 @@ def _is_receipt_proven(answer: Mapping[str, Any], data: memoryview, *, md5: str)
 
 
 def _check_stored_bytes(store: ObjectStore, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
-    """Reads an object back. Raises AlteredError if a part differs from its (size in bytes, MD5)."""
+    """Reads an object back. Raises AlteredBytesError if a part differs from its (size in bytes, MD5)."""
     begin = 0
     for size_bytes, md5 in parts:
         end, found = begin + size_bytes, hashlib.md5(usedforsecurity=False)

@@ -53,13 +53,9 @@ class AlteredBytesError(ExplainedError):
     """Raised if the store received or stored other bytes than those that were sent."""
 
     def __init__(self, said: str, *, place: str) -> None:
-        super().__init__(
-            _REMOTE,
-            said,
-            place=place,
-            why="a bit changed on its way to the store, or in it",
-            fix="save again; if it stays so, another way to the store (https), or another store",
-        )
+        why = "a bit changed on its way to the store, or in it"
+        fix = "save again; if it stays so, another way to the store (https), or another store"
+        super().__init__(_REMOTE, said, place=place, why=why, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -107,23 +103,17 @@ class ObjectStore:
             entries = self.call_backend(url, "ls", path, options={"detail": True, "refresh": True})
         except FileNotFoundError:
             return PrefixListing({}, ())
-        below = {
-            str(entry["name"]).strip("/").removeprefix(f"{path.strip('/')}/"): entry
-            for entry in entries
-            if str(entry["name"]).strip("/").startswith(f"{path.strip('/')}/")
-        }
-        objects = {
-            name: _parse_object_info(one) for name, one in sorted(below.items()) if one["type"] == "file"
-        }
-        return PrefixListing(objects, tuple(name for name in sorted(below) if name not in objects))
+        prefix = f"{path.strip('/')}/"
+        by_path = {str(entry["name"]).strip("/"): entry for entry in entries}
+        below = {at.removeprefix(prefix): by_path[at] for at in sorted(by_path) if at.startswith(prefix)}
+        objects = {name: _parse_object_info(one) for name, one in below.items() if one["type"] == "file"}
+        return PrefixListing(objects, tuple(name for name in below if name not in objects))
 
     def read_object(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
         """Returns the bytes of an object, or those from `begin` to `end`."""
+        path, options = self._fsspec_path(url), {"start": begin, "end": end}
         moved_bytes = (end or 0) - (begin or 0)
-        options = {"start": begin, "end": end}
-        return self.call_backend(
-            url, "cat_file", self._fsspec_path(url), options=options, moved_bytes=moved_bytes
-        )
+        return self.call_backend(url, "cat_file", path, options=options, moved_bytes=moved_bytes)
 
     def object_size_bytes(self, url: str) -> int:
         return int(self.call_backend(url, "info", self._fsspec_path(url), options={"refresh": True})["size"])
@@ -132,12 +122,10 @@ class ObjectStore:
         """Creates a small object in one request, then reads it back.
 
         Raises FileExistsError if the object exists (fsspec checks this beforehand for a store without
-        if-none-match). Raises AlteredError, and leaves the object, if it differs from `data`.
+        if-none-match). Raises AlteredBytesError, and leaves the object, if it differs from `data`.
         """
-        options = {"mode": "create"}
-        self.call_backend(
-            url, "pipe_file", self._fsspec_path(url), data, options=options, moved_bytes=len(data)
-        )
+        path, options = self._fsspec_path(url), {"mode": "create"}
+        self.call_backend(url, "pipe_file", path, data, options=options, moved_bytes=len(data))
         if self.read_object(url) != data:
             raise AlteredBytesError("it is other than was sent", place=url)
 
@@ -148,9 +136,8 @@ class ObjectStore:
 
     def reported_md5s(self, url: str) -> set[str]:
         """Returns the digests that a store other than S3 reports; one may be the object's MD5, in hex."""
-        entry: Mapping[str, Any] = self.call_backend(
-            url, "info", self._fsspec_path(url), options={"refresh": True}
-        )
+        path = self._fsspec_path(url)
+        entry: Mapping[str, Any] = self.call_backend(url, "info", path, options={"refresh": True})
         reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
         with suppress(ValueError):  # no base64
             reported.add(base64.b64decode(str(entry.get("md5Hash", ""))).hex())
@@ -166,18 +153,12 @@ class ObjectStore:
             return
         bucket, prefix = self.bucket_and_key(url)
         options = {"Bucket": bucket, "Prefix": f"{prefix}/"}
-        for one in self.call_backend(url, "call_s3", "list_multipart_uploads", options=options).get(
-            "Uploads", []
-        ):
+        listed = self.call_backend(url, "call_s3", "list_multipart_uploads", options=options)
+        for one in listed.get("Uploads", []):
             self.call_backend(url, "abort_mpu", bucket, one["Key"], one["UploadId"])
 
     def call_backend(
-        self,
-        url: str,
-        act: str,
-        *arguments: Any,
-        options: Mapping[str, Any] | None = None,
-        moved_bytes: int = 0,
+        self, url: str, act: str, *args: Any, options: Mapping[str, Any] | None = None, moved_bytes: int = 0
     ) -> Any:
         """Calls the method `act` of fsspec's file system with a deadline. See [Note: an answer in time].
 
@@ -188,8 +169,8 @@ class ObjectStore:
         seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
         with backend_errors_as_os_errors(url):
             if not system.async_impl:
-                return getattr(system, act)(*arguments, **(options or {}))
-            asked = functools.partial(getattr(system, f"_{act}"), *arguments, **(options or {}))
+                return getattr(system, act)(*args, **(options or {}))
+            asked = functools.partial(getattr(system, f"_{act}"), *args, **(options or {}))
             try:
                 return asyn.sync(system.loop, asked, timeout=seconds)
             except asyn.FSTimeoutError as error:
@@ -290,22 +271,21 @@ def _loaded_backend_exceptions() -> list[type[Exception]]:
 
 
 def _as_os_error(error: BaseException, url: str) -> OSError:
-    code, said = _s3_error_code(error), _first_error_line(error)
+    text = str(getattr(error, "strerror", None) or error)
+    code, said = _s3_error_code(error), text.strip().partition("\n")[0] or type(error).__name__
     kinds = {kind.__name__ for kind in type(error).__mro__}
     reported: OSError
     if code == "NoSuchBucket":
-        reported = ExplainedError(
-            errno.ENXIO, "no such bucket", place=url, fix="make the bucket, or another URL"
-        )
+        fix = "make the bucket, or another URL"
+        reported = ExplainedError(errno.ENXIO, "no such bucket", place=url, fix=fix)
     elif code in ("PreconditionFailed", "412") or isinstance(error, FileExistsError):
         reported = FileExistsError(errno.EEXIST, "it exists already", url)
     elif isinstance(error, FileNotFoundError):
         reported = FileNotFoundError(errno.ENOENT, "no such object", url)
     elif kinds & _NO_CREDENTIALS:
+        why = "the store asks for some"
         fix = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of the machine"
-        reported = ExplainedError(
-            errno.EACCES, "no credentials", place=url, why="the store asks for some", fix=fix
-        )
+        reported = ExplainedError(errno.EACCES, "no credentials", place=url, why=why, fix=fix)
     elif isinstance(error, PermissionError):
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
         reported = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
@@ -319,14 +299,10 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
 
 
 def _no_answer_error(said: str, url: str) -> ExplainedError:
-    return ExplainedError(
-        errno.ETIMEDOUT,
-        said,
-        place=url,
-        why="the store does not answer",
-        fix="the network; for another store than AWS's own, its address in AWS_ENDPOINT_URL; for a slow one, "
-        "a longer checkpoint.store_seconds",
-    )
+    why = "the store does not answer"
+    address = "for another store than AWS's own, its address in AWS_ENDPOINT_URL"
+    fix = f"the network; {address}; for a slow one, a longer checkpoint.store_seconds"
+    return ExplainedError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
 
 
 def _s3_error_code(error: BaseException | None) -> str | None:
@@ -339,13 +315,7 @@ def _s3_error_code(error: BaseException | None) -> str | None:
     return None
 
 
-def _first_error_line(error: BaseException) -> str:
-    text = getattr(error, "strerror", None) or str(error)
-    return str(text).strip().partition("\n")[0] or type(error).__name__
-
-
 def _parse_object_info(entry: Mapping[str, Any]) -> StoredObjectInfo:
     times = (entry.get(key) for key in _CHANGED_AT)
-    return StoredObjectInfo(
-        int(entry["size"]), next((time for time in times if isinstance(time, datetime)), None)
-    )
+    changed = next((time for time in times if isinstance(time, datetime)), None)
+    return StoredObjectInfo(int(entry["size"]), changed)

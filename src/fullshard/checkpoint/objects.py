@@ -159,16 +159,11 @@ class ObjectLocation:
         if attempt in below.prefixes:
             _remove_attempt(replace(files, attempt=attempt))
         else:  # copied from a file system
-            store.remove_objects(
-                [
-                    f"{url}/{name}"
-                    for name in set(below.objects) - {MANIFEST, *_quarantined_manifest_names(below)}
-                ]
-            )
+            copied = set(below.objects) - {MANIFEST, *_quarantined_manifest_names(below)}
+            store.remove_objects([f"{url}/{name}" for name in copied])
 
     def _step_files(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
-        url = f"{self.url}/{step_name(step)}"
-        return ObjectFiles(url, attempt, self.part_bytes, self.answer_seconds, self.key)
+        return replace(self.as_checkpoint(), url=f"{self.url}/{step_name(step)}", attempt=attempt)
 
 
 def _as_object_files(files: CheckpointFiles) -> ObjectFiles:
@@ -178,10 +173,9 @@ def _as_object_files(files: CheckpointFiles) -> ObjectFiles:
 
 def _list_step_prefixes(store: ObjectStore) -> dict[int, PrefixListing]:
     """Returns the listing of every step's prefix by step, highest step first."""
-    steps = [
-        step for name in store.list_prefix(store.url).prefixes if (step := parse_step_name(name)) is not None
-    ]
-    return {step: store.list_prefix(f"{store.url}/{step_name(step)}") for step in sorted(steps, reverse=True)}
+    steps = (parse_step_name(name) for name in store.list_prefix(store.url).prefixes)
+    known = sorted((step for step in steps if step is not None), reverse=True)
+    return {step: store.list_prefix(f"{store.url}/{step_name(step)}") for step in known}
 
 
 def _quarantined_manifest_names(below: PrefixListing) -> list[str]:

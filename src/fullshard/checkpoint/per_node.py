@@ -75,24 +75,19 @@ class NodeLocalDirectory(LocalLocation):
                     (self.path / one.name).rename(target)
                     fsync_path(self.path)
                     logger.warning("%s was prepared on every node, and is committed now", target)
-        steps = frozenset(step for step, _ in known)
-        return RanksSharingDisk(
-            leader, leaders.index(leader), len(leaders), attempt=token, complete_steps=steps
-        )
+        node, steps = leaders.index(leader), frozenset(step for step, _ in known)
+        return RanksSharingDisk(leader, node, len(leaders), attempt=token, complete_steps=steps)
 
 
 @dataclass(frozen=True)
 class NodeCheckpoint:
-    """One disk's part of a step, committed or prepared in a draft, as its manifest describes it.
-
-    name: name of its directory
-    """
+    """One disk's part of a step, committed or prepared in a draft, as its manifest describes it."""
 
     step: int
     attempt: str
     node: int
     nodes: int
-    name: str
+    name: str  # of its directory
 
 
 def list_node_checkpoints(own: LocalLocation) -> list[NodeCheckpoint]:
@@ -132,9 +127,8 @@ def gather_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: 
     """
     key = None if key_file is None else KeyFile(key_file)
     disks = [LocalLocation(source, key=key) for source in sources]
-    return run_on_this_rank(
-        lambda: _gather_newest_step(disks, LocalLocation(target, key=key)), doing=f"gathering into {target}"
-    )
+    one_disk = LocalLocation(target, key=key)
+    return run_on_this_rank(lambda: _gather_newest_step(disks, one_disk), doing=f"gathering into {target}")
 
 
 def _gather_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:

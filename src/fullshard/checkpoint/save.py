@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -48,6 +49,7 @@ from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 
 Layout: TypeAlias = Literal["sharded", "ranks"]
+Content: TypeAlias = tuple[dict[str, SavedFile], dict[str, SavedTensor]]  # files and tensors of a manifest
 
 # Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
 _ENVELOPE_BYTES = 2560
@@ -118,11 +120,9 @@ class CheckpointSaver:
     read_back: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if value < 0:
-                raise SpecError(
-                    "a number of checkpoints to keep cannot be negative.", got=f"{name} = {value}"
-                )
+        for name, kept in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if kept < 0:
+                raise SpecError("a number of checkpoints to keep cannot be negative.", got=f"{name} = {kept}")
 
     def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
@@ -132,18 +132,13 @@ class CheckpointSaver:
         disk = self.place.recover_and_group_ranks(group=group)
         needed_bytes = _disk_bytes_if_ranks_agree(mine, disk, group=group)
         with ExitStack() as held:
-            draft = disk.run_on_leader(
-                lambda: self._create_draft_unless_saved(held, mine, disk=disk, needed_bytes=needed_bytes),
-                doing=doing,
-                group=group,
-            )
+            make = partial(self._create_draft_unless_saved, held, mine, disk=disk, needed_bytes=needed_bytes)
+            draft = disk.run_on_leader(make, doing=doing, group=group)
             if isinstance(draft, Path | str):
                 return draft
             try:
-                files, tensors = self._write_shards(mine, draft, disk=disk, group=group)
-                target = self._commit_on_all_disks(
-                    mine, draft, disk=disk, files=files, tensors=tensors, group=group
-                )
+                content = self._write_shards(mine, draft, disk=disk, group=group)
+                target = self._commit_on_all_disks(mine, draft, disk=disk, saved=content, group=group)
             except CheckpointError:
                 if disk.is_leader:
                     self.place.discard_draft(draft)
@@ -190,7 +185,7 @@ class CheckpointSaver:
 
     def _write_shards(
         self, mine: Snapshot, draft: CheckpointFiles, *, disk: RanksSharingDisk, group: Group
-    ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
+    ) -> Content:
         """Writes the shards of every rank; returns the files and tensors of all ranks. Collective."""
         doing = self._action_text(mine)
         with raise_on_all_ranks(doing, group=group):
@@ -200,17 +195,14 @@ class CheckpointSaver:
             if self.layout == "ranks":
                 own = storage.write_rank_file(mine.tensors, draft, held=mine.held)
             else:
-                every_copy = disk.node is not None
                 own, metadata = storage.write_with_dcp(
-                    mine.tensors, draft, held=mine.held, every_copy=every_copy, group=group
+                    mine.tensors, draft, held=mine.held, every_copy=disk.node is not None, group=group
                 )
         mine.held.release_shards()
         if self.read_back:
             with raise_on_all_ranks(f"reading back step {mine.step}", group=group):
-                check_written_files(draft, self._build_manifest(mine, disk, files=own, tensors={}))
-        own = {
-            n: one if n == SHARDS else one.model_copy(update={"node": disk.node}) for n, one in own.items()
-        }
+                check_written_files(draft, self._build_manifest(mine, disk, content=(own, {})))
+        own = {n: f if n == SHARDS else f.model_copy(update={"node": disk.node}) for n, f in own.items()}
         files = {name: file for part in all_gather_object(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
             return files, _gather_saved_tensors(mine, group)
@@ -219,17 +211,11 @@ class CheckpointSaver:
         )
 
     def _commit_on_all_disks(
-        self,
-        mine: Snapshot,
-        draft: CheckpointFiles,
-        *,
-        disk: RanksSharingDisk,
-        files: dict[str, SavedFile],
-        tensors: dict[str, SavedTensor],
-        group: Group,
+        self, mine: Snapshot, draft: CheckpointFiles, *, disk: RanksSharingDisk, saved: Content, group: Group
     ) -> Path | str:
         """Prepares the checkpoint on every disk, then commits it. See [Note: prepared, then committed]."""
         doing, index = self._action_text(mine), None
+        files, tensors = saved
         manifests: list[Manifest] = []  # a leader's: too large to be sent to all ranks
         if disk.nodes > 1 and SHARDS in files:
             index = run_on_rank_zero(lambda: draft.read_file(SHARDS), doing=doing, group=group)
@@ -237,7 +223,7 @@ class CheckpointSaver:
         def prepare_on_disk() -> None:
             # Disks of nodes have different writers, so their manifest names none.
             writer = {WRITER: small_file_entry(draft, draft.read_file(WRITER))} if disk.node is None else {}
-            manifest = self._build_manifest(mine, disk, files=files | writer, tensors=tensors)
+            manifest = self._build_manifest(mine, disk, content=(files | writer, tensors))
             if index is not None and SHARDS not in draft.file_sizes_bytes():
                 write_file(draft, SHARDS, data=index)
                 if self.read_back:
@@ -250,23 +236,16 @@ class CheckpointSaver:
 
         def commit_on_disk() -> Path | str:
             target = self.place.commit(draft, manifests[0])
-            read_manifest_and_check_sizes(
-                target
-            )  # a save is not acknowledged unless the next load would find it
+            # A save is not acknowledged unless the next load would find it.
+            read_manifest_and_check_sizes(target)
             logger.info("saved %s (%s)", target, format_bytes(manifests[0].checkpoint_bytes))
             return path_or_url(target)
 
         disk.run_on_leader(prepare_on_disk, doing=doing, group=group)
         return disk.run_on_leader(commit_on_disk, doing=doing, group=group)
 
-    def _build_manifest(
-        self,
-        mine: Snapshot,
-        disk: RanksSharingDisk,
-        *,
-        files: dict[str, SavedFile],
-        tensors: dict[str, SavedTensor],
-    ) -> Manifest:
+    def _build_manifest(self, mine: Snapshot, disk: RanksSharingDisk, *, content: Content) -> Manifest:
+        files, tensors = content
         return Manifest(
             step=mine.step,
             values=mine.values,
@@ -287,8 +266,7 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
     """Returns the state's step, values and tensors, not copied. Raises CheckpointError for unsavable ones."""
     tensors = state.tensors()
     for name, tensor in tensors.items():
-        problem = _unsavable_reason(tensor)
-        if problem:
+        if problem := _unsavable_reason(tensor):
             raise CheckpointError(f"the tensor {name!r} cannot be saved.", got=problem)
     try:
         values = _VALUES.validate_python(state.values())
@@ -317,14 +295,13 @@ def _check_no_nan(mine: Snapshot) -> None:
             sums[name] = numbers.sum()
     for name in [name for name, total in sums.items() if math.isnan(total.item())]:
         with mine.held.read_shard(name, shards[name], last=False) as numbers:
-            has_nan = bool(numbers.isnan().any())
-        if has_nan:
-            raise CheckpointError(
-                f"{name} is not saved.",
-                got="NaN in it",
-                why="a run that resumes from it would be lost",
-                fix="an older checkpoint, and a look at the steps before",
-            )
+            if numbers.isnan().any():
+                raise CheckpointError(
+                    f"{name} is not saved.",
+                    got="NaN in it",
+                    why="a run that resumes from it would be lost",
+                    fix="an older checkpoint, and a look at the steps before",
+                )
 
 
 def _unsavable_reason(tensor: object) -> str | None:
@@ -342,16 +319,14 @@ def _unsavable_reason(tensor: object) -> str | None:
 
 def _disk_bytes_if_ranks_agree(mine: Snapshot, disk: RanksSharingDisk, *, group: Group) -> int:
     """Returns the most bytes that go to this rank's disk. Raises CheckpointError if ranks' values differ."""
-    text = json.dumps(mine.values, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(mine.values, sort_keys=True).encode()).hexdigest()
     # Disks of nodes get every copy of a shard: [Note: every copy].
     share = sum(_rank_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
     facts = all_gather_object((mine.step, digest, share, disk.node), group=group)
     for other, (step, values, *_) in enumerate(facts):
         if step != facts[0][0]:
-            raise CheckpointError(
-                "the ranks are not at the same step.", got=f"rank 0 at {facts[0][0]}, rank {other} at {step}"
-            )
+            steps = f"rank 0 at {facts[0][0]}, rank {other} at {step}"
+            raise CheckpointError("the ranks are not at the same step.", got=steps)
         if values != facts[0][1]:
             raise CheckpointError(
                 "the ranks do not hold the same values.",
@@ -363,25 +338,20 @@ def _disk_bytes_if_ranks_agree(mine: Snapshot, disk: RanksSharingDisk, *, group:
 
 def _rank_share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
     """Returns this rank's share of the bytes to write: 1/n of a shard on n ranks, or all if `every_copy`."""
+    shard_bytes = detached_local_tensor(tensor).nbytes
+    padding = ALIGNMENT if shard_bytes >= LARGE_BYTES else 0
+    most_bytes = shard_bytes + _ENVELOPE_BYTES + padding  # in a data file and its table
     if every_copy:
-        return _max_written_bytes(detached_local_tensor(tensor))
+        return most_bytes
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
-        return _max_written_bytes(detached_local_tensor(tensor)) / copies
-    return _max_written_bytes(tensor) / world_size()
-
-
-def _max_written_bytes(shard: Tensor) -> int:
-    """Returns an upper bound of the bytes of a shard in a data file and its table."""
-    padding = ALIGNMENT if shard.nbytes >= LARGE_BYTES else 0
-    return shard.nbytes + _ENVELOPE_BYTES + padding
+        return most_bytes / copies
+    return most_bytes / world_size()
 
 
 def _check_same_model(there: CheckpointFiles, manifest: Manifest, *, mine: Snapshot) -> None:
-    model = {
-        n: SavedTensor.from_tensor(tensor) for n, tensor in mine.tensors.items() if n.startswith(MODEL_PREFIX)
-    }
+    model = {n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     if model != manifest.model_tensors:
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}
         raise CheckpointError(
@@ -408,10 +378,8 @@ def _check_shared_directory(draft: CheckpointFiles) -> None:
 
 def _gather_saved_tensors(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
     """Returns the tensors of all ranks by name. Ranks send only names that rank 0 lacks. Collective."""
-    common = run_on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group)
-    own = {
-        n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)
-    }
+    common = set(run_on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group))
+    own = {n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if rank() == 0 or n not in common}
     return {name: one for part in all_gather_object(own, group=group) for name, one in sorted(part.items())}
 
 
@@ -433,9 +401,8 @@ def _check_and_list_written_tensors(
                     why="torch.distributed.checkpoint reported that it was",
                     fix="save again, and the file system's log",
                 )
-        tensors[name] = SavedTensor(
-            shape=tuple(tensor.size), dtype=str(tensor.properties.dtype).removeprefix("torch.")
-        )
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[name] = SavedTensor(shape=tuple(tensor.size), dtype=dtype)
     return tensors
 
 

@@ -229,16 +229,14 @@ class _BlockDigester:
         self._room = BLOCK_BYTES
 
 
-def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratch: memoryview) -> None:
-    """Reads and verifies all blocks of `piece`. The buffer `scratch` has `block_bytes`.
+def verify_piece(file: BinaryIO, piece: ShardRecord, *, scratch: memoryview) -> None:
+    """Reads and verifies all blocks of `piece`. The buffer `scratch` has the size of a block.
 
     Raises DamagedCheckpointError for the first block whose digest differs, or that is cut off.
     """
     file.seek(piece.offset)
-    for number, begin in enumerate(range(0, piece.length, block_bytes)):
-        _read_verified_block(
-            file, piece, number=number, parts=[scratch[: min(block_bytes, piece.length - begin)]]
-        )
+    for number, begin in enumerate(range(0, piece.length, scratch.nbytes)):
+        _read_verified_block(file, piece, number=number, parts=[scratch[: piece.length - begin]])
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
@@ -246,39 +244,28 @@ def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
     if _read_until_full(file, memoryview(padding)) < len(padding) or any(padding):
-        raise DamagedCheckpointError(
-            f"{_file_name(file)} holds other bytes than were saved.",
-            got=f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero",
-            why="the disk, or something on the way to it, changed them",
-        )
+        found = f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero"
+        raise _altered_bytes_error(file, got=found)
 
 
 def read_verified_part(
-    file: BinaryIO,
-    piece: ShardRecord,
-    *,
-    offsets: Sequence[int],
-    target: Tensor,
-    block_bytes: int,
-    scratch: memoryview,
+    file: BinaryIO, piece: ShardRecord, *, offsets: Sequence[int], target: Tensor, scratch: memoryview
 ) -> None:
     """Fills `target` with the part of a shard that begins at `offsets` (per dim) and has its shape.
 
     Reads and verifies only the blocks with the rows (dim 0) of this part. Raises as `verify_piece` does; the
-    content of the target is then undefined. The buffer `scratch` has `block_bytes`.
+    content of the target is then undefined. The buffer `scratch` has the size of a block.
     """
     if target.numel() == 0:
         return
+    block_bytes = scratch.nbytes
     row_bytes = math.prod(piece.shape[1:]) * target.dtype.itemsize
     row, rows = (offsets[0], target.shape[0]) if piece.shape else (0, 1)
     begin = piece.data_offset + row * row_bytes
     whole_rows = tuple(target.shape[1:]) == piece.shape[1:]
     in_place = whole_rows and target.device.type == "cpu" and target.is_contiguous()
-    elements = (
-        target
-        if in_place
-        else torch.empty((rows, *piece.shape[1:]) if piece.shape else (), dtype=target.dtype)
-    )
+    shape = (rows, *piece.shape[1:]) if piece.shape else ()
+    elements = target if in_place else torch.empty(shape, dtype=target.dtype)
     data = memoryview(cast(bytearray, elements.reshape(-1).view(torch.uint8).numpy()))
     stop = begin + rows * row_bytes
     numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
@@ -309,20 +296,19 @@ def _read_verified_block(
     if found.hexdigest() != expected:
         end = file.tell()
         begin = end - sum(part.nbytes for part in parts)
-        raise DamagedCheckpointError(
-            f"{_file_name(file)} holds other bytes than were saved.",
-            got=f"a part of {piece.name}, bytes {begin} to {end}, whose digest is another",
-            why="the disk, or something on the way to it, changed them",
-        )
+        altered = f"a part of {piece.name}, bytes {begin} to {end}, whose digest is another"
+        raise _altered_bytes_error(file, got=altered)
+
+
+def _altered_bytes_error(file: BinaryIO, *, got: str) -> DamagedCheckpointError:
+    why = "the disk, or something on the way to it, changed them"
+    return DamagedCheckpointError(f"{_file_name(file)} holds other bytes than were saved.", got=got, why=why)
 
 
 def _read_until_full(file: BinaryIO, target: memoryview) -> int:
     """Reads until `target` is full or the file ends. Returns the number of bytes read."""
-    done = 0
-    while done < target.nbytes:
-        count: int | None = file.readinto(target[done:])  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
-            break
+    done, read_into = 0, file.readinto  # pyright: ignore[reportAttributeAccessIssue]
+    while done < target.nbytes and (count := read_into(target[done:])):
         done += count
     return done
 

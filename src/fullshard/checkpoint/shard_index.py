@@ -82,8 +82,7 @@ class ShardIndex(FrozenModel):
         Raises DamagedCheckpointError, which names `source`, unless the shards cover the manifest's tensors
         exactly, and are within its data files.
         """
-        problem = self._find_inconsistency(manifest)
-        if problem:
+        if problem := self._find_inconsistency(manifest):
             raise DamagedCheckpointError(f"{source} is damaged.", got=problem)
         tensors = {
             name: TensorStorageMetadata(

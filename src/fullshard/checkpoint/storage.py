@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -44,7 +44,7 @@ from fullshard.checkpoint.shard_file import (
     shard_offsets,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.snapshot_reader import ShardReader, UnchangingShardReader
+from fullshard.checkpoint.snapshot_reader import ShardReader
 from fullshard.distributed.agreement import (
     ErrorCapture,
     Group,
@@ -103,11 +103,8 @@ class DcpCheckpointWriter(StorageWriter):
             # One at a time: a shard on a GPU is on the host only while it is written.
             planned = {(one.index.fqn, tuple(one.index.offset or ())): one for one in plan.items}
             shards = ((*place, cast(Tensor, planner.resolve_data(one))) for place, one in planned.items())
-            copies = (
-                (tensor_name, shard_offsets(tensor), detached_local_tensor(tensor))
-                for tensor_name, tensor in self.besides.items()
-                if (tensor_name, shard_offsets(tensor)) not in planned
-            )
+            besides = {(fqn, shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()}
+            copies = ((*at, detached_local_tensor(t)) for at, t in besides.items() if at not in planned)
             every = itertools.chain(shards, copies)
             pieces, self.written = write_shards(self.draft, name, shards=every, held=self.held)
             for item, piece in zip(plan.items, pieces, strict=False):
@@ -137,7 +134,7 @@ def write_shards(
     name: str,
     *,
     shards: Iterable[tuple[str, Sequence[int], Tensor]],
-    held: ShardReader | None = None,
+    held: ShardReader,
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
     """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
@@ -146,7 +143,6 @@ def write_shards(
 
     Returns the records, in the order of the shards, and the manifest's entries for both files.
     """
-    held = held or UnchangingShardReader()
     shards = iter(shards)
     some = next(shards, None)
     if some is None:
@@ -184,9 +180,8 @@ class DcpCheckpointReader(StorageReader):
                 data = read_verified_file(self.files, self.manifest, name=SHARDS)
                 index = parse_checkpoint_json(ShardIndex, data, source=source)
             else:  # saved by a version without an index
-                index = ShardIndex.from_shard_file_tables(
-                    {name: self.read_table(name) for name in self.manifest.all_data_files}
-                )
+                tables = {name: self.read_table(name) for name in self.manifest.all_data_files}
+                index = ShardIndex.from_shard_file_tables(tables)
             self._metadata = index.to_dcp_metadata(self.manifest, source=source)
         return self._metadata
 
@@ -203,17 +198,16 @@ class DcpCheckpointReader(StorageReader):
             places = cast(dict[MetadataIndex, tuple[str, int]], self.read_metadata().storage_data)
             own = self._shard_copies_on_this_disk()
 
-            def file_and_offset(index: MetadataIndex) -> tuple[str, int]:
+            def file_and_offset(item: ReadItem) -> tuple[str, int]:
+                index = item.storage_index
                 return own.get((index.fqn, tuple(index.offset or ())), places[index])
 
-            items = sorted(plan.items, key=lambda item: file_and_offset(item.storage_index))  # in file order
-            for name, group in itertools.groupby(
-                items, key=lambda item: file_and_offset(item.storage_index)[0]
-            ):
+            items = sorted(plan.items, key=file_and_offset)  # in file order
+            for name, group in itertools.groupby(items, key=lambda item: file_and_offset(item)[0]):
                 pieces = {piece.offset: piece for piece in self.read_table(name).pieces}
                 with self.open_data_file(name) as file:
                     for item in group:
-                        piece = pieces.get(file_and_offset(item.storage_index)[1])
+                        piece = pieces.get(file_and_offset(item)[1])
                         target = planner.resolve_tensor(item).detach()
                         self.read_piece_part(file, piece, offsets=item.storage_offsets, target=target)
                         planner.commit_tensor(item, target)
@@ -241,11 +235,10 @@ class DcpCheckpointReader(StorageReader):
             )
         if name not in self._tables:
             data = read_verified_file(self.files, self.manifest, name=f"{name}{SUFFIX}")
-            self._tables[name] = parse_checkpoint_json(
-                ShardFileTable, data, source=f"{self.files}/{name}{SUFFIX}"
-            )
-            if len(self._buffer) < self._tables[name].block_bytes:
-                self._buffer = memoryview(bytearray(self._tables[name].block_bytes))
+            table = parse_checkpoint_json(ShardFileTable, data, source=f"{self.files}/{name}{SUFFIX}")
+            if len(self._buffer) < table.block_bytes:
+                self._buffer = memoryview(bytearray(table.block_bytes))
+            self._tables[name] = table
         return self._tables[name]
 
     @contextmanager
@@ -260,15 +253,11 @@ class DcpCheckpointReader(StorageReader):
     def read_piece_part(
         self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
-        """Fills `target` as `shard_file.read_piece_part` does. Checks the dtype of `piece`."""
+        """Fills `target` as `shard_file.read_verified_part` does. Checks the dtype of `piece`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
-            raise DamagedCheckpointError(
-                f"{self.files} is damaged.", got=f"{SHARDS} and the tables of pieces differ"
-            )
-        block_bytes = len(self._buffer)
-        read_verified_part(
-            file, piece, offsets=offsets, target=target, block_bytes=block_bytes, scratch=self._buffer
-        )
+            differ = f"{SHARDS} and the tables of pieces differ"
+            raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
+        read_verified_part(file, piece, offsets=offsets, target=target, scratch=self._buffer)
 
 
 def write_with_dcp(
@@ -352,9 +341,8 @@ def read_whole_tensor(name: str, reader: DcpCheckpointReader) -> Tensor:
     """Reads and returns one whole, unsharded tensor, in this process alone. Raises CheckpointError."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-    run_on_this_rank(
-        lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}"
-    )
+    doing = f"reading {name} of {reader.files}"
+    run_on_this_rank(lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=doing)
     return tensor
 
 

@@ -12,7 +12,6 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from fullshard.checkpoint import storage
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, LocalFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -25,6 +24,7 @@ from fullshard.checkpoint.manifest import (
     read_verified_file,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
+from fullshard.checkpoint.storage import DcpCheckpointReader, build_reader, read_whole_tensor
 from fullshard.distributed.agreement import run_on_this_rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
@@ -55,7 +55,7 @@ def find_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _damage_text(error, MANIFEST), ())
         return
-    reader, sizes = storage.DcpCheckpointReader(files, manifest), files.file_sizes_bytes()
+    reader, sizes = DcpCheckpointReader(files, manifest), files.file_sizes_bytes()
     damaged = False
     for name in manifest.files_on_this_disk:
         for damaged in _find_file_damage(reader, name, sizes=sizes):
@@ -84,14 +84,14 @@ def iterate_differences(
         if a != b:
             yield f"{name}: {a or 'absent'} | {b or 'absent'}"
         elif a is not None:
-            line = _tensor_difference_text(*(storage.read_whole_tensor(name, reader) for reader in readers))
+            line = _tensor_difference_text(*(read_whole_tensor(name, reader) for reader in readers))
             if line:
                 yield f"{name}: {line}"
 
 
 def check_written_files(draft: CheckpointFiles, manifest: Manifest) -> None:
     """Reads the written files that `manifest` lists back. Raises CheckpointError if a byte was altered."""
-    reader, sizes = storage.DcpCheckpointReader(draft, manifest), draft.file_sizes_bytes()
+    reader, sizes = DcpCheckpointReader(draft, manifest), draft.file_sizes_bytes()
     for name in manifest.files_on_this_disk:
         _drop_from_page_cache(draft, name)
     for name in manifest.files_on_this_disk:
@@ -122,7 +122,7 @@ def _drop_from_page_cache(files: CheckpointFiles, name: str) -> None:
         disk.drop_from_page_cache(files.path / name)
 
 
-def _open_reader_for_diff(files: CheckpointFiles) -> storage.DcpCheckpointReader:
+def _open_reader_for_diff(files: CheckpointFiles) -> DcpCheckpointReader:
     manifest = read_manifest(files)
     if manifest.layout == "ranks":
         raise CheckpointError(
@@ -130,7 +130,7 @@ def _open_reader_for_diff(files: CheckpointFiles) -> storage.DcpCheckpointReader
             got='layout = "ranks"',
             why="its tensors are in parts, each a rank's own",
         )
-    return run_on_this_rank(lambda: storage.build_reader(files, manifest), doing=f"reading {files}")
+    return run_on_this_rank(lambda: build_reader(files, manifest), doing=f"reading {files}")
 
 
 def _tensor_difference_text(a: Tensor, b: Tensor) -> str | None:
@@ -153,7 +153,7 @@ def _shortened_text(value: JsonValue) -> str:
 
 
 def _find_file_damage(
-    reader: storage.DcpCheckpointReader, name: str, *, sizes: Mapping[str, int]
+    reader: DcpCheckpointReader, name: str, *, sizes: Mapping[str, int]
 ) -> Iterator[Damage]:
     saved = reader.manifest.files[name]
     if sizes.get(name) != saved.size_bytes:
@@ -169,7 +169,7 @@ def _find_file_damage(
         yield Damage(name, _damage_text(error, name), _affected_tensors(reader, name))
 
 
-def _find_index_damage(reader: storage.DcpCheckpointReader) -> Iterator[Damage]:
+def _find_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
     """Yields damage for shards of the index that the tables of this disk's data files do not have."""
     manifest = reader.manifest
     if manifest.layout == "ranks":
@@ -188,12 +188,12 @@ def _find_index_damage(reader: storage.DcpCheckpointReader) -> Iterator[Damage]:
             yield Damage(SHARDS, f"{index.fqn} is not where the index has it", (index.fqn,))
 
 
-def _find_data_file_damage(reader: storage.DcpCheckpointReader, name: str) -> Iterator[Damage]:
+def _find_data_file_damage(reader: DcpCheckpointReader, name: str) -> Iterator[Damage]:
     try:
         table = reader.read_table(name)
     except CheckpointError:
         return  # the damaged table is reported as a file of its own
-    scratch = memoryview(bytearray(max(table.block_bytes, 1)))
+    scratch = memoryview(bytearray(table.block_bytes))
     try:
         with reader.files.open_file(name) as file:
             end = 0
@@ -201,7 +201,7 @@ def _find_data_file_damage(reader: storage.DcpCheckpointReader, name: str) -> It
                 try:
                     begin, end = end, piece.offset + piece.length
                     verify_padding(file, piece, begin=begin)
-                    verify_piece(file, piece, block_bytes=table.block_bytes, scratch=scratch)
+                    verify_piece(file, piece, scratch=scratch)
                 except DamagedCheckpointError as error:
                     yield Damage(name, _damage_text(error, name), (piece.name,))
     except OSError as error:
@@ -214,7 +214,7 @@ def _damage_text(error: CheckpointError, name: str) -> str:
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
 
-def _affected_tensors(reader: storage.DcpCheckpointReader, name: str) -> tuple[str, ...]:
+def _affected_tensors(reader: DcpCheckpointReader, name: str) -> tuple[str, ...]:
     """Returns the tensors in the data file `name`, or in that of the table `name`; all for the index."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:

@@ -62,8 +62,7 @@ def calibrate(
     _check_drive_directory(drive)
     with temporary_private_directory() as directory:
         own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
-        settings = CalibrationSettings.model_validate(own)
-        settings.save(directory)
+        CalibrationSettings.model_validate(own).save(directory)
         exit_code = perform_request(_build_calibration_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             found = _fit_hardware_to_steps(Calibration.load(directory))
@@ -93,9 +92,8 @@ def _check_output_is_writable(path: Path) -> None:
         with suppress(FileNotFoundError):
             path.lstat()
     except OSError as error:
-        raise SpecError(
-            f"{path} cannot be written.", got=error.strerror, fix="another path for --out"
-        ) from error
+        fix = "another path for --out"
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
 
 
 def _check_drive_directory(directory: Path) -> None:
@@ -110,10 +108,9 @@ def _fit_hardware_to_steps(found: "Calibration") -> "Calibration":
     from fullshard.planner.calibration_fit import StepSample, fit_rates
     from fullshard.planning.describe_run import describe_run
 
-    seen = [
-        StepSample(describe_run(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps
-    ]
-    fit = fit_rates(found.hardware, seen)
+    steps = ((step.plan, step.seconds) for step in found.steps)
+    samples = [StepSample(describe_run(plan, plan.device), plan, seconds) for plan, seconds in steps]
+    fit = fit_rates(found.hardware, samples)
     return found.model_copy(update={"hardware": fit.hardware, "step_errors": fit.errors})
 
 

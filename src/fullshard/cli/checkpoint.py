@@ -58,11 +58,8 @@ def verify_checkpoints(
 
     place = _locate_checkpoints(directory, key_file)
     one = place.as_checkpoint()
-    checkpoints = (
-        [one]
-        if MANIFEST in one.file_sizes_bytes()
-        else [files for _, files in reversed(place.list_checkpoints())]
-    )
+    is_single = MANIFEST in one.file_sizes_bytes()
+    checkpoints = [one] if is_single else [files for _, files in reversed(place.list_checkpoints())]
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
     found = {str(files): _verify_one_checkpoint(files) for files in checkpoints}
@@ -102,14 +99,12 @@ def diff_checkpoints(
     from fullshard.checkpoint.load import resolve_checkpoint
     from fullshard.checkpoint.verify import iterate_differences
 
-    lines = 0
-    for line in iterate_differences(
-        resolve_checkpoint(_locate_checkpoints(one, key_file))[0],
-        resolve_checkpoint(_locate_checkpoints(other, key_file))[0],
-    ):
+    first, second = (resolve_checkpoint(_locate_checkpoints(path, key_file))[0] for path in (one, other))
+    differs = False
+    for line in iterate_differences(first, second):
         typer.echo(escape_to_single_line(line))
-        lines += 1
-    if lines:
+        differs = True
+    if differs:
         raise typer.Exit(1)
     typer.echo("the same bits")
 
@@ -166,9 +161,8 @@ def export_checkpoint(
 
     shard_bytes = None if shard_size is None else parse_bytes(shard_size)
     if form is ExportFormat.PEFT and (shard_bytes is not None or dtype is not None):
-        raise SpecError(
-            "--format peft takes neither --shard-size nor --dtype.", fix="--format hf, or neither"
-        )
+        fix = "--format hf, or neither"
+        raise SpecError("--format peft takes neither --shard-size nor --dtype.", fix=fix)
     _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
     place = _locate_checkpoints(source, key_file)
     if form is ExportFormat.HF:
@@ -238,16 +232,13 @@ def _locate_checkpoints(directory: str, key_file: Path | None) -> "CheckpointLoc
     from fullshard.distributed.agreement import run_on_this_rank
     from fullshard.errors import CheckpointError
 
-    inner = location_of(
-        directory if "://" in directory else Path(directory) / "checkpoints", key_file=key_file
-    )
-    place = (
-        inner
-        if run_on_this_rank(inner.exists, doing=f"looking at {inner}")
-        else location_of(directory, key_file=key_file)
-    )
+    inner = directory if "://" in directory else Path(directory) / "checkpoints"
+    place = location_of(inner, key_file=key_file)
     if not run_on_this_rank(place.exists, doing=f"looking at {place}"):
-        raise CheckpointError(f"{place} is not a directory.", fix="the run's directory, such as runs/default")
+        place = location_of(directory, key_file=key_file)
+        if not run_on_this_rank(place.exists, doing=f"looking at {place}"):
+            fix = "the run's directory, such as runs/default"
+            raise CheckpointError(f"{place} is not a directory.", fix=fix)
     return place
 
 
@@ -291,7 +282,6 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         trained = format_count(tokens) if isinstance(tokens, int) else "?"
         size = format_bytes(int(str(row["bytes"])))
         strategy = row["strategy"] or ""
-        lines.append(
-            f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}".rstrip()
-        )
+        line = f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}"
+        lines.append(line.rstrip())
     return "\n".join(map(escape_to_single_line, lines))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,9 +43,8 @@ def convert(
     from fullshard.convert.conversion import convert_config as converted
 
     name = "standard input" if path == "-" else Path(path).name
-    conversion = converted(
-        _read_config_text(path), name=name, format=_parse_format_name(format_name), ranks=ranks
-    )
+    text = _read_config_text(path)
+    conversion = converted(text, name=name, format=_parse_format_name(format_name), ranks=ranks)
     if as_json:
         record: dict[str, object] = {
             "format": conversion.format,
@@ -68,9 +68,8 @@ def _read_config_text(path: str) -> str:
             return read_text(path, most_bytes=SETTINGS_BYTES)
         data = sys.stdin.buffer.read(SETTINGS_BYTES + 1)
         if len(data) > SETTINGS_BYTES:
-            raise SpecError(
-                "standard input is too long for a config.", got=f"more than {SETTINGS_BYTES} bytes"
-            )
+            got = f"more than {SETTINGS_BYTES} bytes"
+            raise SpecError("standard input is too long for a config.", got=got)
         return data.decode()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text (UTF-8)"
@@ -96,12 +95,7 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     show_labelled_lines(((one.key, one.verdict_text) for one in conversion.key_results), file=sys.stderr)
     for note in conversion.notes:
         print(f"note: {escape_control_characters(note)}", file=sys.stderr)
-    counts = ", ".join(
-        f"{conversion.count_keys_with_verdict(one)} {one}"
-        for one in KeyVerdict
-        if conversion.count_keys_with_verdict(one)
-    )
-    print(
-        f"{conversion.name} ({conversion.format}): {len(conversion.key_results)} keys: {counts}",
-        file=sys.stderr,
-    )
+    number = Counter(one.verdict for one in conversion.key_results)
+    counts = ", ".join(f"{number[verdict]} {verdict}" for verdict in KeyVerdict if number[verdict])
+    head = f"{conversion.name} ({conversion.format}): {len(conversion.key_results)} keys"
+    print(f"{head}: {counts}", file=sys.stderr)

@@ -10,12 +10,7 @@ from fullshard.cli.options import AsJson, Overrides, RunPath
 from fullshard.system.terminal import escape_to_single_line
 
 
-def prepare_data(
-    run_path: RunPath = None,
-    *,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenize the data of a run and pack it into sequences, before the run needs them; show a summary."""
     from fullshard.data.build import build_packed_data, tokenizer_vocabulary_size
     from fullshard.errors import SpecError

@@ -73,31 +73,25 @@ def _comment_lines(text: str) -> list[str]:
 def _list_item_description(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Returns the description of a list's items if they are tables."""
     item = field.get("items", {})
-    return (
-        str(definitions[_referenced_definition_name(item)].get("description", "")) if "$ref" in item else ""
-    )
+    return str(_resolve_reference(item, definitions).get("description", "")) if "$ref" in item else ""
 
 
-def _referenced_definition_name(reference: Mapping[str, Any]) -> str:
-    return str(reference["$ref"]).rpartition("/")[2]
+def _resolve_reference(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the definition that `schema` refers to, or `schema` itself."""
+    return definitions[str(schema["$ref"]).rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _allowed_values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Returns the allowed values in words, from the JSON schema."""
-    schema = definitions[_referenced_definition_name(schema)] if "$ref" in schema else schema
+    schema = _resolve_reference(schema, definitions)
     if "anyOf" in schema:
-        choices = [
-            _allowed_values_text(choice, definitions)
-            for choice in schema["anyOf"]
-            if choice.get("type") != "null"
-        ]
-        return " or ".join(choices)
+        choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
+        return " or ".join(_allowed_values_text(choice, definitions) for choice in choices)
     if "enum" in schema or "const" in schema:
         return ", ".join(str(choice) for choice in schema.get("enum", [schema.get("const")]))
     if "prefixItems" in schema:
-        return "a list: " + "; ".join(
-            _allowed_values_text(item, definitions) for item in schema["prefixItems"]
-        )
+        items = [_allowed_values_text(item, definitions) for item in schema["prefixItems"]]
+        return f"a list: {'; '.join(items)}"
     if schema.get("type") == "array":
         return f"a list of: {_allowed_values_text(schema['items'], definitions)}"
     if schema.get("type") == "object":

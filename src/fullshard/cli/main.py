@@ -26,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessOutcome() as ending:
         _build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
     if ending.failure is not None:
-        print(
-            escape_control_characters(_failure_text(ending.failure, os.environ.get("RANK"))), file=sys.stderr
-        )
+        message = _failure_text(ending.failure, os.environ.get("RANK"))
+        print(escape_control_characters(message), file=sys.stderr)
     return ending.exit_code
 
 

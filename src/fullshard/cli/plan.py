@@ -206,9 +206,8 @@ def _with_drive_rate(hardware: "Hardware", text: str) -> "Hardware":
     except ValueError:
         rate = float(parse_count(text))
     if not 0 < rate < float("inf"):
-        raise SpecError(
-            "the drive's rate is not a positive number.", got=f"--drive-rate {text}", fix="--drive-rate 3.5G"
-        )
+        got = f"--drive-rate {text}"
+        raise SpecError("the drive's rate is not a positive number.", got=got, fix="--drive-rate 3.5G")
     source = f"{hardware.source}; drive: {format_count(rate)}B/s a rank, as asked"
     return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
 
@@ -248,13 +247,9 @@ def _parse_budget(
         if price is not None:
             raise SpecError("a price needs a number of tokens.", got=f"--price {price:g}", fix="--budget 15T")
         return None
-    return TrainingBudget.parse(
-        {
-            "tokens": parse_count(tokens),
-            "price_per_hour": hardware.price_per_hour if price is None else price,
-        },
-        source="--budget and --price",
-    )
+    per_hour = hardware.price_per_hour if price is None else price
+    figures = {"tokens": parse_count(tokens), "price_per_hour": per_hour}
+    return TrainingBudget.parse(figures, source="--budget and --price")
 
 
 def _check_output_files(plan: Path | None, spec: Path | None, *, force: bool) -> None:

@@ -47,9 +47,8 @@ def report(
         show_measurement(run.measurement, prediction=prediction)
         if prediction is None:
             why = "its plan was made without the planner" if run.plan else f"there is no {PLAN_NAME}"
-            typer.echo(
-                escape_control_characters(f"note: {run.directory} holds no prediction: {why}"), err=True
-            )
+            note = f"note: {run.directory} holds no prediction: {why}"
+            typer.echo(escape_control_characters(note), err=True)
 
 
 def _read_run_results(directory: Path) -> _RunResults:
@@ -62,17 +61,14 @@ def _read_run_results(directory: Path) -> _RunResults:
         raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
     measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
     if not measured.exists():
-        started = (directory / _METRICS).exists()
-        raise SpecError(
-            f"{directory} holds no measurement.",
-            got=f"no {MEASUREMENT_NAME}" + ("" if started else f" and no {_METRICS}"),
-            why="a run writes it when it ends, or is stopped by Ctrl-C or SIGTERM"
-            if started
-            else "this is not the directory of a run",
-            fix="wait for its end, or resume it: fullshard train --resume"
-            if started
-            else "the directory that run.dir names, such as runs/default",
-        )
+        got = f"no {MEASUREMENT_NAME} and no {_METRICS}"
+        why = "this is not the directory of a run"
+        fix = "the directory that run.dir names, such as runs/default"
+        if (directory / _METRICS).exists():  # the run has started
+            got = f"no {MEASUREMENT_NAME}"
+            why = "a run writes it when it ends, or is stopped by Ctrl-C or SIGTERM"
+            fix = "wait for its end, or resume it: fullshard train --resume"
+        raise SpecError(f"{directory} holds no measurement.", got=got, why=why, fix=fix)
     # A run that was set aside has moved to another directory. The sample is only for the end of a run.
     moved = {"directory": str(directory), "sample": None}
     measurement = Measurement.load(measured).model_copy(update=moved)

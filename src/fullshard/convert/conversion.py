@@ -7,7 +7,7 @@ from typing import Any, cast
 from fullshard.convert.accelerate import convert_accelerate
 from fullshard.convert.deepspeed import convert_deepspeed
 from fullshard.convert.fsdp import convert_fsdp, convert_lightning
-from fullshard.convert.reader import ConfigFormat, ConversionState, KeyResult, KeyVerdict
+from fullshard.convert.reader import ConfigFormat, ConversionState, KeyResult
 from fullshard.convert.source import parse_config
 from fullshard.convert.torchtitan import convert_torchtitan
 from fullshard.errors import SpecError
@@ -46,13 +46,8 @@ class Conversion(FrozenModel):
     def run_toml_text(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
-        return toml_text(
-            _nested_tables(self.settings), head=head, comment=lambda path: self.origins.get(".".join(path))
-        )
-
-    def count_keys_with_verdict(self, verdict: KeyVerdict) -> int:
-        """Returns the number of keys with this verdict."""
-        return sum(one.verdict is verdict for one in self.key_results)
+        tables = _nested_tables(self.settings)
+        return toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
 
 
 def convert_config(
@@ -67,34 +62,33 @@ def convert_config(
     run.toml does not allow.
     """
     found, tree, notes = parse_config(text, name=name, format=format)
-    reading = ConversionState(tree, ranks=ranks)
-    _check_no_nan(reading)
-    reading.notes.extend(notes)
-    _READERS[found](reading)
-    order = ("run", "model", "data", "train")  # other sections follow by name
-    targets = sorted(reading.settings, key=lambda target: _setting_sort_key(target, order))
-    settings = {target: reading.settings[target] for target in targets}
+    state = ConversionState(tree, ranks=ranks)
+    _check_no_nan(state)
+    state.notes.extend(notes)
+    _READERS[found](state)
+    settings = {target: state.settings[target] for target in sorted(state.settings, key=_setting_sort_key)}
     run = Run.parse(_nested_tables(settings), source=f"what {name} says")
     return Conversion(
         name=name,
         format=found,
-        key_results=tuple(reading.key_results[key] for key in reading.leaves),
-        notes=tuple(reading.notes),
+        key_results=tuple(state.key_results[key] for key in state.leaves),
+        notes=tuple(state.notes),
         settings=settings,
-        origins=reading.origins,
+        origins=state.origins,
         run=run,
     )
 
 
-def _check_no_nan(reading: ConversionState) -> None:
+def _check_no_nan(state: ConversionState) -> None:
     """Raises SpecError for NaN, which JSON, YAML and TOML can express."""
-    for key, value in reading.leaves.items():
+    for key, value in state.leaves.items():
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:
             if isinstance(one, float) and math.isnan(one):
                 raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
 
 
-def _setting_sort_key(target: str, order: tuple[str, ...]) -> tuple[int, str]:
+def _setting_sort_key(target: str) -> tuple[int, str]:
+    order = ("run", "model", "data", "train")  # other sections follow by name
     section, table = target.partition(".")[0], target.rpartition(".")[0]
     return (order.index(section) if section in order else len(order), table)
 

@@ -14,205 +14,185 @@ from fullshard.convert.reader import (
 )
 from fullshard.convert.rules import DTYPES, apply_rules, keys_without_wildcards, read_rules
 
+# In the order of their numbers in FSDP1's ShardingStrategy, which begin at 1.
+_SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _STRATEGIES = {
-    "1": "full_shard",
-    "2": "shard_grad_op",
-    "3": "no_shard",
-    "4": "hybrid_shard",
-    "5": "hybrid_shard_zero2",
-    "full_shard": "full_shard",
-    "shard_grad_op": "shard_grad_op",
-    "no_shard": "no_shard",
-    "hybrid_shard": "hybrid_shard",
+    **{str(number): name for number, name in enumerate(_SHARDING_STRATEGIES, start=1)},
+    **{name: name for name in _SHARDING_STRATEGIES},
     "_hybrid_shard_zero2": "hybrid_shard_zero2",
-    "hybrid_shard_zero2": "hybrid_shard_zero2",
     # Names in FSDP wrappers of published courses.
     "full": "full_shard",
     "hybrid_full": "hybrid_shard",
     "hybrid_shard_grad_op": "hybrid_shard_zero2",
 }
 _PREFETCHES = {
-    "backward_pre": "implicit",
-    "backward_post": "implicit",
+    **dict.fromkeys(("backward_pre", "backward_post", "1", "2"), "implicit"),
     "no_prefetch": "none",
-    "1": "implicit",
-    "2": "implicit",
 }
 
 
 def convert_sharding_and_prefetch(
-    reading: ConversionState, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
+    state: ConversionState, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
 ) -> None:
     """Converts the sharding strategy and the prefetch of FSDP1 or FSDP2.
 
     keys: the config's key for each argument of FSDP that it contains
     by_default: whether FSDP is used even if no key sets a strategy; the strategy is then full_shard
     """
-    _convert_reshard_after_forward(reading, keys.get("reshard_after_forward", ""))
-    _convert_strategy(reading, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
+    _convert_reshard_after_forward(state, keys.get("reshard_after_forward", ""))
+    _convert_strategy(state, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
     if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
-        reading.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
-    _convert_prefetch(
-        reading, backward=keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", "")
-    )
+        state.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
+    _convert_prefetch(state, keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", ""))
 
 
-def convert_fsdp_arguments(reading: ConversionState, *, prefix: str = "") -> None:
+def convert_fsdp_arguments(state: ConversionState, *, prefix: str = "") -> None:
     """Records verdicts on the keys with `prefix`, which are arguments of FSDP, fully_shard or FSDP2Config."""
-    keys = {key.removeprefix(prefix): key for key in reading.leaves if key.startswith(prefix)}
-    _convert_mesh_shape(reading, keys)
-    convert_sharding_and_prefetch(reading, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
+    keys = {key.removeprefix(prefix): key for key in state.leaves if key.startswith(prefix)}
+    _convert_mesh_shape(state, keys)
+    convert_sharding_and_prefetch(state, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
     for part in ("mixed_precision", "mp_policy"):
         param, reduce = keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", "")
-        _convert_dtypes(reading, param=param, reduce=reduce)
+        _convert_dtypes(state, param=param, reduce=reduce)
     mixed = keys.get("mixed_precision", "")
-    if "compute_dtype" in keys and (not mixed or is_enabled_value(reading.get(mixed))):
-        _convert_dtypes(reading, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
-        reading.record_not_needed(mixed, "on: precision.mode says which")
+    if "compute_dtype" in keys and (not mixed or is_enabled_value(state.get(mixed))):
+        _convert_dtypes(state, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
+        state.record_not_needed(mixed, "on: precision.mode says which")
     policy = keys.get("offload_policy", "")
-    if reading.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
-        reading.record_not_needed(policy, "as it is here")
+    if state.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
+        state.record_not_needed(policy, "as it is here")
     rules = read_rules("fsdp")
-    apply_rules(reading, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
+    apply_rules(state, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
 
 
-def convert_fsdp(reading: ConversionState) -> None:
+def convert_fsdp(state: ConversionState) -> None:
     """Records a verdict on every key of a config that consists of FSDP's arguments only."""
-    convert_fsdp_arguments(reading)
+    convert_fsdp_arguments(state)
     known = keys_without_wildcards(read_rules("fsdp"))
-    reading.record_unknown_keys([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
+    state.record_unknown_keys([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
 
 
-def convert_lightning(reading: ConversionState) -> None:
+def convert_lightning(state: ConversionState) -> None:
     """Records a verdict on every argument of a Fabric or Trainer and its strategy, or of a strategy alone."""
-    nodes = reading.get_positive_integer("num_nodes") or 1
-    reading.get_positive_integer("max_steps", unset=(-1,))
-    devices = reading.get("devices")
+    nodes = state.get_positive_integer("num_nodes") or 1
+    state.get_positive_integer("max_steps", unset=(-1,))
+    devices = state.get("devices")
     each = len(devices) if isinstance(devices, list) else parse_positive_integer(devices)
     if each:
-        reading.ranks = reading.ranks or each * nodes
+        state.ranks = state.ranks or each * nodes
         if nodes == 1:
-            reading.record_setting("devices", "run.ranks", value=each)
+            state.record_setting("devices", "run.ranks", value=each)
         else:
-            reading.notes.append(
+            state.notes.append(
                 f"{each} ranks on each of {nodes} nodes: torchrun --nnodes {nodes} starts them"
             )
-    named = str(reading.get("strategy")).lower()
-    if named in ("fsdp", "ddp"):
-        reading.record_setting(
-            "strategy", "sharding.strategy", value="full_shard" if named == "fsdp" else "no_shard"
-        )
-    convert_fsdp_arguments(reading, prefix="strategy.")
+    strategy = {"fsdp": "full_shard", "ddp": "no_shard"}.get(str(state.get("strategy")).lower())
+    if strategy is not None:
+        state.record_setting("strategy", "sharding.strategy", value=strategy)
+    convert_fsdp_arguments(state, prefix="strategy.")
     rules = read_rules("lightning")
-    apply_rules(reading, rules)
-    if "gradient_clip_val" not in reading.leaves:
-        reading.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
-    reading.record_unknown_keys(
-        [
-            *keys_without_wildcards(rules),
-            *(f"strategy.{key}" for key in keys_without_wildcards(read_rules("fsdp"))),
-        ]
-    )
+    apply_rules(state, rules)
+    if "gradient_clip_val" not in state.leaves:
+        state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
+    fsdp_keys = [f"strategy.{key}" for key in keys_without_wildcards(read_rules("fsdp"))]
+    state.record_unknown_keys([*keys_without_wildcards(rules), *fsdp_keys])
 
 
-def _convert_mesh_shape(reading: ConversionState, keys: Mapping[str, str]) -> None:
+def _convert_mesh_shape(state: ConversionState, keys: Mapping[str, str]) -> None:
     """Sets a hybrid strategy and its shard degree from the shape of a mesh, (replicas, shards)."""
     for name in ("mesh.mesh_shape", "device_mesh.mesh_shape", "device_mesh", "mesh"):
         key = keys.get(name, "")
-        shape = reading.get(key)
+        shape = state.get(key)
         if not isinstance(shape, list) or not all(isinstance(one, int) for one in shape):
             continue
         if len(shape) == 2 and shape[1] > 1 and shape[0] > 1:
-            reading.infer_setting("sharding.strategy", "hybrid_shard", origin=key)
-            reading.record_setting(
-                key, "sharding.shard_degree", value=shape[1], why="ranks / shard_degree replicas"
-            )
-            reading.ranks = reading.ranks or shape[0] * shape[1]
+            state.infer_setting("sharding.strategy", "hybrid_shard", origin=key)
+            why = "ranks / shard_degree replicas"
+            state.record_setting(key, "sharding.shard_degree", value=shape[1], why=why)
+            state.ranks = state.ranks or shape[0] * shape[1]
         elif len(shape) == 2 and shape[0] > 1:
-            reading.record_setting(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
+            state.record_setting(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     # The named strategy may be the ZeRO-2 variant of the mesh's.
-    if reading.settings.get("sharding.strategy") == "hybrid_shard" and "sharding_strategy" in keys:
-        reading.settings.pop("sharding.strategy")
+    if state.settings.get("sharding.strategy") == "hybrid_shard" and "sharding_strategy" in keys:
+        state.settings.pop("sharding.strategy")
 
 
-def _convert_strategy(reading: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
+def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
     """Sets `sharding.strategy`, and for a hybrid one the shard degree: the ranks per node, if known."""
-    value = reading.get(key)
+    value = state.get(key)
     strategy = None if value is None else _STRATEGIES.get(lowercase_last_dotted_part(value))
     if value is None:
-        reading.record_not_needed(key, "unset: the planner chooses, or full_shard")
+        state.record_not_needed(key, "unset: the planner chooses, or full_shard")
     elif strategy is None:
-        known = ", ".join(sorted(set(_STRATEGIES.values())))
-        reading.record_unsupported(key, f"sharding.strategy is one of {known}")
+        known = ", ".join(sorted(_SHARDING_STRATEGIES))
+        state.record_unsupported(key, f"sharding.strategy is one of {known}")
     else:
-        reading.record_setting(key, "sharding.strategy", value=strategy)
-        if strategy.startswith("hybrid") and "sharding.shard_degree" not in reading.settings:
+        state.record_setting(key, "sharding.strategy", value=strategy)
+        if strategy.startswith("hybrid") and "sharding.shard_degree" not in state.settings:
             if ranks_per_node is None:
-                reading.notes.append(
+                state.notes.append(
                     f"{strategy} shards within a node and replicates over nodes: set sharding.shard_degree "
                     "to the ranks of a node (left out, the planner chooses)"
                 )
             else:
-                reading.infer_setting("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
+                state.infer_setting("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
 
 
-def _convert_reshard_after_forward(reading: ConversionState, key: str) -> None:
+def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
     """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
-    value = reading.get(key)
-    if key not in reading.leaves:
+    value = state.get(key)
+    if key not in state.leaves:
         return
     degree = None if isinstance(value, bool) else parse_positive_integer(value)
     if degree is not None and degree > 1:
         why = "and the strategy full_shard (ZeRO++ hpZ)"
-        reading.record_setting(key, "sharding.reshard_after_forward", value=degree, why=why)
-        reading.infer_setting("sharding.strategy", "full_shard", origin=key)
+        state.record_setting(key, "sharding.reshard_after_forward", value=degree, why=why)
+        state.infer_setting("sharding.strategy", "full_shard", origin=key)
         return
     named = _STRATEGIES.get(lowercase_last_dotted_part(value)) if degree is None else None
     flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
     strategy = named or flag
     if strategy is None:
-        reading.record_unsupported(key, "true (full_shard), false (shard_grad_op), or a degree")
+        state.record_unsupported(key, "true (full_shard), false (shard_grad_op), or a degree")
         return
-    if reading.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh
+    if state.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh
         strategy = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
-        reading.settings["sharding.strategy"] = strategy
+        state.settings["sharding.strategy"] = strategy
     why = "unset: all units but the root; here the root too" if value is None else ""
-    reading.record_setting(key, "sharding.strategy", value=strategy, why=why)
+    state.record_setting(key, "sharding.strategy", value=strategy, why=why)
 
 
-def _convert_prefetch(reading: ConversionState, *, backward: str, forward: str) -> None:
+def _convert_prefetch(state: ConversionState, backward: str, *, forward: str) -> None:
     """Sets `prefetch.mode` from `backward_prefetch` and `forward_prefetch`."""
-    forward_on = is_enabled_value(reading.get(forward))
-    if backward in reading.leaves:
-        name = lowercase_last_dotted_part(reading.get(backward))
-        mode = "none" if reading.get(backward) is None else _PREFETCHES.get(name)
+    forward_on = is_enabled_value(state.get(forward))
+    if backward in state.leaves:
+        name = lowercase_last_dotted_part(state.get(backward))
+        mode = "none" if state.get(backward) is None else _PREFETCHES.get(name)
         if mode is None:
-            reading.record_unsupported(backward, "prefetch.mode: none, implicit or explicit")
+            state.record_unsupported(backward, "prefetch.mode: none, implicit or explicit")
         else:
             post = "one unit ahead; here always issued before the gradients of the one that waits"
             why = post if name in ("backward_post", "2") else ""
-            reading.record_setting(
-                backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why
-            )
-    if isinstance(reading.get(forward), UnevaluatedExpression):
-        reading.record_unsupported(forward, "known only when the program runs: set prefetch.mode")
+            state.record_setting(backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why)
+    if isinstance(state.get(forward), UnevaluatedExpression):
+        state.record_unsupported(forward, "known only when the program runs: set prefetch.mode")
     elif forward_on:
         why = "prefetch.forward units ahead, 1 by default"
-        reading.record_setting(forward, "prefetch.mode", value="explicit", why=why)
+        state.record_setting(forward, "prefetch.mode", value="explicit", why=why)
     else:
-        reading.record_not_needed(forward, "off: FSDP2 itself overlaps one unit")
+        state.record_not_needed(forward, "off: FSDP2 itself overlaps one unit")
 
 
-def _convert_dtypes(reading: ConversionState, *, param: str, reduce: str) -> None:
+def _convert_dtypes(state: ConversionState, *, param: str, reduce: str) -> None:
     """Sets `precision.mode` from the keys of the dtypes of gathered parameters and reduced gradients."""
     named = {
-        key: DTYPES.get(lowercase_last_dotted_part(reading.get(key)))
+        key: DTYPES.get(lowercase_last_dotted_part(state.get(key)))
         for key in (param, reduce)
-        if key in reading.leaves
+        if key in state.leaves
     }
     for key in named:
-        if isinstance(reading.get(key), UnevaluatedExpression) and named[key] is None:
-            reading.record_unsupported(key, "known only when the program runs: set precision.mode")
+        if isinstance(state.get(key), UnevaluatedExpression) and named[key] is None:
+            state.record_unsupported(key, "known only when the program runs: set precision.mode")
     compute = named.get(param) or "fp32"
     wire = named.get(reduce) or compute
     mode = {"fp32": "fp32", "fp16": "fp16"}.get(compute) or ("bf16_reduce" if wire == "bf16" else "bf16")
@@ -223,6 +203,6 @@ def _convert_dtypes(reading: ConversionState, *, param: str, reduce: str) -> Non
         summed = "gradients of fp32 parameters are summed in fp32 here"
     for key in named:
         if any(named.values()):
-            reading.record_setting(key, "precision.mode", value=mode, why=summed if key == reduce else "")
+            state.record_setting(key, "precision.mode", value=mode, why=summed if key == reduce else "")
         else:
-            reading.record_not_needed(key, "unset: the dtype that the module has; precision.mode decides")
+            state.record_not_needed(key, "unset: the dtype that the module has; precision.mode decides")

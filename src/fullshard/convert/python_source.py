@@ -66,10 +66,9 @@ class PythonSource:
     def __init__(self, text: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the user's program
-            tree = ast.parse(text)
+            self._tree = ast.parse(text)
         self._left = _MOST_VALUES
-        self._tree = tree
-        self._assigned = _values_of_names_assigned_once(tree)
+        self._assigned = _values_of_names_assigned_once(self._tree)
 
     def find_call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
         """Returns (function, arguments by name, number of other calls) of the call with the most arguments.

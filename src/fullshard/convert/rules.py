@@ -99,35 +99,34 @@ def read_rules(name: str) -> Rules:
     for section, entries in [("", tables), *tables.items()]:
         for keys, entry in cast(dict[str, Any], entries).items():
             if isinstance(entry, dict) and entry.keys() & {"not_needed", "unsupported", "sets"}:
-                texts = {
-                    k: Template(v).safe_substitute(_TEXTS) for k, v in entry.items() if isinstance(v, str)
-                }
+                own = ((name, Template(text)) for name, text in entry.items() if isinstance(text, str))
+                texts = {name: template.safe_substitute(_TEXTS) for name, template in own}
                 rule = KeyRule.parse({**entry, **texts}, source=f"{path.name}, {keys}")
                 found |= {section.removesuffix("*") + key: rule for key in keys.split()}
     return found
 
 
 def apply_rules(
-    reading: ConversionState, rules: Rules, *, named: Callable[[str], str] = lambda key: key
+    state: ConversionState, rules: Rules, *, named: Callable[[str], str] = lambda key: key
 ) -> None:
     """Records a verdict on every key that has none yet and matches a key or pattern of `rules`.
 
     named: returns the name in `rules` for a key of the config
     """
-    for key in reading.keys_without_verdict():
+    for key in state.keys_without_verdict():
         name = named(key)
         patterns = (rule for pattern, rule in rules.items() if fnmatchcase(name, pattern))
         rule = rules.get(name) or next(patterns, None)
         if rule is not None:
-            _apply_rule(reading, key, rule=rule)
+            _apply_rule(state, key, rule=rule)
 
 
-def convert_trackers(reading: ConversionState, key: str) -> None:
+def convert_trackers(state: ConversionState, key: str) -> None:
     """Sets `log.trackers` from the switches of tensorboard and wandb, whose keys are `key.format(name)`."""
     switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
-    wanted = [name for name, switch in switches.items() if is_enabled_value(reading.get(switch))]
+    wanted = [name for name, switch in switches.items() if is_enabled_value(state.get(switch))]
     for name in wanted:
-        reading.record_setting(switches[name], "log.trackers", value=wanted)
+        state.record_setting(switches[name], "log.trackers", value=wanted)
 
 
 def keys_without_wildcards(rules: Iterable[str]) -> list[str]:
@@ -135,30 +134,29 @@ def keys_without_wildcards(rules: Iterable[str]) -> list[str]:
     return [key for key in rules if "*" not in key]
 
 
-def _apply_rule(reading: ConversionState, key: str, *, rule: KeyRule) -> None:
-    value = reading.get(key)
+def _apply_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
+    value = state.get(key)
     if rule.not_needed:
-        reading.record_not_needed(key, rule.not_needed)
+        state.record_not_needed(key, rule.not_needed)
     elif rule.unsupported:
-        switch = reading.get(f"{key.partition('.')[0]}.{rule.switch}")
-        asks = (
-            is_enabled_value(switch) if rule.switch else not is_one_of_same_type(value, (None, *rule.unless))
-        )
+        switch = state.get(f"{key.partition('.')[0]}.{rule.switch}")
+        is_off = is_one_of_same_type(value, (None, *rule.unless))
+        asks = is_enabled_value(switch) if rule.switch else not is_off
         if asks:
-            reading.record_unsupported(key, rule.unsupported)
+            state.record_unsupported(key, rule.unsupported)
         else:
-            reading.record_not_needed(key, "as it is here")
+            state.record_not_needed(key, "as it is here")
     elif value == AUTO:
         left = f"left open there, to be filled in by the trainer: set {rule.sets}, or keep its default"
-        reading.record_not_needed(key, left)
+        state.record_not_needed(key, left)
     elif isinstance(value, UnevaluatedExpression) and rule.choices is None:
-        reading.record_setting(key, rule.sets, value=value)
+        state.record_setting(key, rule.sets, value=value)
     elif (converted := rule.convert_value(value)) is not None:
-        reading.record_setting(key, rule.sets, value=converted, why=rule.why)
+        state.record_setting(key, rule.sets, value=converted, why=rule.why)
     elif value is None:
-        reading.record_not_needed(key, f"unset: {rule.sets} has its default")
+        state.record_not_needed(key, f"unset: {rule.sets} has its default")
     else:
-        reading.record_unsupported(key, rule.instead or f"{rule.sets} cannot be {value!r}")
+        state.record_unsupported(key, rule.instead or f"{rule.sets} cannot be {value!r}")
 
 
 def parse_number_pair(value: Any) -> list[float] | None:
@@ -173,16 +171,12 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
     return None if read is None else STAGES.get(read)
 
 
-def check_zero_stage(reading: ConversionState, key: str) -> None:
+def check_zero_stage(state: ConversionState, key: str) -> None:
     """Raises SpecError for a stage that ZeRO does not have."""
-    value = reading.get(key)
-    if (
-        value in (None, AUTO)
-        or isinstance(value, UnevaluatedExpression)
-        or strategy_for_zero_stage(value) is not None
-    ):
-        return
-    raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
+    value = state.get(key)
+    open_value = value in (None, AUTO) or isinstance(value, UnevaluatedExpression)
+    if not open_value and strategy_for_zero_stage(value) is None:
+        raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
 
 
 def _power_of_two(power: Any) -> float | None:

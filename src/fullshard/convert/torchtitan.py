@@ -28,196 +28,185 @@ _PRESETS = {
 }
 
 
-def convert_torchtitan(reading: ConversionState) -> None:
+def convert_torchtitan(state: ConversionState) -> None:
     """Records a verdict on every key of a torchtitan config."""
     for key in ("training.seq_len", "training.steps"):
-        reading.get_positive_integer(key)
-    _convert_data_parallel_degrees(reading)
-    _convert_batch_sizes(reading)
-    _convert_model_flavor(reading)
-    _convert_activation_checkpoint(reading)
-    _convert_optimizer(reading)
-    _convert_schedule(reading)
-    _convert_precision(reading)
-    _convert_sections_with_switch(reading)
-    convert_trackers(reading, "metrics.enable_{}")
+        state.get_positive_integer(key)
+    _convert_data_parallel_degrees(state)
+    _convert_batch_sizes(state)
+    _convert_model_flavor(state)
+    _convert_activation_checkpoint(state)
+    _convert_optimizer(state)
+    _convert_schedule(state)
+    _convert_precision(state)
+    _convert_sections_with_switch(state)
+    convert_trackers(state, "metrics.enable_{}")
     rules = read_rules("torchtitan")
-    apply_rules(reading, rules)
+    apply_rules(state, rules)
+    why = "torchtitan's default, which the file leaves as it is"
     for target, value in _DEFAULTS.items():
-        reading.set_default_of_other_tool(
-            target, value, why="torchtitan's default, which the file leaves as it is"
-        )
-    _extend_max_sequence_to_data(reading)
-    reading.record_unknown_keys(keys_without_wildcards(rules))
+        state.set_default_of_other_tool(target, value, why=why)
+    _extend_max_sequence_to_data(state)
+    state.record_unknown_keys(keys_without_wildcards(rules))
 
 
-def _convert_data_parallel_degrees(reading: ConversionState) -> None:
+def _convert_data_parallel_degrees(state: ConversionState) -> None:
     """Sets strategy and shard degree from the data-parallel degrees and `fsdp_reshard_after_forward`."""
     replicate_key = "parallelism.data_parallel_replicate_degree"
     shard_key = "parallelism.data_parallel_shard_degree"
     policy_key = "parallelism.fsdp_reshard_after_forward"
     # A degree of -1, or none, means all remaining ranks.
-    replicate = reading.get_positive_integer(replicate_key, unset=(-1,)) or 1
-    shard = reading.get_positive_integer(shard_key, unset=(-1,)) or -1
-    never = reading.get(policy_key) == "never"
+    replicate = state.get_positive_integer(replicate_key, unset=(-1,)) or 1
+    shard = state.get_positive_integer(shard_key, unset=(-1,)) or -1
+    never = state.get(policy_key) == "never"
     if replicate > 1 and shard == 1:
-        reading.record_setting(
-            replicate_key, "sharding.strategy", value="no_shard", why="replicated over all ranks"
-        )
-        reading.record_not_needed(shard_key, "1: nothing is sharded")
+        why = "replicated over all ranks"
+        state.record_setting(replicate_key, "sharding.strategy", value="no_shard", why=why)
+        state.record_not_needed(shard_key, "1: nothing is sharded")
     elif replicate > 1:
-        degree = shard if shard > 1 else (reading.ranks // replicate if reading.ranks else None)
+        degree = shard if shard > 1 else (state.ranks // replicate if state.ranks else None)
         strategy = "hybrid_shard_zero2" if never else "hybrid_shard"
-        reading.record_setting(
-            replicate_key, "sharding.strategy", value=strategy, why="ranks / shard_degree replicas"
-        )
+        why = "ranks / shard_degree replicas"
+        state.record_setting(replicate_key, "sharding.strategy", value=strategy, why=why)
         if degree is None:
-            reading.record_not_needed(shard_key, f"set sharding.shard_degree: ranks / {replicate}")
-            reading.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
+            state.record_not_needed(shard_key, f"set sharding.shard_degree: ranks / {replicate}")
+            state.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
         else:
-            reading.infer_setting("sharding.shard_degree", degree, origin=shard_key)
-            reading.record_setting(shard_key, "sharding.shard_degree", value=degree)
+            state.infer_setting("sharding.shard_degree", degree, origin=shard_key)
+            state.record_setting(shard_key, "sharding.shard_degree", value=degree)
     else:
-        origin = policy_key if policy_key in reading.leaves else "FSDP2"
-        reading.infer_setting("sharding.strategy", "shard_grad_op" if never else "full_shard", origin=origin)
-        reading.record_not_needed(replicate_key, "1: nothing is replicated")
-        reading.record_not_needed(shard_key, "all ranks, with full_shard and shard_grad_op")
+        origin = policy_key if policy_key in state.leaves else "FSDP2"
+        state.infer_setting("sharding.strategy", "shard_grad_op" if never else "full_shard", origin=origin)
+        state.record_not_needed(replicate_key, "1: nothing is replicated")
+        state.record_not_needed(shard_key, "all ranks, with full_shard and shard_grad_op")
     why = "never: parameters stay gathered until backward"
-    reading.record_setting(
-        policy_key, "sharding.strategy", value=reading.settings["sharding.strategy"], why=why
-    )
+    state.record_setting(policy_key, "sharding.strategy", value=state.settings["sharding.strategy"], why=why)
 
 
-def _convert_batch_sizes(reading: ConversionState) -> None:
-    older, total_key = "training.batch_size" in reading.leaves, "training.global_batch_size"
+def _convert_batch_sizes(state: ConversionState) -> None:
+    older, total_key = "training.batch_size" in state.leaves, "training.global_batch_size"
     local_key = "training.batch_size" if older else "training.local_batch_size"
-    local, total = (
-        reading.get_positive_integer(local_key),
-        reading.get_positive_integer(total_key, unset=(-1,)),
-    )
+    local = state.get_positive_integer(local_key)
+    total = state.get_positive_integer(total_key, unset=(-1,))
     if local:
-        reading.record_setting(local_key, "train.microbatch", value=local, why="sequences a rank at once")
+        state.record_setting(local_key, "train.microbatch", value=local, why="sequences a rank at once")
     if total:
-        reading.record_setting(total_key, "train.global_batch", value=total)
+        state.record_setting(total_key, "train.global_batch", value=total)
     else:
-        reading.infer_global_batch(local or 8, origin=local_key if local else "torchtitan's default")
-        reading.record_not_needed(total_key, "left out: local batch × ranks")
+        state.infer_global_batch(local or 8, origin=local_key if local else "torchtitan's default")
+        state.record_not_needed(total_key, "left out: local batch × ranks")
 
 
-def _convert_model_flavor(reading: ConversionState) -> None:
+def _convert_model_flavor(state: ConversionState) -> None:
     """Sets the sizes of the model if its name and flavor have a preset."""
-    name, flavor = (str(reading.get(f"model.{key}")).lower() for key in ("name", "flavor"))
+    name, flavor = (str(state.get(f"model.{key}")).lower() for key in ("name", "flavor"))
     preset = find_preset(_PRESETS.get((name, flavor), ""))
     missing = (
         '[model] takes the sizes of a decoder, hf = "<directory or config.json>", or a module of Python\'s'
     )
     if preset is not None:
         for field, value in preset.model.model_dump().items():
-            reading.infer_setting(f"model.{field}", value, origin=preset.name)
+            state.infer_setting(f"model.{field}", value, origin=preset.name)
     for key in ("model.name", "model.flavor"):
         if preset is None:
-            reading.record_unsupported(key, missing)
+            state.record_unsupported(key, missing)
         else:
             why = f"and the other sizes of {preset.name}"
-            reading.record_setting(key, "model.d_model", value=preset.model.d_model, why=why)
+            state.record_setting(key, "model.d_model", value=preset.model.d_model, why=why)
 
 
-def _extend_max_sequence_to_data(reading: ConversionState) -> None:
+def _extend_max_sequence_to_data(state: ConversionState) -> None:
     """Raises `model.max_sequence`, the number of rotary positions, to the length of the sequences."""
-    length = reading.settings.get("data.sequence_length")
-    if isinstance(length, int) and length > (reading.settings.get("model.max_sequence") or 2048):
-        reading.settings.pop("model.max_sequence", None)
-        reading.infer_setting("model.max_sequence", length, origin="training.seq_len")
+    length = state.settings.get("data.sequence_length")
+    if isinstance(length, int) and length > (state.settings.get("model.max_sequence") or 2048):
+        state.settings.pop("model.max_sequence", None)
+        state.infer_setting("model.max_sequence", length, origin="training.seq_len")
 
 
-def _convert_activation_checkpoint(reading: ConversionState) -> None:
+def _convert_activation_checkpoint(state: ConversionState) -> None:
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-    mode, option = reading.get(mode_key), str(reading.get(option_key) or "2")
+    mode, option = state.get(mode_key), str(state.get(option_key) or "2")
     if mode == "selective" and option == "op":
-        reading.record_setting(mode_key, "recompute.mode", value="selective")
-        reading.infer_setting("recompute.save_matmuls", 2, origin=option_key)
-        reading.record_setting(
-            option_key, "recompute.save_matmuls", value=2, why="every second matmul is saved"
-        )
+        state.record_setting(mode_key, "recompute.mode", value="selective")
+        state.infer_setting("recompute.save_matmuls", 2, origin=option_key)
+        why = "every second matmul is saved"
+        state.record_setting(option_key, "recompute.save_matmuls", value=2, why=why)
     elif mode == "selective" and parse_positive_integer(option):
-        reading.record_setting(mode_key, "recompute.mode", value="every")
-        reading.record_setting(option_key, "recompute.every", value=parse_positive_integer(option))
+        state.record_setting(mode_key, "recompute.mode", value="every")
+        state.record_setting(option_key, "recompute.every", value=parse_positive_integer(option))
     elif mode in ("full", "none"):
-        reading.record_setting(mode_key, "recompute.mode", value=mode)
-        reading.record_not_needed(option_key, f'for mode = "selective", not {mode}')
+        state.record_setting(mode_key, "recompute.mode", value=mode)
+        state.record_not_needed(option_key, f'for mode = "selective", not {mode}')
     elif mode is not None:
-        reading.record_unsupported(mode_key, "recompute.mode: none, full, every, selective, offload, or auto")
+        state.record_unsupported(mode_key, "recompute.mode: none, full, every, selective, offload, or auto")
 
 
-def _convert_optimizer(reading: ConversionState) -> None:
+def _convert_optimizer(state: ConversionState) -> None:
     names = {"adamw": "adamw", "adam": "torch.optim.Adam"}
-    name = names.get(str(reading.get("optimizer.name")).lower())
+    name = names.get(str(state.get("optimizer.name")).lower())
     if name is not None:
-        reading.record_setting("optimizer.name", "optimizer.name", value=name)
-    betas: list[Any] = [parse_number(reading.get(f"optimizer.beta{one}")) for one in (1, 2)]
+        state.record_setting("optimizer.name", "optimizer.name", value=name)
+    betas: list[Any] = [parse_number(state.get(f"optimizer.beta{one}")) for one in (1, 2)]
     if any(one is not None for one in betas):
         pair = [default if one is None else one for one, default in zip(betas, (0.9, 0.95), strict=True)]
         for one in (1, 2):
-            reading.record_setting(f"optimizer.beta{one}", "optimizer.betas", value=pair)
+            state.record_setting(f"optimizer.beta{one}", "optimizer.betas", value=pair)
 
 
-def _convert_schedule(reading: ConversionState) -> None:
+def _convert_schedule(state: ConversionState) -> None:
     """Sets the schedule. A decay ratio is the fraction of steps, at the end, in which the rate decays."""
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
-    ratio, kind = parse_number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
+    ratio, kind = parse_number(state.get(ratio_key)), str(state.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
-        reading.record_setting(
-            ratio_key, "schedule.decay_fraction", value=ratio, why='with schedule.kind = "wsd"'
-        )
-        reading.infer_setting("schedule.kind", "wsd", origin=ratio_key)
+        why = 'with schedule.kind = "wsd"'
+        state.record_setting(ratio_key, "schedule.decay_fraction", value=ratio, why=why)
+        state.infer_setting("schedule.kind", "wsd", origin=ratio_key)
         if kind != "linear":
-            reading.record_unsupported(type_key, 'wsd falls linearly; or schedule.kind = "cosine"')
+            state.record_unsupported(type_key, 'wsd falls linearly; or schedule.kind = "cosine"')
     elif kind in ("linear", "cosine"):
-        origin = type_key if type_key in reading.leaves else "torchtitan's default"
-        reading.infer_setting("schedule.kind", kind, origin=origin)
+        origin = type_key if type_key in state.leaves else "torchtitan's default"
+        state.infer_setting("schedule.kind", kind, origin=origin)
     else:
-        reading.record_unsupported(type_key, "schedule.kind: constant, cosine, linear or wsd")
-    if type_key in reading.leaves:
-        reading.record_setting(type_key, "schedule.kind", value=reading.settings.get("schedule.kind"))
-    reading.record_not_needed(ratio_key, "decay begins after the warmup: schedule.kind")
+        state.record_unsupported(type_key, "schedule.kind: constant, cosine, linear or wsd")
+    if type_key in state.leaves:
+        state.record_setting(type_key, "schedule.kind", value=state.settings.get("schedule.kind"))
+    state.record_not_needed(ratio_key, "decay begins after the warmup: schedule.kind")
 
 
-def _convert_precision(reading: ConversionState) -> None:
+def _convert_precision(state: ConversionState) -> None:
     """Sets `precision.mode` from the dtypes. torchtitan's default is to compute in bf16, reduce in fp32."""
     param_key, reduce_key = "training.mixed_precision_param", "training.mixed_precision_reduce"
-    compute, wire = reading.get(param_key) or "bfloat16", reading.get(reduce_key) or "float32"
-    pure = reading.get("training.dtype") == "bfloat16"
+    compute, wire = state.get(param_key) or "bfloat16", state.get(reduce_key) or "float32"
+    pure = state.get("training.dtype") == "bfloat16"
     mode = "fp32" if compute == "float32" else ("bf16_reduce" if wire == "bfloat16" else "bf16")
     if pure and compute != "float32":
         mode, why = "bf16_pure", "with updates rounded stochastically"
-        reading.record_setting("training.dtype", "precision.mode", value=mode, why=why)
-    given = [key for key in (param_key, reduce_key) if key in reading.leaves]
+        state.record_setting("training.dtype", "precision.mode", value=mode, why=why)
+    given = [key for key in (param_key, reduce_key) if key in state.leaves]
     for key in given:
-        reading.record_setting(key, "precision.mode", value=mode)
+        state.record_setting(key, "precision.mode", value=mode)
     if not given:
-        reading.set_default_of_other_tool("precision.mode", mode, why="torchtitan's default")
+        state.set_default_of_other_tool("precision.mode", mode, why="torchtitan's default")
 
 
-def _convert_sections_with_switch(reading: ConversionState) -> None:
+def _convert_sections_with_switch(state: ConversionState) -> None:
     """Converts sections that have a switch: checkpoints, validation and compile."""
-    saves = "checkpoint.enable" if "checkpoint.enable" in reading.leaves else "checkpoint.enable_checkpoint"
-    if saves in reading.leaves:
-        every = parse_positive_integer(reading.get("checkpoint.interval")) or 500
-        if is_enabled_value(reading.get(saves)):
-            reading.record_setting(saves, "checkpoint.every", value=every)
-            reading.record_setting("checkpoint.interval", "checkpoint.every", value=every)
+    saves = "checkpoint.enable" if "checkpoint.enable" in state.leaves else "checkpoint.enable_checkpoint"
+    if saves in state.leaves:
+        every = parse_positive_integer(state.get("checkpoint.interval")) or 500
+        if is_enabled_value(state.get(saves)):
+            state.record_setting(saves, "checkpoint.every", value=every)
+            state.record_setting("checkpoint.interval", "checkpoint.every", value=every)
         else:
-            reading.record_not_needed(saves, "off: saved at the end, and when interrupted")
-            reading.record_not_needed("checkpoint.interval", "off")
-    enabled = [key for key in ("validation.enable", "validation.enabled") if key in reading.leaves]
-    if enabled and is_enabled_value(reading.get(enabled[0])):
-        every = parse_positive_integer(reading.get("validation.freq")) or 10
+            state.record_not_needed(saves, "off: saved at the end, and when interrupted")
+            state.record_not_needed("checkpoint.interval", "off")
+    enabled = [key for key in ("validation.enable", "validation.enabled") if key in state.leaves]
+    if enabled and is_enabled_value(state.get(enabled[0])):
+        every = parse_positive_integer(state.get("validation.freq")) or 10
         for key in (enabled[0], "validation.freq"):
-            reading.record_setting(key, "train.validate_every", value=every)
+            state.record_setting(key, "train.validate_every", value=every)
     for key in (*enabled, "validation.freq"):
-        reading.record_not_needed(key, "off: train.validate_every")
-    compiled = [key for key in ("training.compile", "compile.enable") if key in reading.leaves]
+        state.record_not_needed(key, "off: train.validate_every")
+    compiled = [key for key in ("training.compile", "compile.enable") if key in state.leaves]
     for key in compiled:
-        reading.record_setting(
-            key, "run.compile", value=is_enabled_value(reading.get(key)), why="block by block"
-        )
+        state.record_setting(key, "run.compile", value=is_enabled_value(state.get(key)), why="block by block")

@@ -55,9 +55,8 @@ def tokenizer_vocabulary_size(section: DataSection) -> int | None:
 def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
     """Builds the data of a run whose source is not `python`. See `build_data`."""
     section, root = run.data, Path(run.data.cache)
-    stores = [
-        open_token_stores(source, section, root=root, alive=alive) for source in section.sources or (section,)
-    ]
+    sources = section.sources or (section,)
+    stores = [open_token_stores(source, section, root=root, alive=alive) for source in sources]
     every_store = [store for group in stores for store in group]
     tokenizer = _open_matching_tokenizer(section, every_store)
     weights = [source.weight for source in section.sources if source.weight is not None]
@@ -66,7 +65,7 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
     seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
         pools=tuple(
-            _build_shuffle_pool(TokenStream(tuple(group)), run, root=root, alive=alive, seed=seed)
+            _build_shuffle_pool(TokenStream(tuple(group)), run, alive=alive, seed=seed)
             for group, seed in zip(stores, seeds, strict=True)
         ),
         pattern=build_source_interleaving(weights),
@@ -102,11 +101,9 @@ def _open_matching_tokenizer(section: DataSection, stores: Sequence[TokenStore])
     return tokenizer
 
 
-def _build_shuffle_pool(
-    stream: TokenStream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str
-) -> ShufflePool:
+def _build_shuffle_pool(stream: TokenStream, run: Run, *, alive: Heartbeat, seed: int | str) -> ShufflePool:
     """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory."""
-    section = run.data
+    section, root = run.data, Path(run.data.cache)
     keys = [store.key for store in stream.stores]
     if None in keys:
         arrays, facts = _pack_training_and_held_out(stream, run)
@@ -126,10 +123,8 @@ def _build_shuffle_pool(
             return facts
 
         entry = get_or_build_entry(root, f"layout-{cache_key(settings)}", build=write_layout, alive=alive)
-        arrays, facts = (
-            {path.stem: memory_map_npy(path) for path in entry.glob("*.npy")},
-            read_manifest(entry),
-        )
+        arrays = {path.stem: memory_map_npy(path) for path in entry.glob("*.npy")}
+        facts = read_manifest(entry)
     training, held_out = (
         build_rows_from_arrays(
             {name.rpartition("-")[2]: array for name, array in arrays.items() if name.startswith(part)},

@@ -108,9 +108,7 @@ def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
 def file_digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
     """Returns the digest of each file's content, once per path, in order. See [Note: what a name stands for].
 
-    root: cache directory, which remembers the digests
-
-    Raises DataError for a file that cannot be read.
+    The cache directory `root` remembers the digests. Raises DataError for a file that cannot be read.
     """
     memory = make_cache_directory(root / "digests")
     found = {path: _find_remembered_digest(path, memory) for path in paths}
@@ -119,10 +117,7 @@ def file_digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_hea
     # Of ranks that start together, one reads the files and the others use the remembered digests.
     with _hold_cache_lock(memory / ".lock", alive=alive):
         return [
-            digest
-            or _find_remembered_digest(path, memory)
-            or _compute_and_remember_digest(path, memory, alive=alive)
-            for path, digest in found.items()
+            digest or _find_or_compute_digest(path, memory, alive=alive) for path, digest in found.items()
         ]
 
 
@@ -158,16 +153,15 @@ def _find_remembered_digest(path: Path, memory: Path) -> str | None:
         return None
 
 
-def _compute_and_remember_digest(path: Path, memory: Path, *, alive: Heartbeat) -> str:
+def _find_or_compute_digest(path: Path, memory: Path, *, alive: Heartbeat) -> str:
+    if (remembered := _find_remembered_digest(path, memory)) is not None:
+        return remembered
     at = time.time()
     seen, digest = _read_status_and_digest(path, alive=alive)
     if at - seen.st_mtime < _SETTLED_SECONDS:
         return digest
     place = _remembered_digest_path(path, memory)
-    with (
-        suppress(OSError),
-        atomic_replacement_path(place) as draft,
-    ):  # else the file will be read again next time
+    with suppress(OSError), atomic_replacement_path(place) as draft:  # else the file is read again next time
         draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
     return digest
 

@@ -26,10 +26,7 @@ _MARK = "{% generation"
 
 
 class UntokenizableRecordError(ValueError):
-    """Raised for a record that cannot be converted to tokens, with the reason.
-
-    For a conversation: the template rejects it, or the assistant's words cannot be found.
-    """
+    """Raised, with the reason, for a record that cannot be converted to tokens."""
 
 
 class ChatTemplate:
@@ -47,9 +44,8 @@ class ChatTemplate:
         directory = locate_tokenizer_file(path).parent
         for file in list_tokenizer_files(path):
             read_tokenizer_text(file)  # rejects a file without end, which transformers would read
-        with ForeignErrorTranslator(
-            lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)
-        ):
+        what = f"the tokenizer in {directory} cannot be loaded."
+        with ForeignErrorTranslator(lambda got: DataError(what, got=got)):
             try:
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(
                     str(directory), local_files_only=True, trust_remote_code=trust_remote_code
@@ -75,7 +71,10 @@ class ChatTemplate:
     def encode_conversation(
         self, messages: Messages, *, train_on: Literal["all", "assistant"]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns (tokens of the conversation, mask of the trained tokens). Raises NotWrittenOutError."""
+        """Returns (tokens of the conversation, mask of the trained tokens).
+
+        Raises UntokenizableRecordError if the template rejects it or the assistant's words cannot be found.
+        """
         _check_messages(messages)
         if train_on == "assistant" and self._marked:
             return self._encode_by_generation_marks(messages)
@@ -91,10 +90,9 @@ class ChatTemplate:
         return tokens, trained
 
     def _render_messages(self, messages: Messages, *, opening: bool = False) -> str:
+        rows = [dict(message) for message in messages]
         with _convert_template_errors():
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
-            )
+            text = self._tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=opening)
         return cast(str, text)
 
     def _encode_by_generation_marks(self, messages: Messages) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -123,14 +121,14 @@ class ChatTemplate:
 
 
 def _convert_template_errors() -> ForeignErrorTranslator:
-    """Returns a context manager that converts errors of the chat template into NotWrittenOutError."""
+    """Returns a context manager that converts errors of the chat template into UntokenizableRecordError."""
     return ForeignErrorTranslator(
         lambda got: UntokenizableRecordError(f"the chat template does not take it: {got}")
     )
 
 
 def _check_messages(messages: Messages) -> None:
-    """Raises NotWrittenOutError if `messages` is not a list of messages."""
+    """Raises UntokenizableRecordError if `messages` is not a list of messages."""
     rows = cast(Any, messages)
     if not isinstance(rows, list) or not rows:
         raise UntokenizableRecordError(f"no list of messages, but {type(rows).__name__ if rows else 'none'}")

@@ -31,10 +31,8 @@ def open_memmap_stores(fields: DataSourceFields, *, root: Path, alive: Heartbeat
     The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Raises
     DataError for files that are not token files or hold invalid tokens.
     """
-    bins = {
-        path.with_suffix(".bin") if path.suffix == ".idx" else path
-        for path in list_matching_files(fields.paths)
-    }
+    files = list_matching_files(fields.paths)
+    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in files}
     return [_open_memmap_store(path, fields, root=root, alive=alive) for path in sorted(bins)]
 
 
@@ -52,9 +50,7 @@ def _open_memmap_store(path: Path, fields: DataSourceFields, *, root: Path, aliv
         raise unreadable_path_error(path, error) from error
 
     def write_document_bounds(draft: Path) -> Mapping[str, Any]:
-        largest, found = _largest_token_and_document_ends(
-            tokens, path, eod_token=fields.eod_token, alive=alive
-        )
+        largest, found = _max_token_and_document_ends(tokens, path, eod_token=fields.eod_token, alive=alive)
         begins, ends = bounds or (np.append(0, found[:-1]), found)
         kept = ends > begins  # drops empty documents
         np.save(draft / _BEGINS, begins[kept])
@@ -80,7 +76,7 @@ def _open_memmap_store(path: Path, fields: DataSourceFields, *, root: Path, aliv
     )
 
 
-def _largest_token_and_document_ends(
+def _max_token_and_document_ends(
     tokens: Integers, path: Path, *, eod_token: int | None, alive: Heartbeat
 ) -> tuple[int, NDArray[np.int64]]:
     """Returns (largest token, index behind each `eod_token` and behind the last token, sorted)."""
@@ -169,6 +165,6 @@ def _open_megatron_tokens(path: Path, index: Path) -> tuple[Integers, Bounds]:
     whole = np.flatnonzero(np.diff(first) > 0)
     begins, last = places[first[whole]], first[whole + 1] - 1
     ends = places[last] + sizes[last]
-    if (ends - begins != np.add.reduceat(sizes, first[whole])).any() if len(whole) else True:
+    if not len(whole) or (ends - begins != np.add.reduceat(sizes, first[whole])).any():
         raise DataError(f"{index} has documents in several places.", got=f"{len(whole)} documents in {path}")
     return tokens, (begins, ends)

@@ -5,16 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fullshard.data.batches import IGNORED_LABEL, rank_sample_numbers
-from fullshard.data.packing import NO_LABEL, Piece, Rows
+from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows
 from fullshard.data.sampling import SourceInterleaving, shuffled_row_numbers
 from fullshard.data.token_store import TokenStore, TokenStream
 from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
+
+_RowPieces = tuple[TokenStream, Iterator[Piece]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +78,8 @@ class PackedData:
     @property
     def packing_efficiency(self) -> float:
         """Fraction of the places in training rows that hold a token; the others are padding."""
-        return self.training_token_count / (
-            self.sequence_length * sum(pool.training.row_count for pool in self.pools)
-        )
+        rows = sum(pool.training.row_count for pool in self.pools)
+        return self.training_token_count / (self.sequence_length * rows)
 
     @property
     def byte_entropy(self) -> float | None:
@@ -108,7 +108,7 @@ class PackedData:
         documents: number of the document within the row; padding has the next number after the last document
         positions: position within the document or the padding, from 0
 
-        `document_count` and `positions` are present only with `document_mask`. The rows of all ranks together
+        `documents` and `positions` are present only with `document_mask`. The rows of all ranks together
         are samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
         microbatch size.
         """
@@ -120,9 +120,8 @@ class PackedData:
                 rows[own] = shuffled_row_numbers(rows[own], rows=pool.training.row_count, seed=pool.seed)
             pools = [self.pools[source] for source in sources.tolist()]
             chosen = zip(pools, rows.tolist(), strict=True)
-            yield self._build_batch(
-                [(pool.stream, pool.training.iterate_row_pieces(row)) for pool, row in chosen], plan=plan
-            )
+            pieces = [(pool.stream, pool.training.iterate_row_pieces(row)) for pool, row in chosen]
+            yield self._build_batch(pieces, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's share of at most `train.validate_sequences` held-out rows.
@@ -166,9 +165,7 @@ class PackedData:
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
         """Returns the text of `tokens`; their numbers if there is no tokenizer."""
         numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        if self.tokenizer is None:
-            return " ".join(map(str, numbers))
-        return self.tokenizer.decode(numbers)
+        return " ".join(map(str, numbers)) if self.tokenizer is None else self.tokenizer.decode(numbers)
 
     def describe(self) -> str:
         """Returns a one-line description of the data."""
@@ -191,9 +188,7 @@ class PackedData:
             found += [(pool, i * pool.held_out.row_count // count) for i in range(count)]
         return found[:asked]
 
-    def _build_batch(
-        self, rows: Sequence[tuple[TokenStream, Iterator[Piece]]], *, plan: Plan
-    ) -> dict[str, Tensor]:
+    def _build_batch(self, rows: Sequence[_RowPieces], *, plan: Plan) -> dict[str, Tensor]:
         shape = (len(rows), self.sequence_length)
         batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
         if self.document_mask:
@@ -206,9 +201,7 @@ class PackedData:
         return tensors
 
 
-def _fill_batch_row(
-    row: dict[str, NDArray[np.int64]], stream: TokenStream, *, pieces: Iterator[Piece]
-) -> None:
+def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]) -> None:
     """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding."""
     tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
     for document, (begin, length, label) in enumerate(pieces, start=1):
@@ -228,9 +221,7 @@ def _fill_batch_row(
         row["positions"][at:] = np.arange(len(tokens) - at)
 
 
-def _ignore_untrained_labels(
-    labels: NDArray[np.int64], stream: TokenStream, *, begin: int, label: int
-) -> None:
+def _ignore_untrained_labels(labels: Int64, stream: TokenStream, *, begin: int, label: int) -> None:
     """Sets those `labels` of a piece to IGNORED_LABEL whose tokens are not trained on.
 
     begin: place of the piece's first token

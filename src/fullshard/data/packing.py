@@ -11,7 +11,7 @@ filled, the tail of the largest document fills the rest.
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +77,6 @@ def split_training_and_held_out(
 def shuffle_spans(spans: TokenSpans, *, seed: int) -> TokenSpans:
     """Returns the spans in an order that depends only on their number and the seed."""
     count = len(spans.begins)
-    if not count:
-        return spans
     return spans.select_spans(permute_pseudorandomly(np.arange(count), length=count, key=f"shuffle {seed}"))
 
 
@@ -163,9 +161,7 @@ Rows = ConcatenatedRows | PaddedRows
 """Rows of one length, of the training or the held-out part."""
 
 
-def pack_spans_into_rows(
-    spans: TokenSpans, *, packing: Packing, sequence_length: int
-) -> dict[str, NDArray[Any]]:
+def pack_spans_into_rows(spans: TokenSpans, *, packing: Packing, sequence_length: int) -> dict[str, Integers]:
     """Packs `spans` into rows. Returns the arrays from which `build_rows_from_arrays` builds them."""
     if packing == "concat":
         return {"begins": spans.begins, "offsets": np.append(0, np.cumsum(spans.lengths)).astype(np.int64)}

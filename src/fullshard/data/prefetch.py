@@ -44,10 +44,9 @@ class MicrobatchPrefetcher:
             self._made.popleft()[1].cancel()
         # Submit the following steps before waiting for this one, so that the thread is never idle.
         after = self._made[-1][0][0] + 1 if self._made else step
+        executor = self._get_or_start_executor(plan)
         for following in range(after, step + 1 + self._steps):
-            future = self._get_or_start_executor(plan).submit(
-                self._make_microbatches, following, rank=rank, plan=plan
-            )
+            future = executor.submit(self._make_microbatches, following, rank=rank, plan=plan)
             self._made.append(((following, rank, plan), future))
         yield from self._made.popleft()[1].result()
 

@@ -38,11 +38,8 @@ class TokenizationProgress:
 
     def progress_text(self) -> str:
         """Returns the counts and the rate as text, without the remaining time."""
-        rate = (
-            f", {format_count(self.tokens / self.elapsed_seconds)} tokens/s"
-            if self.elapsed_seconds > 0
-            else ""
-        )
+        seconds = self.elapsed_seconds
+        rate = f", {format_count(self.tokens / seconds)} tokens/s" if seconds > 0 else ""
         skipped = f", {self.skipped} records left out" if self.skipped else ""
         of = f"{format_bytes(self.bytes)} of {format_bytes(self.total_bytes)}"
         return f"{format_count(self.tokens)} tokens from {of}{rate}{skipped}"
@@ -55,11 +52,8 @@ def show_tokenization_progress(
     """Shows the progress of tokenizing the source `name` on the stream `file` while the block runs."""
     progress = TokenizationProgress(total_bytes)
     terminal = file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    with (
-        _show_progress_bar(name, progress, file=file)
-        if terminal
-        else _print_progress_lines(name, progress, file=file)
-    ):
+    show = _show_progress_bar if terminal else _print_progress_lines
+    with show(name, progress, file=file):
         yield progress
 
 
@@ -71,9 +65,8 @@ def _show_progress_bar(name: str, progress: TokenizationProgress, *, file: TextI
     columns = (TextColumn("{task.fields[name]}"), BarColumn(), TextColumn("{task.fields[text]}"))
     console = Console(file=file, force_terminal=True)
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(
-            "", total=max(progress.total_bytes, 1), name=escape_control_characters(name), text=""
-        )
+        total = max(progress.total_bytes, 1)
+        task = bar.add_task("", total=total, name=escape_control_characters(name), text="")
         progress.print_progress_if_due = lambda: bar.update(
             task, completed=progress.bytes, text=progress.progress_text()
         )

@@ -18,7 +18,8 @@ SHARD_BYTES = 1 << 20
 
 _ROWS_AT_ONCE = 1000
 
-Kind = Literal["text", "jsonl", "parquet", "datasets"]
+FileKind = Literal["text", "jsonl", "parquet"]
+Kind = FileKind | Literal["datasets"]
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ class CorruptRecord:
     why: str
 
 
-def split_file_into_parts(
-    kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int
-) -> list[FilePart]:
+def split_file_into_parts(kind: FileKind, path: Path, *, size: int) -> list[FilePart]:
     """Cuts `path`, of `size` bytes, into parts of about SHARD_BYTES; parquet into its row groups.
 
     Raises DataError for a broken parquet file.
@@ -146,9 +145,8 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
 
     try:
         if not path:
-            return datasets.load_dataset(
-                fields.name or "", fields.subset, split=fields.split, trust_remote_code=False
-            )
+            name = fields.name or ""
+            return datasets.load_dataset(name, fields.subset, split=fields.split, trust_remote_code=False)
         found = datasets.load_from_disk(path)
     except (OSError, ValueError) as error:
         raise DataError(

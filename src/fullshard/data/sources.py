@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -46,13 +46,15 @@ class _SourceFiles:
 
     name: name for display
     parts: parts of all files, in order
-    compute_content_digests: returns digests of the contents
+    paths: files whose contents determine the records
+    fingerprints: further text that determines the records
     """
 
     name: str
     kind: str
     parts: Sequence[FilePart]
-    compute_content_digests: Callable[[], list[str]]
+    paths: Sequence[Path]
+    fingerprints: Sequence[str] = ()
 
     @property
     def total_file_bytes(self) -> int:
@@ -71,8 +73,10 @@ def open_token_stores(
     if source.source == "memmap":
         return open_memmap_stores(fields, root=root, alive=alive)
     check_reader_installed(source.source)
-    find = _list_dataset_files if source.source == "datasets" else _list_source_files
-    files = find(source.source, fields, root=root, alive=alive)
+    if source.source == "datasets":
+        files = _list_dataset_files(fields)
+    else:
+        files = _list_source_files(source.source, fields)
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read
     largest = tokenizer.vocabulary_size - 1
     settings = TokenizeSettings(
@@ -87,11 +91,8 @@ def open_token_stores(
     if section.tokenizer is None and files.kind == "text" and files.total_file_bytes <= IN_MEMORY_BYTES:
         store = _tokenize_in_memory(files, settings, vocabulary=tokenizer.vocabulary_size)
     else:
-        facts = {
-            "files": files.compute_content_digests(),
-            "kind": files.kind,
-            **_tokenization_cache_facts(settings),
-        }
+        digests = [*file_digests(files.paths, root=root, alive=alive), *files.fingerprints]
+        facts = {"files": digests, "kind": files.kind, **_tokenization_cache_facts(settings)}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = section.processes or cores
 
@@ -111,9 +112,7 @@ def open_token_stores(
     return [store]
 
 
-def _list_source_files(
-    source: Source, fields: DataSourceFields, *, root: Path, alive: Heartbeat
-) -> _SourceFiles:
+def _list_source_files(source: Source, fields: DataSourceFields) -> _SourceFiles:
     sizes = list_stdlib_files() if source == "stdlib" else list_matching_files(fields.paths)
     kind = "text" if source == "stdlib" else source
     assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into parts"
@@ -122,21 +121,19 @@ def _list_source_files(
         name=source if source == "stdlib" else f"{next(iter(sizes)).name}{more}",
         kind=kind,
         parts=[part for path, size in sizes.items() for part in split_file_into_parts(kind, path, size=size)],
-        compute_content_digests=lambda: file_digests(sizes, root=root, alive=alive),
+        paths=[*sizes],
     )
 
 
-def _list_dataset_files(
-    _source: Source, fields: DataSourceFields, *, root: Path, alive: Heartbeat
-) -> _SourceFiles:
-    parts, files, names = list[FilePart](), list[Path](), list[str]()
+def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
+    parts, files, fingerprints = list[FilePart](), list[Path](), list[str]()
     for path in fields.paths or ("",):
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
         rows, own = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
         files += own
         # The fingerprint covers operations since the files were written, such as a selection.
-        names += [str(dataset._fingerprint), str(rows)]  # noqa: SLF001
+        fingerprints += [str(dataset._fingerprint), str(rows)]  # noqa: SLF001
         size = sum(file.stat().st_size for file in own) or rows
         step = max(1, rows * SHARD_BYTES // max(size, 1))
         for begin in range(0, rows, step):
@@ -146,19 +143,19 @@ def _list_dataset_files(
         name=fields.name or ", ".join(Path(path).name for path in fields.paths),
         kind="datasets",
         parts=parts,
-        compute_content_digests=lambda: [*file_digests(files, root=root, alive=alive), *names],
+        paths=files,
+        fingerprints=fingerprints,
     )
 
 
 def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabulary: int) -> TokenStore:
     """Tokenizes `files` in this process, and returns a store with the tokens in memory."""
-    tokens: list[NDArray[Any]] = []
-    tasks = tokenize_tasks(_group_parts_into_tasks(files.parts), settings, processes=1)
-    offsets, facts = _write_task_results(tasks, lambda one: tokens.append(one.tokens))
+    tasks: list[TokenizedTask] = []
+    offsets, facts = _tokenize_files(files, settings, processes=1, write=tasks.append)
     return TokenStore(
         name=files.name,
         key=None,
-        tokens=np.concatenate(tokens),
+        tokens=np.concatenate([task.tokens for task in tasks]),
         begins=offsets[:-1],
         ends=offsets[1:],
         loss_mask=None,
@@ -173,9 +170,8 @@ def _write_cache_entry(
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
-        shown = stack.enter_context(
-            show_tokenization_progress(files.name, total_bytes=files.total_file_bytes, file=sys.stderr)
-        )
+        progress = show_tokenization_progress(files.name, total_bytes=files.total_file_bytes, file=sys.stderr)
+        shown = stack.enter_context(progress)
         tokens = stack.enter_context((draft / TOKENS).open("wb"))
         trained = stack.enter_context((draft / TRAINED).open("wb")) if settings.needs_loss_mask else None
 
@@ -186,20 +182,17 @@ def _write_cache_entry(
             shown.add_finished_work(one.size, tokens=len(one.tokens), skipped=one.skipped)
             alive()
 
-        offsets, facts = _write_task_results(
-            tokenize_tasks(_group_parts_into_tasks(files.parts), settings, processes=processes),
-            write_task_tokens,
-        )
+        offsets, facts = _tokenize_files(files, settings, processes=processes, write=write_task_tokens)
     np.save(draft / OFFSETS, offsets)
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
-def _write_task_results(
-    found: Iterable[TokenizedTask], write: Callable[[TokenizedTask], None]
+def _tokenize_files(
+    files: _SourceFiles, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
     ends, count, skipped, messages = [np.zeros(1, dtype=np.int64)], 0, 0, list[str]()
-    for one in found:
+    for one in tokenize_tasks(_group_parts_into_tasks(files.parts), settings, processes=processes):
         write(one)
         ends.append(one.ends + count)
         count += len(one.tokens)

@@ -50,14 +50,13 @@ def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
     """Opens a cache entry of `sources.open_token_stores` as the token store of the source `name`."""
     facts = read_manifest(entry)
     offsets = memory_map_npy(entry / OFFSETS)
-    masked = (entry / TRAINED).exists()
     return TokenStore(
         name=name,
         key=entry.name,
         tokens=memory_map_numbers(entry / TOKENS, facts["dtype"]),
         begins=offsets[:-1],
         ends=offsets[1:],
-        loss_mask=memory_map_numbers(entry / TRAINED, "uint8") if masked else None,
+        loss_mask=memory_map_numbers(entry / TRAINED, "uint8") if (entry / TRAINED).exists() else None,
         vocabulary_size=facts["vocabulary"],
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),

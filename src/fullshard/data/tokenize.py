@@ -247,7 +247,13 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
         worker.stdin.flush()
         answer = pickle.load(worker.stdout)
     except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise _dead_worker_error(worker) from error
+        code = worker.wait()
+        raise DataError(
+            "a process that made tokens died.",
+            got=f"signal {-code}" if code < 0 else f"exit code {code}",
+            why="the machine may have no memory left" if code == -9 else None,
+            fix="data.processes = 1 shows what it met",
+        ) from error
     finally:
         idle.put(worker)
     if isinstance(answer, TokenizedTask):
@@ -275,13 +281,3 @@ def serve_tasks() -> None:
             answer = type(error), {"what": error.what, "got": got, "why": error.why, "fix": error.fix}
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
-
-
-def _dead_worker_error(worker: Worker) -> DataError:
-    code = worker.wait()
-    return DataError(
-        "a process that made tokens died.",
-        got=f"signal {-code}" if code < 0 else f"exit code {code}",
-        why="the machine may have no memory left" if code == -9 else None,
-        fix="data.processes = 1 shows what it met",
-    )

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
     def tokens_after_document(self) -> tuple[int, ...]: ...
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Returns the tokens of each text, without `before` and `after`."""
+        """Returns the tokens of each text, without those around a document."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -62,10 +62,7 @@ class ByteTokenizer:
     tokens_after_document: tuple[int, ...] = (SEPARATOR,)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Returns the bytes of each text.
-
-        Raises DataError for a text with SEPARATOR or half a surrogate pair.
-        """
+        """Returns the bytes of each text. Raises DataError for a SEPARATOR or half a surrogate pair."""
         return [self._encode_text(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -132,11 +129,8 @@ def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokeniz
     before = next((i for i, token in enumerate(full) if token in known), 0)
     after = around[before:]
     end = _choose_end_token(backend, file, named=eos_token)
-    return FileTokenizer(
-        backend,
-        tokens_before_document=tuple(around[:before]),
-        tokens_after_document=(*after, end) if end not in after else tuple(after),
-    )
+    after += [] if end in after else [end]
+    return FileTokenizer(backend, tuple(around[:before]), tuple(after))
 
 
 def locate_tokenizer_file(path: str) -> Path:
@@ -144,17 +138,12 @@ def locate_tokenizer_file(path: str) -> Path:
     place = Path(os.path.expanduser(path))
     file = place / TOKENIZER_FILE if os.path.isdir(place) else place
     if not os.path.isfile(file):
-        slow = os.path.isdir(place) and any(
-            (place / name).exists() for name in ("tokenizer.model", "vocab.json")
-        )
-        raise DataError(
-            "there is no tokenizer.",
-            got=f"data.tokenizer = {path!r}: no file {file}",
-            why="a tokenizer of the older kind needs converting" if slow else None,
-            fix="AutoTokenizer.from_pretrained(directory).save_pretrained(directory), which writes one"
-            if slow
-            else f"a directory with {TOKENIZER_FILE}, or the path of one",
-        )
+        why, fix = None, f"a directory with {TOKENIZER_FILE}, or the path of one"
+        if any(os.path.exists(place / name) for name in ("tokenizer.model", "vocab.json")):
+            why = "a tokenizer of the older kind needs converting"
+            fix = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory), which writes one"
+        got = f"data.tokenizer = {path!r}: no file {file}"
+        raise DataError("there is no tokenizer.", got=got, why=why, fix=fix)
     return file
 
 

@@ -81,10 +81,8 @@ def raise_on_all_ranks(doing: str, *, group: Group = None) -> Generator[None]:
     attempt = ErrorCapture()
     with attempt:
         yield
-    failures = [
-        one for one in all_gather_object(_captured_failure(attempt, doing), group=group) if one is not None
-    ]
-    if failures:
+    gathered = all_gather_object(_captured_failure(attempt, doing), group=group)
+    if failures := [one for one in gathered if one is not None]:
         named = _choose_failure_to_report(failures)
         raise named.as_checkpoint_error() from attempt.error or named.offload
 

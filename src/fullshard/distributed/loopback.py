@@ -90,6 +90,9 @@ def start_store_on_loopback(port: int = 0) -> dist.TCPStore:
     )
 
 
+_start_store_until_exit = functools.cache(start_store_on_loopback)
+
+
 def connect_to_store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
     """Connects to a store at 127.0.0.1:`port`, which rank 0 starts and serves until its process ends.
 
@@ -98,8 +101,3 @@ def connect_to_store_on_loopback(port: int, *, rank: int, timeout: timedelta) ->
     if rank == 0:
         _start_store_until_exit(port)
     return dist.TCPStore(LOOPBACK, port, timeout=timeout, wait_for_workers=False)
-
-
-@functools.cache
-def _start_store_until_exit(port: int) -> dist.TCPStore:
-    return start_store_on_loopback(port)

@@ -30,9 +30,8 @@ def fake_process_group(world_size: int, *, rank: int) -> Generator[None]:
     try:
         importlib.import_module(_REGISTERS_FAKE)
     except ImportError as error:
-        raise ShardError(
-            "this torch has no fake process group.", got=f"torch {torch.__version__}: {error}"
-        ) from error
+        got = f"torch {torch.__version__}: {error}"
+        raise ShardError("this torch has no fake process group.", got=got) from error
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from fullshard.dryrun.allocator import AllocatorPeak, simulate_allocator
 from fullshard.dryrun.events import compute_peak_moment
@@ -27,7 +28,7 @@ from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.trace import LossFunction
 
-MakeOptimizer = Callable[[nn.Module, Plan], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module, Plan], Optimizer]
 MakeBatch = Callable[[Plan], Any]
 
 OPTIMIZER_STEP = "optimizer step"
@@ -83,22 +84,18 @@ def run_dry_step(
                 built = optimizer(model, plan)
                 gradients: set[int] = set()
                 built.register_step_pre_hook(lambda *_: gradients.update(_gradient_blocks(model, recorder)))
-                starts: list[int] = []
+                start = 0
                 for _ in range(2):
-                    starts.append(len(recorder.events))
-                    _run_fake_training_step(
-                        model, plan, optimizer=built, loss=loss, batch=batch, recorder=recorder
-                    )
-            return _build_dry_run_result(
-                model, built, recorder=recorder, gradients=gradients, start=starts[-1]
-            )
+                    start = len(recorder.events)
+                    _run_fake_step(model, plan, optimizer=built, loss=loss, batch=batch, recorder=recorder)
+            return _build_dry_run_result(model, built, recorder=recorder, gradients=gradients, start=start)
 
 
-def _run_fake_training_step(
+def _run_fake_step(
     model: nn.Module,
     plan: Plan,
     *,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     loss: LossFunction,
     batch: MakeBatch,
     recorder: StorageEventRecorder,
@@ -157,12 +154,7 @@ def _gradient_blocks(model: nn.Module, recorder: StorageEventRecorder) -> set[in
 
 
 def _build_dry_run_result(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    recorder: StorageEventRecorder,
-    gradients: set[int],
-    start: int,
+    model: nn.Module, optimizer: Optimizer, *, recorder: StorageEventRecorder, gradients: set[int], start: int
 ) -> DryRunMemory:
     """Returns the peak from the event `start` on, with the bytes alive at that moment split by owner."""
     peak = compute_peak_moment(recorder.events, start=start)

@@ -42,9 +42,8 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     drive: a directory on the drive to measure
     """
     started = time.monotonic()
-    share = seconds / (
-        _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
-    )
+    shares = _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
+    share = seconds / shares
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
     known = describe_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
@@ -69,9 +68,8 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     if find_catalog_entry(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
-        updated["chip"] = known.chip.model_copy(
-            update={"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
-        )
+        measured = {"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
+        updated["chip"] = known.chip.model_copy(update=measured)
     hardware = Hardware.model_validate(known.model_copy(update=updated).model_dump())
     took = time.monotonic() - started
     return Calibration(hardware=hardware, fit_errors=errors, steps=steps, took_seconds=took)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
@@ -26,17 +26,14 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         section = plan.run.checkpoint
         options = section.model_dump(include={"keep", "keep_every", "layout", "read_back"})
         self._save_now = partial(save, directory=self._directory, plan=plan, **options)
-        self._background: BackgroundSaver | None = None
-        if section.mode == "async":
-            self._background = BackgroundSaver(self._directory, plan=plan, **options)
+        in_background = section.mode == "async"
+        self._background = BackgroundSaver(self._directory, plan=plan, **options) if in_background else None
         self.last: Path | str | None = None
         self.failed: CheckpointError | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._background is not None:
-            self._background.__exit__(kind, error, trace)
+            self._background.__exit__(*error)
 
     def save(self, state: TrainState) -> None:
         """Saves `state`. In the mode `async`, only starts the save, which then overlaps with training.
@@ -70,9 +67,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
 
     def report_finished_saves(self) -> None:
         """Reports the background saves that finished since the last call."""
-        if self._background is None:
-            return
-        for ended in self._background.outcomes():
+        for ended in self._background.outcomes() if self._background is not None else ():
             if ended.path is not None:
                 took, waited = format_seconds(ended.seconds), format_seconds(ended.stalled_seconds)
                 how = f" in {took}, while training waited {waited}"

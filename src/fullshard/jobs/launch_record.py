@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -77,26 +77,18 @@ class LaunchId:
             count = int(times) if times.isdecimal() else 0
             jobs.add(f"slurm:{job}:{count}")
             earlier |= {f"slurm:{job}:{before}" for before in range(count)}
-        return cls(
-            agents=frozenset({f"{_restarting_agent_id()}:{name}"} if name else ()),
-            jobs=frozenset(jobs),
-            earlier_jobs=frozenset(earlier),
-        )
+        agents = {f"{_restarting_agent_id()}:{name}"} if name else set[str]()
+        return cls(agents=frozenset(agents), jobs=frozenset(jobs), earlier_jobs=frozenset(earlier))
 
     @classmethod
     def merge_ranks(cls, launches: Sequence[Self]) -> Self:
         """Combines the launch ids that all ranks have of one launch. Takes the names from rank 0."""
-        return cls(
-            agents=frozenset().union(*(one.agents for one in launches)),
-            jobs=launches[0].jobs,
-            earlier_jobs=launches[0].earlier_jobs,
-            world_size=len(launches),
-        )
+        agents = frozenset[str]().union(*(one.agents for one in launches))
+        return replace(launches[0], agents=agents, world_size=len(launches))
 
     def make_record(self) -> LaunchRecord:
-        return LaunchRecord(
-            agents=tuple(sorted(self.agents)), jobs=tuple(sorted(self.jobs)), world_size=self.world_size
-        )
+        agents, jobs = tuple(sorted(self.agents)), tuple(sorted(self.jobs))
+        return LaunchRecord(agents=agents, jobs=jobs, world_size=self.world_size)
 
     def find_earlier_attempt(self, path: Path) -> LaunchRecord | None:
         """Returns the record at `path` if an attempt of this launch wrote it, or else None.

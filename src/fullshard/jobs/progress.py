@@ -1,13 +1,12 @@
 """Progress of rank 0 on standard error: a live line on a terminal, or a line every `log.every` steps."""
 
-import dataclasses
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TextIO, TypeAlias
 
 from rich.console import Console
@@ -54,9 +53,8 @@ class StepMetrics:
 
     def measured_values(self) -> dict[str, float]:
         """Returns the fields that are not None and `tokens_per_second`, by name, without `step`."""
-        fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
-        del fields["step"]
-        return {name: value for name, value in fields.items() if value is not None}
+        fields = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        return {name: value for name, value in fields.items() if value is not None and name != "step"}
 
 
 class RunProgress:
@@ -156,19 +154,16 @@ class LiveProgressLine:
             self._draw_ignoring_os_errors(lambda: self._live.update(self._render_status_line(), refresh=True))
 
     def print_line(self, text: str) -> None:
-        self._draw_ignoring_os_errors(
-            lambda: self._console.print(escape_control_characters(text), markup=False, highlight=False)
-        )
+        printed = escape_control_characters(text)
+        self._draw_ignoring_os_errors(lambda: self._console.print(printed, markup=False, highlight=False))
 
     def _render_status_line(self) -> Table:
-        width = self._console.width - 1
+        course, width = self._course, self._console.width - 1
         bar = width >= 5 * BAR_WIDTH
-        texts = self._course.status_line_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
+        texts = course.status_line_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
         line = Table.grid(padding=(0, 2, 0, 0))
         text = Text("  ".join(texts), no_wrap=True, overflow="crop")
-        done = ProgressBar(
-            total=self._course.steps, completed=self._course.last_step_metrics.step, width=BAR_WIDTH
-        )
+        done = ProgressBar(total=course.steps, completed=course.last_step_metrics.step, width=BAR_WIDTH)
         line.add_row(*([done] if bar else []), text)
         return line
 
@@ -182,10 +177,7 @@ Progress: TypeAlias = PlainProgressLines | LiveProgressLine
 
 @contextmanager
 def show_progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Context with the progress display of a run of `steps` steps: live on a terminal, else plain lines.
-
-    every: number of steps between plain lines
-    """
+    """Context that shows a run's progress: a live line on a terminal, else a line per `every` steps."""
     course = RunProgress(steps=steps, world_size=world_size)
     # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):

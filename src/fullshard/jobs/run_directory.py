@@ -7,8 +7,9 @@ these belong to a user's project, or to other runs.
 
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from fullshard.errors import CheckpointError, SpecError
@@ -125,7 +126,7 @@ def parse_run_directory(name: str) -> Path:
 def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> None:
     """Raises SpecError if `root` has contents that a new run may neither add to nor set aside."""
     entries = _list_entries(root)
-    own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
+    own = _DIRECTORIES | set(Path(offload_path).parts[:1])
     if not _has_run_record(root):
         taken = [one.name for one in entries if one.name in _WRITTEN and not _is_empty_directory(one)]
         if taken:
@@ -160,11 +161,8 @@ def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path 
     if not _has_run_record(root):
         return None
     place = Path(os.path.realpath(root)) if root.is_symlink() else root  # the link stays
-    number = 1
-    while (target := place.with_name(f"{place.name}.{number}")).exists():
-        number += 1
-    place.rename(target)
-    return target
+    targets = (place.with_name(f"{place.name}.{number}") for number in count(1))
+    return place.rename(next(target for target in targets if not target.exists()))
 
 
 def _check_no_checkpoint(saved_to: str) -> None:
@@ -186,11 +184,10 @@ def _has_run_record(root: Path) -> bool:
     """Returns whether `root` holds a launch record or a plan. Other programs write a launch.json, too."""
     if LaunchRecord.load(root / LAUNCH) is not None:
         return True
-    try:
+    with suppress(SpecError):
         Plan.load(root / PLAN)
-    except SpecError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _can_move_with_run(entry: Path, *, own: set[str]) -> bool:
@@ -215,6 +212,5 @@ def _list_entries(root: Path) -> list[Path]:
     try:
         return sorted(root.iterdir())
     except OSError as error:
-        raise SpecError(
-            f"run.dir = {str(root)!r} cannot be a run's directory.", got=error.strerror, fix=_ANOTHER
-        ) from error
+        what = f"run.dir = {str(root)!r} cannot be a run's directory."
+        raise SpecError(what, got=error.strerror, fix=_ANOTHER) from error

@@ -70,7 +70,5 @@ def convert_os_errors(root: Path) -> Generator[None]:
 
 def _lock_held_error(root: Path, holder: str) -> TrainError:
     return TrainError(
-        f"another run is writing {root}.",
-        got=holder,
-        fix="wait for it, or --set run.dir=<another directory>",
+        f"another run is writing {root}.", got=holder, fix="wait for it, or --set run.dir=<another directory>"
     )

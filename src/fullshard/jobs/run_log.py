@@ -46,18 +46,14 @@ class MetricsLog:
 
     def write_step(self, metrics: StepMetrics) -> None:
         """Appends the line of a step. Raises TrainError if it cannot be written."""
-        line = json.dumps(
-            {"step": metrics.step} | {k: _json_value(v) for k, v in metrics.measured_values().items()}
-        )
-        data = f"{line}\n".encode()
+        values = {k: _json_value(v) for k, v in metrics.measured_values().items()}
+        data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
         try:
             written = self._file.write(data)
         except OSError as error:
-            raise _write_failed_error(self.path, str(error.strerror)) from error
+            raise self._write_failed_error(str(error.strerror)) from error
         if written != len(data):
-            raise _write_failed_error(
-                self.path, f"{written} of {len(data)} bytes were written: the disk is full"
-            )
+            raise self._write_failed_error(f"{written} of {len(data)} bytes were written: the disk is full")
 
     def drop_steps_after(self, last_step: int) -> None:
         """Drops the lines of steps after `last_step`, which the run repeats. Raises TrainError."""
@@ -66,10 +62,18 @@ class MetricsLog:
             _drop_lines_after_step(self.path, last_step)
             self._file = FileIO(self.path, "ab", opener=open_regular_file)
         except OSError as error:
-            raise _write_failed_error(self.path, str(error.strerror)) from error
+            raise self._write_failed_error(str(error.strerror)) from error
 
     def close(self) -> None:
         self._file.close()
+
+    def _write_failed_error(self, got: str) -> TrainError:
+        return TrainError(
+            f"{self.path} cannot be written any more.",
+            got=got,
+            why="a run whose figures are lost would continue unseen",
+            fix="free the disk, then fullshard train --resume",
+        )
 
 
 class RunLog:
@@ -164,25 +168,21 @@ def open_run_log(
 
     Raises MissingExtraError on all ranks if a tracker is not installed, SpecError if one does not start.
     """
+    steps, every = run.train.steps, run.log.every
     check_trackers_installed(run.log.trackers)
     if rank != 0:
-        yield RunLog(every=run.log.every)
+        yield RunLog(every=every)
         return
     at_peak = None
     if peak is not None and flops_per_token:
         at_peak = peak_tokens_per_second(peak, flops_per_token=flops_per_token, world_size=world_size)
     with (
         closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics,
-        show_progress(
-            steps=run.train.steps, every=run.log.every, world_size=world_size, file=file or sys.stderr
-        ) as shown,
+        show_progress(steps=steps, every=every, world_size=world_size, file=file or sys.stderr) as shown,
     ):
+        trackers = open_trackers(run, after_step=after_step)
         log = RunLog(
-            every=run.log.every,
-            peak_tokens_per_second=at_peak,
-            progress=shown,
-            metrics=metrics,
-            trackers=open_trackers(run, after_step=after_step),
+            every=every, peak_tokens_per_second=at_peak, progress=shown, metrics=metrics, trackers=trackers
         )
         exit_code = 1
         try:
@@ -224,12 +224,3 @@ def _parse_line_step(line: bytes) -> int | None:
         return None
     step = fields.get("step") if isinstance(fields, dict) else None
     return step if isinstance(step, int) else None
-
-
-def _write_failed_error(path: Path, got: str) -> TrainError:
-    return TrainError(
-        f"{path} cannot be written any more.",
-        got=got,
-        why="a run whose figures are lost would continue unseen",
-        fix="free the disk, then fullshard train --resume",
-    )

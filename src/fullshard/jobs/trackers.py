@@ -18,11 +18,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records the values of a step. Raises TrainError if the tracker is not reachable."""
-        ...
 
     def close(self, *, exit_code: int = 0) -> None:
         """Sends remaining data, and how the run ended: finished if `exit_code` is 0. Raises TrainError."""
-        ...
 
 
 def check_trackers_installed(names: Sequence[str]) -> None:
@@ -58,9 +56,8 @@ class TensorboardTracker:
             self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
         except OSError as error:
             raise SpecError(f"tensorboard cannot write to {directory}.", got=error.strerror) from error
-        self._writer.add_text(
-            "run", "\n".join(f"    {name} = {value}" for name, value in _iterate_settings(run))
-        )
+        settings = "\n".join(f"    {name} = {value}" for name, value in _iterate_settings(run))
+        self._writer.add_text("run", settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -86,9 +83,8 @@ class WandbTracker:
                 settings=wandb.Settings(console="off"),  # the terminal is ours
             )
         except wandb.errors.Error as error:
-            raise SpecError(
-                "wandb will not start.", got=str(error), fix="wandb login, or WANDB_MODE=offline"
-            ) from error
+            fix = "wandb login, or WANDB_MODE=offline"
+            raise SpecError("wandb will not start.", got=str(error), fix=fix) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -114,16 +110,13 @@ class MlflowTracker:
             self._client: Any = mlflow.MlflowClient(tracking_uri=address)
             self._run_id: str = self._create_mlflow_run(run)
         except self._failure as error:
-            raise SpecError(
-                "mlflow will not start.", got=str(error), fix="MLFLOW_TRACKING_URI=<address of a server>"
-            ) from error
+            fix = "MLFLOW_TRACKING_URI=<address of a server>"
+            raise SpecError("mlflow will not start.", got=str(error), fix=fix) from error
 
     def _create_mlflow_run(self, run: Run) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fullshard")
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = (
-            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        )
+        found = self._client.get_experiment_by_name(name)
+        experiment_id = self._client.create_experiment(name) if found is None else found.experiment_id
         run_id = self._client.create_run(experiment_id, run_name=Path(run.run.dir).name).info.run_id
         settings = [self._entities.Param(name, str(value)) for name, value in _iterate_settings(run)]
         for first in range(0, len(settings), 100):  # a server accepts at most this many at once

@@ -21,11 +21,7 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.launch_record import LaunchId
-from fullshard.jobs.leftovers import (
-    find_unusable_offload_state,
-    leftover_state_messages,
-    unusable_state_message,
-)
+from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
 from fullshard.jobs.run_directory import EXPORT, LAUNCH, MEASUREMENT, PLAN, RunDirectory, open_run_directory
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.models.build import build_model, decoder_flops_per_token
@@ -98,10 +94,6 @@ class _TrainJob:
     repeated_steps: int = 0
     signals: RecordedSignals = field(default_factory=RecordedSignals)
 
-    @property
-    def run_settings(self) -> Run:
-        return self.plan.run
-
 
 def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
@@ -109,15 +101,12 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
     After SIGTERM or SIGINT, finishes the step, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
-        ranks = stack.enter_context(
-            process_group(run.run.device, timeout_seconds=run.fault_tolerance.process_group_timeout_seconds)
-        )
+        timeout_seconds = run.fault_tolerance.process_group_timeout_seconds
+        ranks = stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
         where = PhaseTracker()
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
         plan = plan or _make_plan(run, ranks)
-        job = _prepare_job(
-            stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started
-        )
+        job = _prepare_job(stack, plan, ranks=ranks, where=where, resume=resume, started=command_started)
         # Signals are only noted until everything is saved, because ranks must agree on how to react.
         with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
             interrupted = _train_steps(job)
@@ -136,13 +125,7 @@ def _make_plan(run: Run, ranks: RankInfo) -> Plan:
 
 
 def _prepare_job(
-    stack: ExitStack,
-    plan: Plan,
-    *,
-    ranks: RankInfo,
-    where: PhaseTracker,
-    resume: bool,
-    command_started: float,
+    stack: ExitStack, plan: Plan, *, ranks: RankInfo, where: PhaseTracker, resume: bool, started: float
 ) -> _TrainJob:
     run = plan.run
     # Before anything is allocated or written. Tokenizing may take hours, and so reports to the watchdog.
@@ -157,7 +140,7 @@ def _prepare_job(
     loss = choose_loss(run, model)
     weights = find_pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
-    left = find_unusable_offload_state(plan, saved=saved, must_resume=resume)
+    left = find_unusable_state(plan, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded_files(plan)
     shard(model, plan, init=None if weights is None else "none")
@@ -185,25 +168,23 @@ def _prepare_job(
         loss=loss,
         log=log,
         matmul_peak=peak,
-        command_started=command_started,
+        command_started=started,
         first_step=step + 1,
         checkpoints=stack.enter_context(saver),
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
     )
-    _report_starting_point(job, left=left, read=read, resume=resume)
+    _report_start(job, left=left, read=read, resume=resume)
     return job
 
 
-def _report_starting_point(
-    job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool
-) -> None:
+def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
     """Prints a summary of the run, and whether it resumes.
 
     left: offloaded state on the drive that the run cannot use
     read: message about the weights that were read
     """
-    directory, log, step, steps = job.directory, job.log, job.state.step, job.run_settings.train.steps
+    directory, log, step, steps = job.directory, job.log, job.state.step, job.plan.run.train.steps
     if directory.previous_run:
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
     unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
@@ -213,10 +194,8 @@ def _report_starting_point(
     for text in (unused, _run_summary_text(job), read):
         if text is not None:
             log.print_message(text)
-    if directory.previous_attempt is not None:
-        log.print_message(
-            directory.previous_attempt.resume_message(job.ranks.world_size, step=step, steps=steps)
-        )
+    if (attempt := directory.previous_attempt) is not None:
+        log.print_message(attempt.resume_message(job.ranks.world_size, step=step, steps=steps))
     elif resume:
         log.print_message(f"resumed at step {step} of {steps}")
 
@@ -269,15 +248,13 @@ def _run_summary_text(job: _TrainJob) -> str:
 
 def _train_steps(job: _TrainJob) -> bool:
     """Runs all steps. Returns True if a signal, or a failed save, ended training before the last step."""
-    steps = _iterate_steps(job)
-    metered = min(job.first_step + _METERED, job.run_settings.train.steps)
+    steps, state = _iterate_steps(job), job.state
+    metered = min(job.first_step + _METERED, job.plan.run.train.steps)
     profiled = _profiled_steps(job)
     while True:
-        index = job.state.step + 1
+        index = state.step + 1
         if index == metered:
-            with measure_peak_memory(
-                job.ranks.device, model=job.state.model, optimizer=job.state.optimizer
-            ) as peak:
+            with measure_peak_memory(job.ranks.device, model=state.model, optimizer=state.optimizer) as peak:
                 step = next(steps, None)
             job.peak_bytes = _gather_highest_peak(peak, job)
         elif index in profiled:
@@ -285,9 +262,8 @@ def _train_steps(job: _TrainJob) -> bool:
                 step = next(steps, None)
             assert traced.seconds is not None, "the block has ended"
             # Only the rank that waited least counts, because the other ranks waited for it.
-            job.profiled.append(
-                min(all_gather_object(traced.seconds), key=lambda seconds: seconds.exposed_collective_seconds)
-            )
+            every = all_gather_object(traced.seconds)
+            job.profiled.append(min(every, key=lambda seconds: seconds.exposed_collective_seconds))
         else:
             step = next(steps, None)
         if step is None:
@@ -296,7 +272,7 @@ def _train_steps(job: _TrainJob) -> bool:
             steps = _iterate_steps(job)
             continue
         _record_validate_and_save(job, step, measured=index == metered or index in profiled)
-        if step.stopping and step.index < job.run_settings.train.steps:
+        if step.stopping and step.index < job.plan.run.train.steps:
             return True
 
 
@@ -326,34 +302,30 @@ def _try_roll_back(job: _TrainJob, step: Step) -> bool:
 def _profiled_steps(job: _TrainJob) -> range:
     """Returns the indices of the steps to profile; none, unless at least one more step follows them."""
     first = job.first_step + _PROFILED_FROM
-    steps = range(first, first + job.run_settings.log.profile_steps)
-    return steps if steps.stop <= job.run_settings.train.steps else range(0)
+    steps = range(first, first + job.plan.run.log.profile_steps)
+    return steps if steps.stop <= job.plan.run.train.steps else range(0)
 
 
 def _record_validate_and_save(job: _TrainJob, step: Step, *, measured: bool) -> None:
     """Records the figures of `step`, validates and saves if due. `measured`: excluded from the pace."""
     if job.startup_seconds is None:
-        job.startup_seconds = time.time() - job.command_started
+        job.startup_seconds, job.first_loss = time.time() - job.command_started, step.loss
         job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
-    job.first_loss = job.first_loss if job.first_loss is not None else step.loss
     job.last = step
     job.pace = job.pace.with_step(
         tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, measured=measured
     )
-    train_section, last = job.run_settings.train, step.index == job.run_settings.train.steps
+    train_section, last = job.plan.run.train, step.index == job.plan.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
         job.validation = validation_loss(job.state.model, _iterate_validation_batches(job), loss=job.loss)
         if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
             job.state.best = (job.validation, step.index)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
-    job.log.record_step(
-        step,
-        peak_bytes=job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None,
-        validation_loss=job.validation if validate else None,
-    )
+    peak_bytes = job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None
+    job.log.record_step(step, peak_bytes=peak_bytes, validation_loss=job.validation if validate else None)
     job.checkpoints.report_finished_saves()
-    every = job.run_settings.checkpoint.every
+    every = job.plan.run.checkpoint.every
     if every and step.index % every == 0 and not last and not step.stopping:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save(job.state)
@@ -372,9 +344,7 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save_last(job.state)
     else:
-        job.log.print_message(
-            f"all {job.run_settings.train.steps} steps are done already; nothing was trained"
-        )
+        job.log.print_message(f"all {job.plan.run.train.steps} steps are done already; nothing was trained")
     job.state.phase.enter(RunPhase.FINISHING)
     if interrupted:
         job.log.print_message(
@@ -389,15 +359,15 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
         root = job.directory.root
         write_file_atomically(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
         _make_measurement(job).save(root / MEASUREMENT)
-        if job.run_settings.checkpoint.export and job.checkpoints.last is not None and not interrupted:
-            saved = location_of(job.checkpoints.last, key_file=job.run_settings.checkpoint.key_file)
+        if job.plan.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
+            saved = location_of(job.checkpoints.last, key_file=job.plan.run.checkpoint.key_file)
             export(saved, root / EXPORT)
             job.log.print_message(f"exported {root / EXPORT}")
 
 
 def _generate_sample(job: _TrainJob) -> str | None:
     """Returns a text that the model generates; None if no sample is asked for or possible. Collective."""
-    model, count = job.state.model, job.run_settings.log.sample_tokens
+    model, count = job.state.model, job.plan.run.log.sample_tokens
     if not count:
         return None
     if job.loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
@@ -406,7 +376,7 @@ def _generate_sample(job: _TrainJob) -> str | None:
     prompt = job.data.encode(SAMPLE_PROMPT)
     if not prompt:
         return None
-    tokens = generate(model, prompt, tokens=count, window=job.run_settings.data.sequence_length)
+    tokens = generate(model, prompt, tokens=count, window=job.plan.run.data.sequence_length)
     return job.data.decode(tokens)
 
 
@@ -477,8 +447,5 @@ def _gather_highest_peak(peak: PeakMemory, job: _TrainJob) -> PeakBytes | None:
 
 def _offload_target_text(plan: Plan) -> str | None:
     section = plan.run.offload
-    if not section.offloads_optimizer:
-        return None
-    return section.tier + (
-        f" in {rank_offload_directory(plan, rank=0).parent}" if section.is_on_drive else ""
-    )
+    place = f" in {rank_offload_directory(plan, rank=0).parent}" if section.is_on_drive else ""
+    return f"{section.tier}{place}" if section.offloads_optimizer else None

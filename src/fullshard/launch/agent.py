@@ -47,16 +47,13 @@ def run_ranks(request: LaunchRequest, *, ranks: int) -> int:
     set_default_log_levels(os.environ)
     attempts = RestartPolicy(restarts=request.run.run.restarts)
     launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
-    with (
-        record_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals,
-        _silence_torchelastic_logs(),
-    ):
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with record_signals(*heard) as signals, _silence_torchelastic_logs():
         while True:
             with temporary_private_directory() as directory:
                 request.save(directory)
-                watch = _RankMonitor(
-                    _build_local_agent(directory, ranks, launch=launch), directory, signals=signals
-                )
+                agent = _build_local_agent(directory, ranks, launch=launch)
+                watch = _RankMonitor(agent, directory, signals=signals)
                 with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
                     ended = watch.wait_for_ranks(thread)
             conclusion = attempts.decide_restart(

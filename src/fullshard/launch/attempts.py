@@ -139,32 +139,27 @@ def _find_rank_failure(rank: RankOutcome) -> tuple[_FailureCause, FailureReport]
         return None
     if ending is None and code is not None and code < 0:
         cause = _FailureCause.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _FailureCause.OWN
-        return cause, _failure_report_at(_killed_by_signal_error(rank.rank, -code), rank.seen_gone_at)
-    error = LaunchError(
-        f"rank {rank.rank} left early.",
-        got=f"exit code {code if ending is None else ending.exit_code}",
-        why="something in it called sys.exit or os._exit, or a signal came to it alone",
-    )
-    return _FailureCause.OWN, _failure_report_at(error, rank.seen_gone_at)
-
-
-def _failure_report_at(error: LaunchError, seen_at: float) -> FailureReport:
-    return replace(FailureReport.from_exception(error), at=seen_at, traceback="")
+        error = _killed_by_signal_error(rank.rank, -code)
+    else:
+        cause = _FailureCause.OWN
+        error = LaunchError(
+            f"rank {rank.rank} left early.",
+            got=f"exit code {code if ending is None else ending.exit_code}",
+            why="something in it called sys.exit or os._exit, or a signal came to it alone",
+        )
+    return cause, replace(FailureReport.from_exception(error), at=rank.seen_gone_at, traceback="")
 
 
 def _killed_by_signal_error(rank: int, number: int) -> LaunchError:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    why, fix = "it came from outside of fullshard", None
     if number == signal.SIGKILL:
-        return LaunchError(
-            f"rank {rank} was killed by {name}.",
-            why="mostly the kernel, or a container's limit, because memory ran out (dmesg says so)",
-            fix='fewer ranks on this machine, a smaller train.microbatch, or recompute.mode = "full"; '
-            "--resume starts at the newest whole step (of a checkpoint, or on the drive of an nvme tier)",
+        why = "mostly the kernel, or a container's limit, because memory ran out (dmesg says so)"
+        fix = (
+            'fewer ranks on this machine, a smaller train.microbatch, or recompute.mode = "full"; '
+            "--resume starts at the newest whole step (of a checkpoint, or on the drive of an nvme tier)"
         )
-    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
-        return LaunchError(
-            f"rank {rank} was killed by {name}.",
-            why="native code crashed (torch, NCCL, a driver or an extension)",
-            fix="PYTHONFAULTHANDLER=1 shows where",
-        )
-    return LaunchError(f"rank {rank} was killed by {name}.", why="it came from outside of fullshard")
+    elif number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        why = "native code crashed (torch, NCCL, a driver or an extension)"
+        fix = "PYTHONFAULTHANDLER=1 shows where"
+    return LaunchError(f"rank {rank} was killed by {name}.", why=why, fix=fix)

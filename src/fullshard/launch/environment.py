@@ -45,15 +45,14 @@ def torchrun_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, s
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     tasks = environment["SLURM_STEP_NUM_TASKS"]
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)
     node = int(environment.get("SLURM_NODEID", "0"))
     job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(
-            count_slurm_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks), node)
-        ),
+        "LOCAL_WORLD_SIZE": str(count_slurm_tasks_on_node(per_node, node)),
         "MASTER_ADDR": first_slurm_host(nodes),
         # Below the ports that kernels assign automatically (32768 and up).
         "MASTER_PORT": str(10_000 + (job * 31 + step) % 20_000),

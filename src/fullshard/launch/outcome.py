@@ -53,22 +53,18 @@ class FailureReport:
     @classmethod
     def from_exception(cls, error: BaseException) -> Self:
         foreseen = isinstance(error, FullshardError)
+        texts = [str(one).lower() for one in _iterate_exception_chain(error)]
         return cls(
             name=type(error).__name__,
             message=str(error) if foreseen else _unexpected_error_message(error),
             exit_code=error.exit_code if foreseen else 1,
             at=time.time(),
-            peer_lost=any(
-                sign in str(one).lower() for one in _iterate_exception_chain(error) for sign in _PEER_LOST
-            ),
+            peer_lost=any(sign in text for text in texts for sign in _PEER_LOST),
             traceback="".join(traceback.format_exception(error)),
         )
 
     def user_message(self, rank: int | None = None) -> str:
-        """Returns the message for the user, after the traceback if FULLSHARD_TRACEBACK=1.
-
-        rank: the rank to name in the message
-        """
+        """Returns the message for the user; names `rank`, and has the traceback if FULLSHARD_TRACEBACK=1."""
         shown = os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
         who = f"rank {rank}: " if rank is not None else ""
         return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"

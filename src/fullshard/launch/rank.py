@@ -95,10 +95,9 @@ def _exit_if_failed(ending: ProcessOutcome) -> None:
     """Exits if the rank failed. Returns if it was interrupted, or torchelastic would end the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
-        return
-    # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
-    os._exit(ending.exit_code)
+    if ending.exit_code not in (0, INTERRUPTED_EXIT_CODE):
+        # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
+        os._exit(ending.exit_code)
 
 
 if __name__ == "__main__":

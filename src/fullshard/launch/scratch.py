@@ -30,9 +30,8 @@ def temporary_private_directory() -> Generator[Path]:
             lock.write(_running_kernel_id())
             lock.flush()
             # The file gets its final name only once it is locked, so a free lock belongs to a dead process.
-            with suppress(
-                OSError
-            ):  # no locks on this file system: `remove_abandoned_directories` skips the directory
+            # Without locks on this file system, `remove_abandoned_directories` skips the directory.
+            with suppress(OSError):
                 try_lock(lock.fileno())
                 (directory / _UNLOCKED).rename(directory / _LOCK)
             yield directory
@@ -50,25 +49,21 @@ def remove_abandoned_directories(parent: Path) -> None:
 
 
 def _is_own_directory(directory: Path) -> bool:
-    try:
+    with suppress(OSError):  # another launch removed it at the same time
         found = directory.lstat()
-    except OSError:  # another launch removed it at the same time
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
 
 
 def _is_lock_of_dead_process(lock: Path) -> bool:
     """Returns True if a process of this kernel held the lock file `lock`, and has ended."""
-    try:
+    with suppress(OSError):
         descriptor = open_regular_file(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return os.read(descriptor, 1000) == _running_kernel_id().encode() and try_lock(descriptor)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+        try:
+            return os.read(descriptor, 1000) == _running_kernel_id().encode() and try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def _running_kernel_id() -> str:

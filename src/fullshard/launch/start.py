@@ -18,11 +18,9 @@ def perform_request(request: LaunchRequest) -> int:
     Under torchrun or srun, this process is one rank: it calls the job itself, and raises its errors.
     Otherwise it starts ranks on this machine (see `choose_rank_count_and_device`).
     """
-    return (
-        perform_as_torchrun_rank(request)
-        if prepare_rank_environment()
-        else run_ranks(request, ranks=choose_rank_count_and_device(request)[0])
-    )
+    if prepare_rank_environment():
+        return perform_as_torchrun_rank(request)
+    return run_ranks(request, ranks=choose_rank_count_and_device(request)[0])
 
 
 def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceType]:

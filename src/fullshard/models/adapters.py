@@ -35,13 +35,10 @@ def insert_adapters(
         return model
     peft = _import_peft()
     targets = _list_adapter_target_names(model, section)
-    trained = (
-        _find_modules_by_name_ending(model, section.trained, key="adapter.trained") if section.trained else []
-    )
+    trained = _find_modules_by_name_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
-    config = make_lora_config(
-        section, targets=targets, turned=any(has_transposed_weight(modules[name]) for name in targets)
-    )
+    turned = any(has_transposed_weight(modules[name]) for name in targets)
+    config = make_lora_config(section, targets=targets, turned=turned)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
@@ -63,10 +60,11 @@ def insert_adapters(
 def make_lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
     """Returns peft's LoraConfig for `targets`. `turned`: their weights are (in, out). Raises SpecError."""
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
+    alpha = int(section.alpha) if section.alpha == int(section.alpha) else section.alpha  # as peft writes it
     try:
         return _import_peft().LoraConfig(
             r=section.rank,
-            lora_alpha=_as_int_if_whole(section.alpha),
+            lora_alpha=alpha,
             lora_dropout=section.dropout,
             target_modules=targets,
             fan_in_fan_out=turned,
@@ -82,11 +80,6 @@ def _import_peft() -> Any:
     return import_quietly("peft")
 
 
-def _as_int_if_whole(number: float) -> float | int:
-    """Returns a whole number as int, which is how peft writes it, and any other number unchanged."""
-    return int(number) if number == int(number) else number
-
-
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
     """Returns the full names of the modules that get adapters. Raises SpecError if there are none."""
     if section.targets != "all-linear":
@@ -94,7 +87,9 @@ def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> lis
         names = {module: name for name, module in model.named_modules()}
         return [names[module] for module in found]
     linear = [
-        name for name, module in model.named_modules() if _is_linear(module) and _is_in_numbered_block(name)
+        name
+        for name, module in model.named_modules()
+        if _is_linear(module) and any(part.isdigit() for part in name.split("."))  # in a block: not a head
     ]
     if not linear:
         raise SpecError(
@@ -112,11 +107,6 @@ def _is_linear(module: nn.Module) -> bool:
 def has_transposed_weight(module: nn.Module) -> bool:
     """Returns True for GPT-2's linear modules, Conv1D, whose weights are transposed: (in, out)."""
     return type(module).__name__ == "Conv1D"
-
-
-def _is_in_numbered_block(name: str) -> bool:
-    """Returns True for the name of a module inside a numbered block, which a head is not."""
-    return any(part.isdigit() for part in name.split("."))
 
 
 def _find_modules_by_name_ending(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
@@ -146,10 +136,9 @@ def _cast_frozen_parameters(model: nn.Module, dtype: torch.dtype | None) -> None
 
 def _set_adapter_initialisers(model: nn.Module, *, gaussian: bool) -> None:
     """Sets initialisers of the adapters, apart from the model's. See [Note: initialised alone]."""
-    own: set[nn.Module] = set()
-    for module, act in _iterate_adapter_initialisers(model, gaussian=gaussian):
+    own = dict(_iterate_adapter_initialisers(model, gaussian=gaussian))
+    for module, act in own.items():
         setattr(module, "reset_parameters", act)  # noqa: B010
-        own.add(module)
     theirs: Callable[[nn.Module], object] | None = getattr(model, "_init_weights", None)
 
     def init_weights_except_adapters(module: nn.Module) -> None:

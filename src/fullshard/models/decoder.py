@@ -94,11 +94,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryPositions,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, rotary: RotaryPositions, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Applies the layer to x (batch, sequence, d_model).
 

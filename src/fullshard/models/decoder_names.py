@@ -36,12 +36,8 @@ _SIZES = {
 
 def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns the config.json of an equal Llama. Raises CheckpointError for settings that Llama lacks."""
-    dumped = decoder.model_dump()
-    other = [
-        name
-        for name in dumped
-        if name not in _SIZES and dumped[name] != DecoderConfig.model_fields[name].default
-    ]
+    dumped, fields = decoder.model_dump(), DecoderConfig.model_fields
+    other = [name for name in dumped if name not in _SIZES and dumped[name] != fields[name].default]
     if other:
         raise CheckpointError(
             "the decoder cannot be exported for transformers.",

@@ -95,12 +95,11 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
     data.pop("quantization_config", None)  # describes packed weights; training uses unpacked ones
     if not section.trust_remote_code:
         data = remove_code_references(data)
-    with ForeignErrorTranslator(
-        lambda got: SpecError(f"{section.setting_text}: {path} is not valid.", got=got)
-    ):
+    invalid = f"{section.setting_text}: {path} is not valid."
+    with ForeignErrorTranslator(lambda got: SpecError(invalid, got=got)):
         config = config_class.from_dict(dict(data))
         if section.options:
-            changed = _apply_config_options(data, section, config=config)
+            changed = _apply_options(data, section, config=config)
             check_config_sizes(changed, source=f"{section.setting_text}, with model.options")
             config = config_class.from_dict(changed)
     for part in _iterate_config_parts(config):
@@ -141,9 +140,7 @@ def is_causal_lm(model: nn.Module) -> bool:
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
-def _apply_config_options(
-    data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any
-) -> dict[str, Any]:
+def _apply_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
     """Returns `data`, the values of config.json, with the options of `section` applied.
 
     An option is named as in the config, or by the name common to all models (`num_hidden_layers`). The option
@@ -165,7 +162,7 @@ def _apply_config_options(
         part = getattr(config, option)
         if isinstance(value, Mapping) and hasattr(part, "to_dict"):
             inner = section.model_copy(update={"options": dict(value)})
-            changed[key] = _apply_config_options(changed.get(key) or part.to_dict(), inner, config=part)
+            changed[key] = _apply_options(changed.get(key) or part.to_dict(), inner, config=part)
             continue
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
             changed = _resize_per_layer_lists(changed, before=part, now=value)
@@ -224,9 +221,9 @@ def remove_code_references(value: Any) -> Any:
     if isinstance(value, Mapping):
         config = cast(Mapping[str, Any], value)
         return {key: remove_code_references(part) for key, part in config.items() if key not in _NAMES_CODE}
-    return (
-        [remove_code_references(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
-    )
+    if isinstance(value, list):
+        return [remove_code_references(one) for one in cast(list[Any], value)]
+    return value
 
 
 def auto_map_class_references(config: Mapping[str, Any]) -> dict[str, str]:

@@ -18,16 +18,8 @@ _MOST_KEPT = 1 << 20
 # Kimi K2 has 70,000 parameters in 61 blocks of 384 experts.
 _MOST_PARAMETERS = 300_000
 _MOST_TABLE_BYTES = 4 << 30
-_TABLES = (
-    torch.ones,
-    torch.zeros,
-    torch.full,
-    torch.arange,
-    torch.linspace,
-    torch.eye,
-    torch.rand,
-    torch.randn,
-)
+_CONSTANT_TABLES = (torch.ones, torch.zeros, torch.full, torch.eye)
+_TABLES = (*_CONSTANT_TABLES, torch.arange, torch.linspace, torch.rand, torch.randn)
 
 _Kept = float | NDArray[np.float64]
 
@@ -50,7 +42,7 @@ def construct_with_meta_parameters(
         model = construct()
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         _replace_parameters_by_meta(model)
-        initialise = _constructed_values_initialiser(getattr(model, "_init_weights", None))
+        initialise = _kept_values_initialiser(getattr(model, "_init_weights", None))
         setattr(model, "_init_weights", initialise)  # noqa: B010
     return model
 
@@ -108,9 +100,7 @@ def _constructed_values_to_keep(value: Tensor) -> _Kept | None:
     return value.double().numpy() if value.numel() <= _MOST_KEPT else None
 
 
-def _constructed_values_initialiser(
-    then: Callable[[nn.Module], object] | None,
-) -> Callable[[nn.Module], None]:
+def _kept_values_initialiser(then: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], None]:
     """Returns an initialiser of one module, which sets the constructor's values, then calls `then`."""
 
     def set_constructed_values(module: nn.Module) -> None:

@@ -36,10 +36,8 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
     if attention.startswith("flash"):  # finds the documents by restarting positions
         arguments = {"position_ids": _positions_within_documents(documents)}
     else:
-        arguments = {
-            "position_ids": positions,
-            "attention_mask": _attention_masks_by_layer_kind(config, documents, attention=attention),
-        }
+        masks = _attention_masks_by_layer_kind(config, documents, attention=attention)
+        arguments = {"position_ids": positions, "attention_mask": masks}
     _check_forward_accepts(model, arguments)
     return arguments
 
@@ -107,10 +105,8 @@ def _flex_attention_block_mask(documents: Tensor, *, window: int | None) -> Any:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     rows, length = documents.shape
 
-    def is_attended_to(  # signature: torch's mask_mod
-        row: Tensor, _head: Tensor, query: Tensor, key: Tensor
-    ) -> Tensor:
+    def is_attended(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # signature: mask_mod
         same = (documents[row, query] == documents[row, key]) & (query >= key)
         return same & (query - key < window) if window else same
 
-    return flex.create_block_mask(is_attended_to, rows, None, length, length, device=documents.device)
+    return flex.create_block_mask(is_attended, rows, None, length, length, device=documents.device)

@@ -30,13 +30,16 @@ _CHUNK = 1 << 20  # bf16 moment elements held in fp32 at once
 
 
 @dataclass(frozen=True)
-class _ParameterUpdateInputs:
+class _UpdateInputs:
     """Inputs for the update of one parameter: its flat gradient, step count, options, and rounding seed."""
 
     gradient: Tensor
     step: Tensor
     options: AdamOptions
     seed: int
+
+
+_Jobs = Mapping[str, _UpdateInputs]  # by name of the parameter
 
 
 class StreamingAdamW(torch.optim.Optimizer):
@@ -70,7 +73,7 @@ class StreamingAdamW(torch.optim.Optimizer):
     @property
     def optimizer_name_in_checkpoint(self) -> str:
         """Name of the optimizer class that resumes from this state without offload, for checkpoints."""
-        masters = {p.dtype for p, *_ in self._iterate_parameters_and_options()}
+        masters = {p.dtype for p, *_ in self._parameters_and_options()}
         return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
 
     @property
@@ -89,8 +92,8 @@ class StreamingAdamW(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         self.wait_for_update()
         factor, self.gradient_factor = self.gradient_factor, 1.0
-        names, jobs = self.offloaded.names_of, dict[str, _ParameterUpdateInputs]()
-        for place, (parameter, group) in enumerate(self._iterate_parameters_and_options(), start=1):
+        names, jobs = self.offloaded.names_of, dict[str, _UpdateInputs]()
+        for place, (parameter, group) in enumerate(self._parameters_and_options(), start=1):
             name = names.get(parameter)
             gradient = parameter.grad if name is None else self.gradients.find_gradient(name)
             if gradient is None:
@@ -102,11 +105,11 @@ class StreamingAdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
-            job = _ParameterUpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
+            job = _UpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
             else:
-                self._update_parameter_not_offloaded(parameter, job, factor=factor)
+                self._update_not_offloaded(parameter, job, factor=factor)
 
         update = partial(_update_group, jobs, factor=factor)
         if self._on_device is not None:
@@ -130,7 +133,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         """
         self.wait_for_update()
         found = super().state_dict()
-        for index, (parameter, _) in enumerate(self._iterate_parameters_and_options()):
+        for index, (parameter, _) in enumerate(self._parameters_and_options()):
             name = self.offloaded.names_of.get(parameter)
             if index in found["state"] and name is not None:
                 found["state"][index] = found["state"][index] | self.offloaded.live_tensors(name)
@@ -144,10 +147,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         half-way, the state is unusable until a complete state is loaded.
         """
         self.offloaded.wait_for_update(to_load=True)
-        index = {
-            self.offloaded.names_of.get(p): i
-            for i, (p, _) in enumerate(self._iterate_parameters_and_options())
-        }
+        index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters_and_options())}
         saved: dict[str, dict[str, Tensor]] = {}
         rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
         for name in self.offloaded.names:
@@ -162,8 +162,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             for portion in portions:
                 for name, new in portion.items():
                     for key, tensor in new.items():
-                        one = saved[name].get(key)
-                        target = local_tensor(tensor)
+                        one, target = saved[name].get(key), local_tensor(tensor)
                         target.zero_() if one is None else target.copy_(local_tensor(one))
 
     def _load_state_not_offloaded(self, state_dict: dict[str, Any]) -> None:
@@ -176,35 +175,28 @@ class StreamingAdamW(torch.optim.Optimizer):
                     own = before.get(parameter, {}).get(key)
                     state[key] = new.clone() if own is None else own.copy_(new)
 
-    def _iterate_parameters_and_options(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def _parameters_and_options(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
                 yield parameter, group
 
-    def _update_parameter_not_offloaded(
-        self, parameter: Tensor, job: _ParameterUpdateInputs, *, factor: float
-    ) -> None:
+    def _update_not_offloaded(self, parameter: Tensor, job: _UpdateInputs, *, factor: float) -> None:
         state = self.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(parameter)
         if factor != 1.0:
             torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]
-        own = [one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        own = MasterAndMoments(*(one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])))
         if parameter.dtype is torch.bfloat16:
-            _update_bf16_master(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)
+            _update_bf16_master(job, job.gradient, state=own, begin=0)
         else:
             steps = [_step_count_on_device(job, parameter.device)]
             _run_fused_adamw([[one] for one in own], [job.gradient], steps=steps, options=job.options)
 
 
 def _update_group_on_device(  # signature: as `_update_group`
-    jobs: Mapping[str, _ParameterUpdateInputs],
-    group: OffloadGroup,
-    parts: MasterAndMoments,
-    *,
-    on_device: DeviceUpdate,
-    factor: float,
+    jobs: _Jobs, group: OffloadGroup, parts: MasterAndMoments, *, on_device: DeviceUpdate, factor: float
 ) -> None:
     def update_piece(piece: GroupPieceOnDevice) -> None:
         _update_group(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)
@@ -214,7 +206,7 @@ def _update_group_on_device(  # signature: as `_update_group`
 
 
 def _update_group(  # signature: bound arguments, and those of `OffloadedState.update`
-    jobs: Mapping[str, _ParameterUpdateInputs],
+    jobs: _Jobs,
     group: OffloadGroup,
     parts: MasterAndMoments,
     *,
@@ -222,7 +214,7 @@ def _update_group(  # signature: bound arguments, and those of `OffloadedState.u
     gradient: Tensor | None = None,
 ) -> None:
     """Updates one group. `gradient` is laid out like each part; if None, each job's own gradient is used."""
-    alike: dict[AdamOptions, list[tuple[_ParameterUpdateInputs, ShardSegment]]] = defaultdict(list)
+    alike: dict[AdamOptions, list[tuple[_UpdateInputs, ShardSegment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
         if job is not None:
@@ -239,14 +231,12 @@ def _update_group(  # signature: bound arguments, and those of `OffloadedState.u
             steps = [_step_count_on_device(job, parts.master.device) for job, _ in own]
             _run_fused_adamw(cut, gradients, steps=steps, options=options)
             continue
-        change = (
-            _update_fp32_master_bf16_moments if parts.master.dtype is torch.float32 else _update_bf16_master
-        )
+        change = _update_with_bf16_moments if parts.master.dtype is torch.float32 else _update_bf16_master
         for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-            change(job, g, state=tuple(state), begin=one.begin)
+            change(job, g, state=MasterAndMoments(*state), begin=one.begin)
 
 
-def _step_count_on_device(job: _ParameterUpdateInputs, device: torch.device) -> Tensor:
+def _step_count_on_device(job: _UpdateInputs, device: torch.device) -> Tensor:
     """Returns the step count on `device` for the fused kernel. `torch.full` avoids a blocking copy."""
     if job.step.device == device:
         return job.step
@@ -257,44 +247,23 @@ def _run_fused_adamw(
     state: list[list[Tensor]], gradients: list[Tensor], *, steps: list[Tensor], options: AdamOptions
 ) -> None:
     """Runs torch's fused kernel. `state` lists the values, the first moments and the second moments."""
+    values, first, second = state
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
-        state[0],
-        gradients,
-        state[1],
-        state[2],
-        [],
-        steps,
-        lr=options.lr,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None,
-        found_inf=None,
+        values, gradients, first, second, [], steps, **options._asdict(), amsgrad=False, maximize=False
     )
 
 
-def _update_bf16_master(
-    job: _ParameterUpdateInputs, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
-) -> None:
-    value, first, second = state
-    generator = _make_rounding_generator(job, begin, device=value.device)
-    step = int(job.step.item())
-    adamw_with_stochastic_rounding(
-        (value, first, second), gradient, step=step, options=job.options, generator=generator
-    )
+def _update_bf16_master(job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int) -> None:
+    generator, step = _rounding_generator(job, begin, device=state.master.device), int(job.step.item())
+    adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, generator=generator)
 
 
-def _update_fp32_master_bf16_moments(
-    job: _ParameterUpdateInputs, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
+def _update_with_bf16_moments(
+    job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int
 ) -> None:
     """Updates an fp32 master with the fused kernel, converting a chunk of its bf16 moments at a time."""
-    generator, step = (
-        _make_rounding_generator(job, begin, device=gradient.device),
-        _step_count_on_device(job, gradient.device),
-    )
+    generator = _rounding_generator(job, begin, device=gradient.device)
+    step = _step_count_on_device(job, gradient.device)
     for at in range(0, gradient.numel(), _CHUNK):
         value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))
         exact = first.float(), second.float()
@@ -303,9 +272,7 @@ def _update_fp32_master_bf16_moments(
             round_stochastically(moment, out=target, generator=generator)
 
 
-def _make_rounding_generator(
-    job: _ParameterUpdateInputs, begin: int, *, device: torch.device
-) -> torch.Generator:
+def _rounding_generator(job: _UpdateInputs, begin: int, *, device: torch.device) -> torch.Generator:
     seed = job.seed if begin == 0 else hash((job.seed, begin))
     return torch.Generator(device).manual_seed(seed & (2**63 - 1))
 

@@ -110,9 +110,7 @@ class DeviceUpdate:
         self._streams = streams or DeviceUpdateStreams(
             *((CudaStream(device) if on_gpu else SynchronousStream()) for _ in DeviceUpdateStreams._fields)
         )
-        sizes = [
-            sum(dtype.itemsize for dtype in _part_and_gradient_dtypes(group, moments)) for group in groups
-        ]
+        sizes = [sum(dtype.itemsize for dtype in _buffer_dtypes(group, moments)) for group in groups]
         size = max(sizes, default=0) * self._elements
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         for stream in self._streams:
@@ -134,30 +132,24 @@ class DeviceUpdate:
         change: updates a piece in place, except its segments without a gradient
         """
         streams, free = self._streams, [list[Any]() for _ in self.buffers]
-        dtypes = _part_and_gradient_dtypes(group, self._moments)
+        dtypes = _buffer_dtypes(group, self._moments)
         try:
             every = iterate_group_pieces(group, self._elements)
             changing = (one for one in every if any(name in gradients for name in one[1].names))
             for turn, (begin, piece) in enumerate(changing):
                 at = turn % _BUFFERS
-                *state, gradient = self._part_views_of_buffer(
-                    self.buffers[at], dtypes, numel=piece.padded_numel
-                )
+                *state, gradient = self._part_views(self.buffers[at], dtypes, numel=piece.padded_numel)
+                here = GroupPieceOnDevice(piece, MasterAndMoments(*state), gradient)
                 there = [part[begin : begin + piece.padded_numel] for part in parts]
-                come = partial(
-                    _copy_piece_to_device, there, state, gradients=gradients, piece=piece, into=gradient
-                )
+                come = partial(_copy_piece_to_device, there, here, gradients=gradients)
                 arrived = streams.into.enqueue(come, after=free[at])
-                whole = GroupPieceOnDevice(piece, MasterAndMoments(*state), gradient)
-                changed = streams.change.enqueue(partial(change, whole), after=[arrived])
+                changed = streams.change.enqueue(partial(change, here), after=[arrived])
                 free[at] = [streams.out.enqueue(partial(_copy_tensors, state, there), after=[changed])]
         finally:
             for stream in streams:
                 stream.synchronize()
 
-    def _part_views_of_buffer(
-        self, buffer: Tensor, dtypes: Sequence[torch.dtype], *, numel: int
-    ) -> Iterator[Tensor]:
+    def _part_views(self, buffer: Tensor, dtypes: Sequence[torch.dtype], *, numel: int) -> Iterator[Tensor]:
         begin = 0
         for dtype in dtypes:
             yield buffer[begin : begin + numel * dtype.itemsize].view(dtype)
@@ -179,17 +171,12 @@ def iterate_group_pieces(group: OffloadGroup, elements: int) -> Iterator[tuple[i
 
 
 def _copy_piece_to_device(
-    there: Sequence[Tensor],
-    state: Sequence[Tensor],
-    *,
-    gradients: Mapping[str, Tensor],
-    piece: OffloadGroup,
-    into: Tensor,
+    parts: Sequence[Tensor], piece: GroupPieceOnDevice, *, gradients: Mapping[str, Tensor]
 ) -> None:
-    _copy_tensors(there, state)
-    for one in piece.segments:
+    _copy_tensors(parts, piece.state)
+    for one in piece.group.segments:
         if (gradient := gradients.get(one.name)) is not None:
-            into[one.slice_in_group].copy_(gradient[one.slice_in_shard], non_blocking=True)
+            piece.gradient[one.slice_in_group].copy_(gradient[one.slice_in_shard], non_blocking=True)
 
 
 def _copy_tensors(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
@@ -197,7 +184,7 @@ def _copy_tensors(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         other.copy_(one, non_blocking=True)
 
 
-def _part_and_gradient_dtypes(group: OffloadGroup, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
+def _buffer_dtypes(group: OffloadGroup, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
     """Returns the dtypes of the three parts, and of the gradient, which has the master's."""
     state = master_and_moment_dtypes(group.dtype, moments)
     return *state, state[0]

@@ -40,17 +40,9 @@ def list_leftover_directories(
         for run in sorted(path.iterdir()):
             ranks = sorted(identity.parent for identity in run.glob(f"{RANKS}/{IDENTITY}"))
             if run.name == alive_run_id:
-                past = (
-                    []
-                    if alive_ranks is None
-                    else [one for one in ranks if _parse_rank_number(one) >= alive_ranks]
-                )
-                found += [
-                    (one, directory_disk_bytes(one))
-                    for one in past
-                    if not _is_locked_by_a_process(one / LOCK)
-                ]
-            elif ranks and not any(_is_locked_by_a_process(one / LOCK) for one in ranks):
+                past = [one for one in ranks if alive_ranks is not None and _rank_number(one) >= alive_ranks]
+                found += [(one, directory_disk_bytes(one)) for one in past if not _is_locked(one)]
+            elif ranks and not any(_is_locked(one) for one in ranks):
                 found.append((run, sum(directory_disk_bytes(one) for one in ranks)))
     return sorted(found, key=lambda one: -one[1])
 
@@ -84,7 +76,10 @@ def lock_directory(directory: Path) -> Generator[None]:
             )
             stack.enter_context(lock)
         except OSError as error:
-            raise _unusable_directory_error(directory, error) from error
+            path, what, where = directory.parent.parent, f"{directory} cannot be used.", ""
+            if not os.path.isdir(path):  # `Path.is_dir` raises if a parent cannot be read
+                what, where = f"offload.path = {path} is no directory, and cannot be made one.", str(path)
+            raise offload_error_from_os_error(what, error, where=where) from error
         yield
 
 
@@ -138,24 +133,14 @@ def overwrite_file_start(path: Path, data: bytes, *, system: DriveSystemCalls) -
         os.close(descriptor)
 
 
-def _unusable_directory_error(directory: Path, error: OSError) -> OffloadError:
-    """Returns the error for a directory that cannot be made. It names `offload.path` if that is the cause."""
-    path = directory.parent.parent
-    if os.path.isdir(path):  # `Path.is_dir` raises if a parent cannot be read
-        return offload_error_from_os_error(f"{directory} cannot be used.", error)
-    return offload_error_from_os_error(
-        f"offload.path = {path} is no directory, and cannot be made one.", error, where=str(path)
-    )
-
-
-def _is_locked_by_a_process(lock: Path) -> bool:
+def _is_locked(directory: Path) -> bool:
     try:
-        return find_lock_holder(lock) is not None
+        return find_lock_holder(directory / LOCK) is not None
     except OSError:  # not a lock file of fullshard, or a file system without locks: counts as held
         return True
 
 
-def _parse_rank_number(rank: Path) -> int:
+def _rank_number(rank: Path) -> int:
     """Returns a rank's number from its directory's name: `rank-00003` -> 3; -1 for any other name."""
     digits = rank.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1

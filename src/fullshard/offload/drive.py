@@ -13,7 +13,8 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,6 @@ logger = logging.getLogger("fullshard")
 
 _SCRATCH_BYTES = 1 << 20
 _CACHED_BYTES = 256 << 10
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 CHECK_DRIVE = "another drive for offload.path, and a look at the system's log"
 _SETTING = "offload.path = a directory"
@@ -79,6 +79,15 @@ def offload_error_from_os_error(
     return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)
 
 
+@contextmanager
+def translate_os_errors(what: str, *, where: str = "") -> Generator[None]:
+    """Raises the OffloadError of `offload_error_from_os_error` for an OSError in the context."""
+    try:
+        yield
+    except OSError as error:
+        raise offload_error_from_os_error(what, error, where=where) from error
+
+
 def round_up_to_blocks(count: int) -> int:
     """Rounds a number of bytes up to whole blocks of 4 KiB."""
     return count + -count % ALIGNMENT
@@ -93,9 +102,7 @@ class DriveFile:
     Every error is an OffloadError, and a DamagedOffloadError if the drive has lost written bytes.
     """
 
-    def __init__(
-        self, path: Path, size_bytes: int, *, descriptor: int, system: DriveSystemCalls = SYSTEM
-    ) -> None:
+    def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: DriveSystemCalls) -> None:
         """Wraps an open descriptor. Use `create` or `open` instead."""
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
@@ -113,30 +120,26 @@ class DriveFile:
         """
         assert size_bytes > 0, "a file of no bytes holds nothing"
         assert size_bytes % ALIGNMENT == 0, "the last block would be a part of one"
-        try:
+        where = f"{format_bytes(size_bytes)} to allocate"
+        with translate_os_errors(f"{path} cannot be made.", where=where):
             if not os.path.lexists(path):
                 allocate_file(path, size_bytes, system=system)
-        except OSError as error:
-            where = f"{format_bytes(size_bytes)} to allocate"
-            raise offload_error_from_os_error(f"{path} cannot be made.", error, where=where) from error
         return cls.open(path, size_bytes, system=system)
 
     @classmethod
     def open(cls, path: Path, size_bytes: int, *, system: DriveSystemCalls = SYSTEM) -> Self:
         """Opens an existing file. Raises DamagedOffloadError if it is missing or of another size."""
-        try:
-            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = open_direct(path, flags, mode=0o600, opener=system.open)
-        except FileNotFoundError as error:
-            raise DamagedOffloadError(
-                f"{path} is missing.", why="something else removed it", fix=_START_AGAIN
-            ) from error
-        except OSError as error:
-            raise offload_error_from_os_error(f"{path} cannot be opened.", error) from error
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        with translate_os_errors(f"{path} cannot be opened."):
+            try:
+                descriptor = open_direct(path, flags, mode=0o600, opener=system.open)
+            except FileNotFoundError as error:
+                why = "something else removed it"
+                raise DamagedOffloadError(f"{path} is missing.", why=why, fix=_START_AGAIN) from error
         found = os.fstat(descriptor).st_size
         if found != size_bytes:
             os.close(descriptor)
-            raise _wrong_file_size_error(path, found=found, expected=size_bytes)
+            raise _wrong_size_error(path, found=found, expected=size_bytes)
         return cls(path, size_bytes, descriptor=descriptor, system=system)
 
     def __enter__(self) -> Self:
@@ -153,26 +156,20 @@ class DriveFile:
 
     def flush(self) -> None:
         """Flushes all earlier writes to the drive. After an error, none of these writes is certain."""
-        try:
+        with translate_os_errors(f"{self.path} cannot be flushed to its drive."):
             self._system.fdatasync(self._descriptor)
-        except OSError as error:
-            raise offload_error_from_os_error(
-                f"{self.path} cannot be flushed to its drive.", error
-            ) from error
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fills `target` with the bytes from `offset` on. Raises DamagedOffloadError if they are lost."""
         _check_range_inside_file(self, "read", offset=offset, length=target.nbytes)
-        self._transfer_all_bytes(self._read_some_bytes, target, offset=offset)
+        self._transfer_all(self._read_some_bytes, target, offset=offset)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Writes all of `data` at `offset`. `data` must not change until this returns."""
         _check_range_inside_file(self, "written", offset=offset, length=data.nbytes)
-        self._transfer_all_bytes(self._write_some_bytes, data, offset=offset)
+        self._transfer_all(self._write_some_bytes, data, offset=offset)
 
-    def _transfer_all_bytes(
-        self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int
-    ) -> None:
+    def _transfer_all(self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int) -> None:
         """Calls `some`, which transfers a part and returns its size, until all of `data` is transferred."""
         begin, left = offset, data.cast("B")
         while left.nbytes:
@@ -234,9 +231,8 @@ class DriveFile:
     def _call_preadv(self, target: memoryview, offset: int) -> int:
         count = self._system.preadv(self._descriptor, [target], offset)
         if not count:
-            raise _wrong_file_size_error(
-                self.path, found=os.fstat(self._descriptor).st_size, expected=self.size_bytes, offset=offset
-            )
+            found = os.fstat(self._descriptor).st_size
+            raise _wrong_size_error(self.path, found=found, expected=self.size_bytes, offset=offset)
         return count
 
     def _call_pwritev(self, data: memoryview, offset: int) -> int:
@@ -270,11 +266,10 @@ def allocate_file(path: Path, size_bytes: int, *, system: DriveSystemCalls) -> N
 def _allocate_zeroed_space(descriptor: int, size_bytes: int, *, system: DriveSystemCalls) -> None:
     try:
         system.posix_fallocate(descriptor, 0, size_bytes)
+        return
     except OSError as error:
         if error.errno not in _NO_ALLOCATION:
             raise
-    else:
-        return
     zeros, offset = memoryview(bytes(_SCRATCH_BYTES)), 0
     while offset < size_bytes:
         offset += system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
@@ -298,9 +293,7 @@ def _warn_no_direct_io(directory: Path) -> None:
     )
 
 
-def _wrong_file_size_error(
-    path: Path, *, found: int, expected: int, offset: int | None = None
-) -> DamagedOffloadError:
+def _wrong_size_error(path: Path, *, found: int, expected: int, offset: int | None = None) -> OffloadError:
     where = "" if offset is None else f"; bytes at offset {offset} were asked for"
     return DamagedOffloadError(
         f"{path} is truncated." if found < expected else f"{path} is not of the size that was planned.",

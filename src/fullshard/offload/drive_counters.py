@@ -28,9 +28,8 @@ class DriveCounters:
     def wrap_system_calls(self, system: DriveSystemCalls) -> DriveSystemCalls:
         """Returns `system` with `preadv` and `pwritev` that count the bytes they transfer."""
         read = partial(self._transfer_and_count, system.preadv, "read")
-        return replace(
-            system, preadv=read, pwritev=partial(self._transfer_and_count, system.pwritev, "written")
-        )
+        write = partial(self._transfer_and_count, system.pwritev, "written")
+        return replace(system, preadv=read, pwritev=write)
 
     def mark_update_start(self) -> None:
         """Marks the start of an update. All reads and writes of the previous update must have finished."""

@@ -9,7 +9,7 @@ Buffers keep their content, so that three groups or fewer are read only once. Wi
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,11 @@ from fullshard.errors import OffloadError
 from fullshard.offload.generations import GenerationFiles
 from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
-from fullshard.offload.store import GroupLayout, MasterAndMoments
+from fullshard.offload.store import GroupLayout, GroupStream, MasterAndMoments
 from fullshard.spec.groups import OffloadGroup, ShardSegment
 
 GROUP_BUFFERS = 3
+_Place = tuple[GroupLayout, ShardSegment]  # a segment of a parameter, and the layout of its group
 
 
 @dataclass(eq=False)  # compared by identity
@@ -46,23 +47,20 @@ class _GroupBuffers:
     """`count` buffers of `size_bytes` each, allocated together when the first is taken."""
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool) -> None:
-        self._count, self._size_bytes, self._pinned = count, size_bytes, pinned
+        self._count, self._allocate = count, partial(allocate_host_memory, size_bytes, pinned=pinned)
         self.all: list[_GroupBuffer] = []
         self.idle: deque[_GroupBuffer] = deque()  # the buffer that has been idle longest first
 
-    def take_idle_buffer(self, group: OffloadGroup, *, keep: Collection[int] = ()) -> _GroupBuffer:
+    def take_idle_buffer(self, group: int, *, keep: Collection[int] = ()) -> _GroupBuffer:
         """Takes the idle buffer reserved for the group, or else one not reserved for the groups `keep`."""
         if not self.all:
-            memories = (
-                allocate_host_memory(self._size_bytes, pinned=self._pinned) for _ in range(self._count)
-            )
-            self.all = [_GroupBuffer(memory) for memory in memories]
+            self.all = [_GroupBuffer(self._allocate()) for _ in range(self._count)]
             self.idle.extend(self.all)
-        own = (one for one in self.idle if one.reserved_for == group.index)
+        own = (one for one in self.idle if one.reserved_for == group)
         others = (one for one in self.idle if one.reserved_for not in keep)
         buffer = next(own, None) or next(others, None) or self.idle[0]
         self.idle.remove(buffer)
-        buffer.reserved_for = group.index
+        buffer.reserved_for = group
         return buffer
 
     def invalidate_all(self) -> None:
@@ -88,7 +86,7 @@ class DriveStore:
         self.generations = generations
         self._groups = groups
         self._layouts = {group.index: GroupLayout(group, moments=moments) for group in groups}
-        self._places: dict[str, list[tuple[GroupLayout, ShardSegment]]] = {}
+        self._places: dict[str, list[_Place]] = {}
         for layout in self._layouts.values():
             for segment in layout.group.segments:
                 self._places.setdefault(segment.name, []).append((layout, segment))
@@ -113,7 +111,7 @@ class DriveStore:
         self._ahead.clear()
         return before
 
-    def stream_for_update(self, *, fresh: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def stream_for_update(self, *, fresh: bool = False) -> GroupStream:
         self.wait_for_writes()
         if fresh:
             self._wait_and_invalidate_buffers()
@@ -130,7 +128,7 @@ class DriveStore:
             if self._newest != target:  # the buffers' content is of an incomplete generation
                 self._buffers.invalidate_all()
 
-    def stream_read_only(self, *, verify: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def stream_read_only(self, *, verify: bool = False) -> GroupStream:
         if verify:
             self._wait_and_invalidate_buffers()
         self._verify = verify
@@ -144,35 +142,27 @@ class DriveStore:
             self.commit_generation(None, b"")
 
     def prefetch_first_groups(self) -> None:
-        first = self._groups[:GROUP_BUFFERS]
-        indices = {group.index for group in first}
-        for buffer, group in [
-            (self._buffers.take_idle_buffer(group, keep=indices), group) for group in first
-        ]:
-            self._ahead[group.index] = self._reader.submit(
-                self._read_group_into_buffer, buffer, group, source=self._newest
-            )
+        first = [group.index for group in self._groups[:GROUP_BUFFERS]]
+        buffers = [self._buffers.take_idle_buffer(group, keep=first) for group in first]
+        for buffer, group in zip(buffers, first, strict=True):
+            self._ahead[group] = self._reader.submit(self._read_group, buffer, group, source=self._newest)
             self._buffers.idle.append(buffer)
 
     def read_parameter_state(self, name: str) -> MasterAndMoments | None:
         places = self._places.get(name)
         if places is None:
             return None
-        reads = [
-            partial(_read_parameter_part, self.generations, places, part=part, file=self._newest)
-            for part in range(len(MasterAndMoments._fields))
-        ]
-        size, dtypes = torch.Size([places[-1][1].end]), places[0][0].dtypes
-        pairs = zip(dtypes, reads, strict=True)
-        return MasterAndMoments(*(make_lazy_tensor(size, dtype, read=read) for dtype, read in pairs))
+        read = partial(_read_parameter_part, self.generations, places, file=self._newest)
+        size, dtypes = torch.Size([places[-1][1].end]), enumerate(places[0][0].dtypes)
+        parts = (make_lazy_tensor(size, dtype, read=partial(read, part=part)) for part, dtype in dtypes)
+        return MasterAndMoments(*parts)
 
     def allocate_parameter_state(self, name: str) -> MasterAndMoments | None:
         places = self._places.get(name)
         if places is None:
             return None
-        return MasterAndMoments(
-            *(torch.empty(places[-1][1].end, dtype=dtype) for dtype in places[0][0].dtypes)
-        )
+        size, dtypes = places[-1][1].end, places[0][0].dtypes
+        return MasterAndMoments(*(torch.empty(size, dtype=dtype) for dtype in dtypes))
 
     def commit_generation(self, step: int | None, payload: bytes) -> None:
         """Commits the last streamed state, with a `payload`, as the generation after `step` steps.
@@ -200,9 +190,7 @@ class DriveStore:
         self._writer.shutdown()
         self.generations.close()
 
-    def _stream_groups(
-        self, *, source: int | None, target: int | None
-    ) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def _stream_groups(self, *, source: int | None, target: int | None) -> GroupStream:
         """Streams the groups. See [Note: three buffers]."""
         left = deque(self._groups)
         ahead: deque[tuple[OffloadGroup, _GroupBuffer, Future[None]]] = deque()
@@ -210,11 +198,9 @@ class DriveStore:
         def start_next_group_read() -> None:
             if left:
                 group = left.popleft()
-                buffer = self._buffers.take_idle_buffer(group)
-                before = self._ahead.pop(group.index, None)
-                reading = self._reader.submit(
-                    self._read_group_into_buffer, buffer, group, source=source, ahead=before
-                )
+                index, buffer = group.index, self._buffers.take_idle_buffer(group.index)
+                before = self._ahead.pop(index, None)
+                reading = self._reader.submit(self._read_group, buffer, index, source=source, ahead=before)
                 ahead.append((group, buffer, reading))
 
         for _ in range(GROUP_BUFFERS - 1):
@@ -222,15 +208,13 @@ class DriveStore:
         try:
             while ahead:
                 group, buffer, reading = ahead[0]
+                name, layout = str(group.index), self._layouts[group.index]
                 reading.result()
-                yield group, self._layouts[group.index].part_views(buffer.memory)
+                yield group, layout.part_views(buffer.memory)
                 ahead.popleft()
                 if target is not None:
-                    buffer.writing = self._writer.submit(
-                        self.generations.write_record,
-                        str(group.index),
-                        self._layouts[group.index].group_memoryview(buffer.memory),
-                    )
+                    data = layout.group_memoryview(buffer.memory)
+                    buffer.writing = self._writer.submit(self.generations.write_record, name, data)
                 self._buffers.idle.append(buffer)
                 start_next_group_read()
         finally:
@@ -240,28 +224,23 @@ class DriveStore:
                 buffer.group = buffer.reserved_for = None
                 self._buffers.idle.append(buffer)
 
-    def _read_group_into_buffer(
-        self,
-        buffer: _GroupBuffer,
-        group: OffloadGroup,
-        *,
-        source: int | None,
-        ahead: Future[None] | None = None,
+    def _read_group(
+        self, buffer: _GroupBuffer, group: int, *, source: int | None, ahead: Future[None] | None = None
     ) -> None:
         """Reads a group into the buffer. If its read `ahead` has failed, raises that error again."""
         if ahead is not None:
             ahead.result()
         if buffer.writing is not None:
             buffer.writing.result()
-        if buffer.group == group.index:
+        if buffer.group == group:
             return
         buffer.group = None
         if source is None:
             buffer.memory.zero_()
         else:
-            target = self._layouts[group.index].group_memoryview(buffer.memory)
-            self.generations.read_record(str(group.index), target, slot=source, verify=self._verify)
-        buffer.group = group.index
+            target = self._layouts[group].group_memoryview(buffer.memory)
+            self.generations.read_record(str(group), target, slot=source, verify=self._verify)
+        buffer.group = group
 
     def _wait_and_invalidate_buffers(self) -> None:
         """Waits for the reads that were submitted, and marks the content of all buffers as invalid."""
@@ -270,11 +249,7 @@ class DriveStore:
 
 
 def _read_parameter_part(
-    generations: GenerationFiles,
-    places: Sequence[tuple[GroupLayout, ShardSegment]],
-    *,
-    part: int,
-    file: int | None,
+    generations: GenerationFiles, places: Sequence[_Place], *, part: int, file: int | None
 ) -> Tensor:
     """Reads one part of a parameter's state, flat, from the data file of slot `file`."""
     if file is None:

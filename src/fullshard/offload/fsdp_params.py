@@ -28,17 +28,12 @@ from torch.distributed.tensor import DTensor
 Source = Callable[[torch.dtype], Tensor]
 
 
-def unit_fsdp_params(module: FSDPModule) -> list[Any]:
-    """Returns FSDP2's objects of one unit's parameters, in the order in which it gathers them."""
-    group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
-    return [] if group is None else list(group.fsdp_params)
-
-
 def iterate_sharded_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
     """Yields (unit number, name, FSDP2's object) of each sharded parameter, in the order of use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
-        for one in unit_fsdp_params(module):
+        group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
+        for one in () if group is None else group.fsdp_params:
             yield unit, names[id(one.sharded_param)], one
 
 

@@ -153,9 +153,9 @@ class OffloadedFrozenParameters:
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: SeparateShardSource
     ) -> None:
         self.engine, self.shards = engine, shards
-        self._names: dict[int, list[str]] = {}
-        for name in engine:
-            self._names.setdefault(units[name], []).append(name)
+        self._units: dict[int, dict[str, Any]] = {}  # `engine` by unit
+        for name, one in engine.items():
+            self._units.setdefault(units[name], {})[name] = one
 
     def store_unit_shards(self, values: Mapping[str, Tensor]) -> None:
         """Stores the shards of frozen parameters in `values`, which are a unit's flat shards by name."""
@@ -171,8 +171,7 @@ class OffloadedFrozenParameters:
         """Yields tensors to fill with values, unit by unit, like `OffloadedState.iterate_tensors_to_fill`."""
         self.shards.prepare_for_update()
         with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
-            for names in self._names.values():
-                own = {name: self.engine[name] for name in names}
+            for own in self._units.values():
                 new = {
                     name: torch.empty(local_shard_shape(one).numel(), dtype=shard_dtype(one))
                     for name, one in own.items()

@@ -88,9 +88,7 @@ def manifest_path(directory: Path, slot: int) -> Path:
 
 def data_file_bytes(records: Sequence[DataFileRecord]) -> int:
     """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
-    return round_up_to_blocks(
-        max((record.offset_bytes + record.length_bytes for record in records), default=1)
-    )
+    return round_up_to_blocks(max((one.offset_bytes + one.length_bytes for one in records), default=1))
 
 
 def check_record_layout(records: Sequence[DataFileRecord]) -> None:
@@ -135,12 +133,9 @@ def claim_directory(directory: Path, identity: OwnerIdentity, *, system: DriveSy
     else:
         if other == identity:
             return
-        differ = [
-            name for name in OwnerIdentity.model_fields if getattr(other, name) != getattr(identity, name)
-        ]
-        got = ", ".join(
-            f"{name} {getattr(other, name)} there, {getattr(identity, name)} here" for name in differ
-        )
+        here, there = identity.model_dump(), other.model_dump()
+        differ = (name for name in here if there[name] != here[name])
+        got = ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in differ)
     raise ForeignOffloadError(
         f"{directory} holds state of another run, or of other ranks or shapes.",
         got=got,
@@ -194,9 +189,8 @@ def find_saved_run_state(directory: Path) -> SavedRunState | None:
         # No run resumes from a generation without a payload, which was committed during a load.
         steps = [{one.step for one in read_undamaged_manifests(rank) if one.payload_bytes} for rank in own]
         if common := set[int].intersection(*steps):
-            return SavedRunState(
-                directory, max(common), world_size, sum(directory_disk_bytes(one) for one in own)
-            )
+            taken_bytes = sum(directory_disk_bytes(one) for one in own)
+            return SavedRunState(directory, max(common), world_size, taken_bytes)
     return None
 
 
@@ -230,9 +224,8 @@ def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) ->
     with open(path, "rb", opener=open_regular_file) as file:
         data = file.read(min(manifest.payload_bytes, os.fstat(file.fileno()).st_size))
     if len(data) < manifest.payload_bytes:
-        raise DamagedOffloadError(
-            f"{path} is truncated.", got=f"{len(data)} bytes, {manifest.payload_bytes} expected"
-        )
+        got = f"{len(data)} bytes, {manifest.payload_bytes} expected"
+        raise DamagedOffloadError(f"{path} is truncated.", got=got)
     if xxh3_digest(data) != manifest.payload_digest:
         raise digest_mismatch_error(path, f"all {len(data)} bytes")
     return data

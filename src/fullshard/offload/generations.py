@@ -9,6 +9,7 @@ The newest steps of two ranks differ by at most one if all ranks commit a step b
 next. To resume, the ranks agree on a step that all have, and each drops newer generations.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -30,14 +31,7 @@ from fullshard.offload.directories import (
     remove_file_and_flush,
     replace_file_atomically,
 )
-from fullshard.offload.drive import (
-    FULL,
-    SYSTEM,
-    DriveFile,
-    DriveSystemCalls,
-    allocate_file,
-    offload_error_from_os_error,
-)
+from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls, allocate_file, translate_os_errors
 from fullshard.offload.generation_manifest import (
     SLOTS,
     DataFileRecord,
@@ -74,11 +68,11 @@ class Generation:
 
 
 class GenerationFiles:
-    """Reads one generation while it writes the next: `begin`, `write` for every record, `commit_generation`.
+    """Reads one generation while it writes the next: start, write every record, commit.
 
-    Several threads may call `read` and `write` for different records. All other methods are for one thread,
-    while no `read` or `write` runs. Every error is an OffloadError. After an error in `commit_generation`,
-    the new generation can never become complete: call `begin` again, or stop.
+    Several threads may read and write different records. All other methods are for one thread, while no
+    record is read or written. Every error is an OffloadError. After an error in `commit_generation`, the new
+    generation can never become complete: call `start_generation` again, or stop.
     """
 
     def __init__(
@@ -101,13 +95,12 @@ class GenerationFiles:
         self.directory, self.identity, self.check = directory, identity, check
         self.records = {record.name: record for record in records}
         self._system = system
-        self._whole: dict[int, GenerationManifest] = {}
         self._digests: tuple[dict[str, str], ...] = ({}, {})  # of each slot's records
         self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
         self._begun: int | None = None  # the slot
         with ExitStack() as stack:
             stack.enter_context(lock_directory(directory))
-            try:
+            with translate_os_errors(f"{directory} cannot be used."):
                 claim_directory(directory, identity, system=system)
                 size_bytes = data_file_bytes(records)
                 _allocate_missing_files(directory, size_bytes, payload_bytes=payload_bytes, system=system)
@@ -115,11 +108,9 @@ class GenerationFiles:
                     stack.enter_context(DriveFile.open(data_path(directory, slot), size_bytes, system=system))
                     for slot in SLOTS
                 ]
-                for slot, manifest in _read_complete_manifests(directory, records, identity=identity).items():
-                    self._whole[slot] = manifest
-                    self._digests[slot].update(zip(self.records, manifest.digests, strict=True))
-            except OSError as error:
-                raise offload_error_from_os_error(f"{directory} cannot be used.", error) from error
+                self._whole = _read_complete_manifests(directory, records, identity=identity)
+            for slot, manifest in self._whole.items():
+                self._digests[slot].update(zip(self.records, manifest.digests, strict=True))
             # One for the reading thread and one for the writing thread; each digests while its bytes move.
             self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
             stack.callback(self._hashing.shutdown)
@@ -143,24 +134,17 @@ class GenerationFiles:
     def read_generation_payload(self, generation: Generation) -> bytes:
         """Returns the payload given to `commit_generation`. Raises DamagedOffloadError."""
         slot = generation.slot
-        try:
+        with translate_os_errors(f"{payload_path(self.directory, slot)} cannot be read."):
             return read_payload(self.directory, slot, manifest=self._whole[slot])
-        except OSError as error:
-            raise offload_error_from_os_error(
-                f"{payload_path(self.directory, slot)} cannot be read.", error
-            ) from error
 
     def remove_generation(self, slot: int) -> None:
         """Removes the generation in a slot, if there is one, and flushes the removal of its manifest."""
         self._whole.pop(slot, None)
         self._digests[slot].clear()
         self._verified[slot].clear()
-        try:
-            remove_file_and_flush(manifest_path(self.directory, slot), system=self._system)
-        except OSError as error:
-            raise offload_error_from_os_error(
-                f"{manifest_path(self.directory, slot)} cannot be removed.", error
-            ) from error
+        path = manifest_path(self.directory, slot)
+        with translate_os_errors(f"{path} cannot be removed."):
+            remove_file_and_flush(path, system=self._system)
 
     def start_generation(self) -> int:
         """Starts the next generation and returns its slot, which never has the newest complete generation.
@@ -190,7 +174,7 @@ class GenerationFiles:
         self._digests[slot][name] = found
 
     def read_record(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
-        """Fills `target` with the record `name` of a complete generation, or as written since `begin`.
+        """Fills `target` with the record `name` of a complete generation, or of the started one.
 
         Checks its digest if `verify` is set, or if `check` is "always". Raises DamagedOffloadError.
         """
@@ -201,7 +185,7 @@ class GenerationFiles:
             file.read(target, record.offset_bytes)
             return
         pieces = (target[begin : begin + _PIECE_BYTES] for begin in range(0, target.nbytes, _PIECE_BYTES))
-        self._check_record_digest(record, slot, pieces=pieces)
+        self._check_digest(record, slot, pieces=pieces)
 
     def read_record_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
         """Fills `target` from `offset` of a record on. If `check` is "always", verifies the record once."""
@@ -209,25 +193,24 @@ class GenerationFiles:
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
         if self.check == "always" and name not in self._verified[slot]:
-            self._check_record_digest(record, slot, pieces=_iterate_scratch_pieces(record))
+            self._check_digest(record, slot, pieces=_iterate_scratch_pieces(record))
             self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
 
     def check_all_records(self, generation: Generation) -> None:
         """Reads every record. Raises DamagedOffloadError for the first whose digest does not match."""
         for record in self.records.values():
-            self._check_record_digest(record, generation.slot, pieces=_iterate_scratch_pieces(record))
+            self._check_digest(record, generation.slot, pieces=_iterate_scratch_pieces(record))
 
     def commit_generation(self, step: int, payload: bytes) -> Generation:
         """Completes the started generation, as the state after `step` steps, and flushes it.
 
-        Every record must have been written since `begin`. `payload` is stored with the records.
+        Every record must have been written since the start. `payload` is stored with the records.
         """
         slot, self._begun = self._begun, None
         assert slot is not None, "no generation was begun"
-        assert all(one.step < step for one in self.list_complete_generations()), (
-            "a later generation is there: drop it first"
-        )
+        later = any(one.step >= step for one in self._whole.values())
+        assert not later, "a later generation is there: drop it first"
         written = self._digests[slot]
         missing = [name for name in self.records if name not in written]
         assert not missing, f"records that were not written: {missing}"
@@ -240,21 +223,14 @@ class GenerationFiles:
             payload_digest=xxh3_digest(payload),
         )
         self._files[slot].flush()
-        try:
+        path, text = manifest_path(self.directory, slot), json_with_digest(manifest)
+        with translate_os_errors(f"step {step} cannot be kept in {self.directory}."):
             overwrite_file_start(payload_path(self.directory, slot), payload, system=self._system)
-            replace_file_atomically(
-                manifest_path(self.directory, slot), json_with_digest(manifest), system=self._system
-            )
-        except OSError as error:
-            raise offload_error_from_os_error(
-                f"step {step} cannot be kept in {self.directory}.", error
-            ) from error
+            replace_file_atomically(path, text, system=self._system)
         self._whole[slot] = manifest
         return Generation(step, slot)
 
-    def _check_record_digest(
-        self, record: DataFileRecord, slot: int, *, pieces: Iterable[memoryview]
-    ) -> None:
+    def _check_digest(self, record: DataFileRecord, slot: int, *, pieces: Iterable[memoryview]) -> None:
         """Reads a record into `pieces` and checks its digest, digesting a piece while the next is read."""
         file, found, offset = self._files[slot], xxhash.xxh3_128(), record.offset_bytes
         with ExitStack() as last:  # waits for the last digest, also after an error
@@ -275,10 +251,10 @@ def _read_complete_manifests(
     for slot in SLOTS:
         try:
             manifest = read_manifest(directory, slot, identity=identity, records=records)
+            if manifest is not None:
+                found[slot] = manifest
         except (DamagedOffloadError, OSError) as error:  # OSError: the drive cannot read it
             logger.warning("a generation of optimizer state cannot be used: %s", error)
-        else:
-            found |= {} if manifest is None else {slot: manifest}
     return found
 
 
@@ -286,28 +262,23 @@ def discard_rank_directory(directory: Path) -> None:
     """Removes a rank's directory with all of its files. Raises OffloadError if another process uses it."""
     if not os.path.exists(directory):  # also if its parent cannot be read
         return
-    with lock_directory(directory):
-        try:
-            for slot in SLOTS:
-                remove_file_and_flush(manifest_path(directory, slot))
-            for path in directory.iterdir():
-                if path.name != LOCK:
-                    path.unlink()
-            (directory / LOCK).unlink()
-            directory.rmdir()
-            with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty_parents`
-                fsync_path(directory.parent)
-        except OSError as error:
-            raise offload_error_from_os_error(f"{directory} cannot be removed.", error) from error
+    with lock_directory(directory), translate_os_errors(f"{directory} cannot be removed."):
+        for slot in SLOTS:
+            remove_file_and_flush(manifest_path(directory, slot))
+        for path in directory.iterdir():
+            if path.name != LOCK:
+                path.unlink()
+        (directory / LOCK).unlink()
+        directory.rmdir()
+        with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty_parents`
+            fsync_path(directory.parent)
 
 
 def _allocate_missing_files(
     directory: Path, size_bytes: int, *, payload_bytes: int, system: DriveSystemCalls
 ) -> None:
     """Allocates missing data and payload files. Raises OffloadError if they do not fit on the drive."""
-    missing = [
-        slot for slot in SLOTS if not _keep_or_remove_data_file(directory, slot, size_bytes=size_bytes)
-    ]
+    missing = [slot for slot in SLOTS if not _keep_or_remove_data(directory, slot, size_bytes=size_bytes)]
     payloads = [slot for slot in SLOTS if not payload_path(directory, slot).exists()]
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
     free = system.free_bytes(directory)
@@ -319,24 +290,21 @@ def _allocate_missing_files(
         for slot in payloads:
             allocate_file(payload_path(directory, slot), payload_bytes, system=system)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # Another rank has allocated its files since `free` was read.
         raise no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
 
 
-def _keep_or_remove_data_file(directory: Path, slot: int, *, size_bytes: int) -> bool:
+def _keep_or_remove_data(directory: Path, slot: int, *, size_bytes: int) -> bool:
     """Returns True if a slot's data file has this size. Otherwise removes its manifest, and then the file."""
     path, manifest = data_path(directory, slot), manifest_path(directory, slot)
     found = path.stat().st_size if path.exists() else None
     if found == size_bytes:
         return True
     if found is not None or manifest.exists():
-        logger.warning(
-            "a generation of optimizer state cannot be used: %s %s",
-            path,
-            "is missing" if found is None else f"holds {found} bytes, {size_bytes} expected",
-        )
+        fault = "is missing" if found is None else f"holds {found} bytes, {size_bytes} expected"
+        logger.warning("a generation of optimizer state cannot be used: %s %s", path, fault)
     remove_file_and_flush(manifest)
     remove_file_and_flush(path)
     return False

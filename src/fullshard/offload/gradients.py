@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import dtensor_like, local_shard_shape
+from fullshard.offload.fsdp_params import dtensor_like, local_shard_shape, shard_dtype
 from fullshard.offload.host_memory import allocate_host_memory
 
 
@@ -48,19 +49,13 @@ class HostGradients:
     """
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
-        sizes = {
-            name: local_shard_shape(one).numel() * one.sharded_param.dtype.itemsize
-            for name, one in engine.items()
-        }
-        begins = dict[str, int]()
-        total = 0
-        for name, size in sizes.items():
-            begins[name], total = total, total + -(-size // 64) * 64
+        sizes = [local_shard_shape(one).numel() * shard_dtype(one).itemsize for one in engine.values()]
+        *begins, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
         memory = allocate_host_memory(total, pinned=pinned)
         self._engine, self._there = engine, set[str]()
         self._host = {
-            name: memory[begins[name] : begins[name] + size].view(engine[name].sharded_param.dtype)
-            for name, size in sizes.items()
+            name: memory[begin : begin + size].view(shard_dtype(one))
+            for (name, one), begin, size in zip(engine.items(), begins, sizes, strict=True)
         }
         self._stream = torch.cuda.Stream() if pinned else None
         for name, one in engine.items():

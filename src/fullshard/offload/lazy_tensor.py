@@ -41,10 +41,8 @@ class LazyTensor(torch.Tensor):
             shape = torch.empty(one.shape, device="meta").view(*args[1:] or (one.shape,)).shape
             return make_lazy_tensor(shape, one.dtype, read=lambda: one.read().view(shape))
         kwargs = kwargs or {}
-        if any(
-            isinstance(leaf, LazyTensor)
-            for leaf in tree_leaves(_written_arguments(func, args, kwargs=kwargs))
-        ):
+        written = tree_leaves(_written_arguments(func, args, kwargs=kwargs))
+        if any(isinstance(leaf, LazyTensor) for leaf in written):
             raise TypeError(f"{func} would change a tensor that is on a drive")
         if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
             # The tensor just read has no other owner, so it is not copied again if nothing changes.

@@ -59,7 +59,5 @@ def shard_index(parameter: Tensor) -> int:
     """Returns the rank's index along the mesh axis that shards the parameter, or 0 if none does."""
     if not isinstance(parameter, DTensor):
         return 0
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            return parameter.device_mesh.get_local_rank(axis)
-    return 0
+    axes = (axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
+    return next((parameter.device_mesh.get_local_rank(axis) for axis in axes), 0)

@@ -150,9 +150,7 @@ class OffloadedState:
             self.updates.unusable = not_loaded_error
             self.updates.frozen_unusable = not_loaded_error if self.frozen.engine else None
         else:
-            self._filling = _InitialValueWriter(
-                self.store.stream_for_update(fresh=True), self._publish_segment
-            )
+            self._filling = _InitialValueWriter(self.store, self._publish_segment)
 
     def put_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Stores the values of one unit's parameters, and frees their memory. Called in the order of use."""
@@ -162,9 +160,8 @@ class OffloadedState:
             self._filling.write_unit_values(own)
             self.frozen.store_unit_shards(own)
         for name in own:
-            redirect_all_gather(
-                engine[name], partial(self._shard_for_gather, name), local=self.masters.get(name)
-            )
+            source = partial(self._shard_for_gather, name)
+            redirect_all_gather(engine[name], source, local=self.masters.get(name))
 
     def finish_receiving_shards(self) -> None:
         """Completes the stores after the last unit, and waits until all values are stored."""
@@ -219,7 +216,7 @@ class OffloadedState:
         return self._parts_as_dtensors(name, self.store.read_parameter_state(name))
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns `tensors` that show, at each use, the result of the last update.
+        """Returns the `parameter_state_tensors` that show, at each use, the result of the last update.
 
         During `iterate_tensors_to_fill` they show the old state. A use raises OffloadError once the state is
         closed.
@@ -228,11 +225,10 @@ class OffloadedState:
         if parts is not None and self.settings.on_drive is not None:
             # A weak reference: a state dict must not keep the model and the directory's lock alive.
             me: weakref.ref[OffloadedState] = weakref.ref(self)
-            reads = [partial(_read_current_part, me, name, part=part) for part in range(len(parts))]
+            reads = (partial(_read_current_part, me, name, part=part) for part in range(len(parts)))
             pairs = zip(parts, reads, strict=True)
-            parts = MasterAndMoments(
-                *(make_lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs)
-            )
+            lazy = (make_lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs)
+            parts = MasterAndMoments(*lazy)
         return self._parts_as_dtensors(name, parts)
 
     def iterate_tensors_to_fill(
@@ -281,13 +277,11 @@ class OffloadedState:
         self.updates.unusable = None
 
     def _make_stores_and_thread(self, frozen: Mapping[str, Any]) -> None:
-        settings, engine = self.settings, self.engine
+        settings, engine, own = self.settings, self.engine, self._own
         if settings.on_drive is None:
-            self.store: GroupStore = HostMemoryStore(
-                self._own, moments=settings.moments, pinned=settings.is_on_gpu
-            )
+            self.store: GroupStore = HostMemoryStore(own, moments=settings.moments, pinned=settings.is_on_gpu)
         else:
-            self.store = settings.on_drive(self._own)
+            self.store = settings.on_drive(own)
         self.masters: dict[str, Tensor] = {}
         for name, one in engine.items() if settings.is_state_on_device else ():
             parts = self.store.read_parameter_state(name)
@@ -305,30 +299,23 @@ class OffloadedState:
             kept = settings.make_shard_source(others, self._units, frozen=True)
             self.frozen = OffloadedFrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.make_close_function())
-            self.updates = UpdateThread(
-                partial(_wait_for_all_writes, self.store, self.shards),
-                hurried=self.shards.expedite_publishing,
-            )
+            settle = partial(_wait_for_all_writes, self.store, self.shards)
+            self.updates = UpdateThread(settle, hurried=self.shards.expedite_publishing)
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
             self.close = weakref.finalize(self, closing.pop_all().close)
 
     def _parts_as_dtensors(self, name: str, parts: MasterAndMoments | None) -> dict[str, Tensor]:
         """Returns the parts as DTensors placed like the parameter; empty ones if `parts` is None."""
-        one, moments = self.engine[name], self.settings.moments
+        one = self.engine[name]
         if parts is None:
-            parts = MasterAndMoments(
-                *(
-                    torch.empty(0, dtype=dtype)
-                    for dtype in master_and_moment_dtypes(_dtype_name(one), moments)
-                )
-            )
+            dtypes = master_and_moment_dtypes(_dtype_name(one), self.settings.moments)
+            parts = MasterAndMoments(*(torch.empty(0, dtype=dtype) for dtype in dtypes))
         return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
     def _publish_segment(self, segment: ShardSegment, parts: MasterAndMoments) -> None:
-        self.shards.write_shard_elements(
-            segment.name, segment.begin, values=parts.master[segment.slice_in_group]
-        )
+        values = parts.master[segment.slice_in_group]
+        self.shards.write_shard_elements(segment.name, segment.begin, values=values)
 
     @torch.no_grad()
     def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -396,11 +383,8 @@ def _wait_for_all_writes(store: GroupStore, shards: GatherSource) -> None:
 class _InitialValueWriter:
     """Writes initial values into a new store, in the order of its groups. Moments are zero."""
 
-    def __init__(
-        self,
-        stream: Iterator[tuple[OffloadGroup, MasterAndMoments]],
-        publish: Callable[[ShardSegment, MasterAndMoments], None],
-    ) -> None:
+    def __init__(self, store: GroupStore, publish: Callable[[ShardSegment, MasterAndMoments], None]) -> None:
+        stream = store.stream_for_update(fresh=True)
         self._segments = ((segment, parts) for group, parts in stream for segment in group.segments)
         self._next, self._publish = next(self._segments, None), publish
 

@@ -1,7 +1,7 @@
 """Stores of the groups' state, which is read and changed group by group:
 
-    for group, parts in store.stream():
-        ...                              # changes to `part_views` are kept
+    for group, parts in store.stream_for_update():
+        ...                                         # changes to `parts` are kept
 
 `HostMemoryStore` has all groups in memory, and `DriveStore` has three.
 """
@@ -25,6 +25,9 @@ class MasterAndMoments(NamedTuple):
     exp_avg_sq: Tensor
 
 
+GroupStream = Iterator[tuple[OffloadGroup, MasterAndMoments]]  # every group with its parts
+
+
 class GroupLayout:
     """Layout of a group's parts in a buffer: consecutive, aligned to pages, at the byte offsets `begins`."""
 
@@ -37,12 +40,9 @@ class GroupLayout:
 
     def part_views(self, buffer: Tensor) -> MasterAndMoments:
         """Returns the group's parts as views of a buffer."""
-        return MasterAndMoments(
-            *(
-                buffer[begin : begin + self.group.padded_numel * dtype.itemsize].view(dtype)
-                for begin, dtype in zip(self.begins, self.dtypes, strict=True)
-            )
-        )
+        numel, pairs = self.group.padded_numel, zip(self.begins, self.dtypes, strict=True)
+        views = (buffer[begin : begin + numel * dtype.itemsize].view(dtype) for begin, dtype in pairs)
+        return MasterAndMoments(*views)
 
     def group_memoryview(self, buffer: Tensor) -> memoryview:
         """Returns the group's bytes in a buffer, for reading or writing."""
@@ -58,7 +58,7 @@ class GroupStore(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def stream_for_update(self, *, fresh: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def stream_for_update(self, *, fresh: bool = False) -> GroupStream:
         """Yields every group with its parts, whose content is stored when the next group is requested.
 
         If `fresh`, the old state is not read: the parts are zeros in a new store, otherwise arbitrary.
@@ -73,7 +73,7 @@ class GroupStore(Protocol):
         """Keeps the old state readable by `read_parameter_state` during the next update and if it aborts."""
         ...
 
-    def stream_read_only(self, *, verify: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def stream_read_only(self, *, verify: bool = False) -> GroupStream:
         """Yields every group with its parts, not to be changed. If `verify`, checks a drive's digests."""
         ...
 
@@ -113,15 +113,14 @@ class HostMemoryStore:
             self.host_bytes += sum(slab.nbytes for slab in flat)
             begin = 0
             for group in own:
-                self._parts[group.index] = MasterAndMoments(
-                    *(slab[begin : begin + group.padded_numel] for slab in flat)
-                )
+                end = begin + group.padded_numel
+                self._parts[group.index] = MasterAndMoments(*(slab[begin:end] for slab in flat))
                 for segment in (one for one in group.segments if one.begin == 0):
                     whole = slice(begin + segment.offset, begin + segment.offset + sizes[segment.name])
                     self._whole[segment.name] = MasterAndMoments(*(slab[whole] for slab in flat))
                 begin += _round_up_to_vectors(group.padded_numel)
 
-    def stream_for_update(self, *, fresh: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def stream_for_update(self, *, fresh: bool = False) -> GroupStream:
         for group in self._groups:
             yield group, self._parts[group.index]
 
@@ -130,7 +129,7 @@ class HostMemoryStore:
     def keep_current_state_readable(self) -> None:
         """Does nothing: each group stays unchanged until the caller changes it."""
 
-    def stream_read_only(self, *, verify: bool = False) -> Iterator[tuple[OffloadGroup, MasterAndMoments]]:
+    def stream_read_only(self, *, verify: bool = False) -> GroupStream:
         return self.stream_for_update()
 
     def read_parameter_state(self, name: str) -> MasterAndMoments | None:

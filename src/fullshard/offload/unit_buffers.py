@@ -56,9 +56,8 @@ class UnitBuffers:
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool, wait: Wait) -> None:
         self._wait = wait
-        self._all = [
-            UnitBuffer(allocate_host_memory(size_bytes, pinned=pinned)) for _ in range(count)
-        ]  # the most recently used last
+        # The most recently used last.
+        self._all = [UnitBuffer(allocate_host_memory(size_bytes, pinned=pinned)) for _ in range(count)]
         self._changed = threading.Condition()
         self._in_use: int | None = None
         self._made: list[int] = []  # not gathered since; in the order of gathers
@@ -148,12 +147,8 @@ class UnitBuffers:
         """Starts to read a unit into an idle buffer, unless an update will make it, or needs the buffer."""
         with self._changed:
             idle = self._list_reusable_buffers()
-            if (
-                self._find_buffer_of_unit(unit) is None
-                and unit not in self._due
-                and len(idle) > 1
-                and not idle[0].is_busy
-            ):
+            has_idle = len(idle) > 1 and not idle[0].is_busy
+            if has_idle and unit not in self._due and self._find_buffer_of_unit(unit) is None:
                 self._assign_buffer_to_unit(unit, idle[0])
                 idle[0].reading = _notify_when_done(self._changed, read(idle[0], unit))
 

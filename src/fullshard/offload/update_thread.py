@@ -2,7 +2,7 @@
 
 [Note: the next forward need not wait] An update visits the groups in the order in which units are gathered.
 Each gather waits for its own unit only, so that the end of an update, and its writes, run during the next
-forward and backward. `settle` waits for all work: before the next update, and before other code reads the
+forward and backward. `wait_for_all_work` is called before the next update, and before other code reads the
 state.
 """
 
@@ -19,7 +19,7 @@ Lacking = Callable[[], OffloadError]
 class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
-    wait_for_all_work: waits until all state is stored
+    settle: waits until all state is stored
     hurried: context in which a thread waits for the update of a unit (None: of all units)
     unusable: makes the error of all uses except a load, while values are missing or from two states; or None
     frozen_unusable: makes this error for frozen parameters; or None

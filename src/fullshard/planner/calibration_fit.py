@@ -74,18 +74,13 @@ def slow_down_hardware(hardware: Hardware, factors: RateFactors) -> Hardware:
     """Returns `hardware` with each kind of work slowed down by its factor."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
+    computing = {
+        kind: {dtype: curve_with_slowdown(c, factors.compute) for dtype, c in getattr(rates, kind).items()}
+        for kind in ("matmul", "attention", "attention_backward")
+    }
     updated = rates.model_copy(
         update={
-            "matmul": {
-                dtype: curve_with_slowdown(curve, factors.compute) for dtype, curve in rates.matmul.items()
-            },
-            "attention": {
-                d: curve_with_slowdown(curve, factors.compute) for d, curve in rates.attention.items()
-            },
-            "attention_backward": {
-                d: curve_with_slowdown(curve, factors.compute)
-                for d, curve in rates.attention_backward.items()
-            },
+            **computing,
             "memory": curve_with_slowdown(rates.memory, factors.memory),
             "optimizer": curve_with_slowdown(rates.optimizer, factors.optimizer),
             "launch_seconds": launch,

@@ -5,7 +5,8 @@ come before elaborate ones: full_shard before the other strategies, FSDP2's own 
 explicit, no recompute before some, uncompiled before compiled, larger microbatches before smaller ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 from fullshard.planner.offload import choose_update_device
@@ -105,77 +106,66 @@ def iterate_candidates(
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
     tiers = (what_if and what_if.tiers) or (own,)
     degrees = (what_if and what_if.tensor) or (run.sharding.tensor_parallel,)
-    for degree in degrees:
-        for tier in tiers:
-            yield from _iterate_for_target(
-                spec, hardware, run=run, apart=OffloadAndTensorParallel(tier, degree)
-            )
+    for degree, tier in product(degrees, tiers):
+        yield from _iterate_for_target(spec, hardware, run=run, apart=OffloadAndTensorParallel(tier, degree))
 
 
 def _iterate_for_target(
     spec: ModelSpec, hardware: Hardware, *, run: Run, apart: OffloadAndTensorParallel
 ) -> Iterator[Candidate]:
-    run = run_with_offload_and_tp(run, apart)
+    run = _run_with_offload_and_tp(run, apart)
     world = hardware.world_size // apart.tensor
     meshes = list(_iterate_sharding_choices(run, world))
     # Building a plan with all pinned settings raises early if they are impossible.
-    check_tensor_parallel_split(
-        spec,
-        Plan.from_run_for_prediction(
-            _run_with_sharding(run, meshes[0]), world_size=hardware.world_size, device=hardware.device
-        ),
-    )
+    pinned = _run_with_sharding(run, meshes[0])
+    plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
+    check_tensor_parallel_split(spec, plan)
     compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
     for mesh in meshes:
         prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
         for batch in _iterate_microbatch_splits(run, mesh, world=world):
             double = _is_duplicate(run, mesh, batch=batch, world=world)
             for recompute in _recompute_choices(spec, run, microbatch=batch.microbatch, hardware=hardware):
-                for is_compiled in compiled:
-                    for prefetch in prefetches:
-                        yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
+                for is_compiled, prefetch in product(compiled, prefetches):
+                    yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
 
 
-def run_with_offload_and_tp(run: Run, apart: OffloadAndTensorParallel) -> Run:
-    """Returns `run` with the offload target and tensor-parallel degree of `apart`."""
-    offload = run.offload.model_copy(update={"tier": apart.tier})
-    sharding = run.sharding.model_copy(update={"tensor_parallel": apart.tensor})
-    return run.model_copy(update={"offload": offload, "sharding": sharding})
+def run_with_settings(run: Run, sections: Mapping[str, Mapping[str, object]]) -> Run:
+    """Returns `run` with other values in some of its sections, such as `{"prefetch": {"mode": "none"}}`."""
+    updated = {name: getattr(run, name).model_copy(update=values) for name, values in sections.items()}
+    return run.model_copy(update=updated)
+
+
+def _run_with_offload_and_tp(run: Run, apart: OffloadAndTensorParallel) -> Run:
+    settings = {"offload": {"tier": apart.tier}, "sharding": {"tensor_parallel": apart.tensor}}
+    return run_with_settings(run, settings)
 
 
 def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """Returns the plan of `run` with all settings of `candidate`."""
     mesh, batch = candidate.mesh, candidate.batch
-    train = run.train.model_copy(update={"microbatch": batch.microbatch, "gradient_sync": batch.sync})
-    settled = _run_with_sharding(run_with_offload_and_tp(run, candidate.apart), mesh).model_copy(
-        update={
-            "train": train,
-            "recompute": candidate.recompute,
-            "prefetch": candidate.prefetch,
-            "run": run.run.model_copy(update={"compile": candidate.compiled}),
-        }
-    )
+    placed = _run_with_sharding(_run_with_offload_and_tp(run, candidate.apart), mesh)
+    train = {"microbatch": batch.microbatch, "gradient_sync": batch.sync}
+    settled = run_with_settings(placed, {"train": train, "run": {"compile": candidate.compiled}})
     plan = Plan.from_run_for_prediction(
-        settled,
+        settled.model_copy(update={"recompute": candidate.recompute, "prefetch": candidate.prefetch}),
         world_size=hardware.world_size,
         device=hardware.device,
         bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
     )
     if run.offload.update != "auto":
         return plan
-    offload = plan.run.offload.model_copy(update={"update": choose_update_device(plan, hardware)})
-    return plan.model_copy(update={"run": plan.run.model_copy(update={"offload": offload})})
+    update = {"update": choose_update_device(plan, hardware)}
+    return plan.model_copy(update={"run": run_with_settings(plan.run, {"offload": update})})
 
 
 def _run_with_sharding(run: Run, mesh: ShardingChoice) -> Run:
-    sharding = run.sharding.model_copy(
-        update={
-            "strategy": mesh.strategy,
-            "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
-            "reshard_after_forward": mesh.reshard_after_forward,
-        }
-    )
-    return run.model_copy(update={"sharding": sharding})
+    sharding = {
+        "strategy": mesh.strategy,
+        "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
+        "reshard_after_forward": mesh.reshard_after_forward,
+    }
+    return run_with_settings(run, {"sharding": sharding})
 
 
 def divisors_largest_first(count: int) -> list[int]:
@@ -201,8 +191,7 @@ def _iterate_sharding_choices(run: Run, world: int) -> Iterator[ShardingChoice]:
             degrees = proper if proper or section.strategy == "auto" else [world]
             plain += [ShardingChoice(strategy, degree) for degree in degrees]
     freeing = [m for m in plain if m.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)]
-    if section.reshard_after_forward is not None:
-        k = section.reshard_after_forward
+    if (k := section.reshard_after_forward) is not None:
         fitting = [m for m in freeing if m.shard_degree % k == 0 and k not in (1, m.shard_degree)]
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
@@ -243,13 +232,9 @@ def _recompute_choices(
     """Returns the pinned setting, or all that `spec` was traced with and `hardware` can run."""
     if run.recompute.mode != "auto":
         return [run.recompute]
-    known: list[RecomputeSection] = []
-    for trace in spec.traces:
-        moves = trace.recompute.mode == "offload"
-        if moves and (hardware.device == "cpu" or hardware.host_bytes_per_second is None):
-            continue
-        if trace.is_valid_for(trace.recompute, microbatch) and trace.recompute not in known:
-            known.append(trace.recompute)
+    offloads = hardware.device != "cpu" and hardware.host_bytes_per_second is not None
+    valid = [trace.recompute for trace in spec.traces if trace.is_valid_for(trace.recompute, microbatch)]
+    known = dict.fromkeys(section for section in valid if offloads or section.mode != "offload")
     order = ("none", "full", "every", "selective", "offload", "auto")
     return sorted(known, key=lambda section: (order.index(section.mode), section.block_period))
 
@@ -268,9 +253,7 @@ def _prefetch_choices(run: Run, mesh: ShardingChoice, *, units: int) -> list[Pre
 def _is_duplicate(run: Run, mesh: ShardingChoice, *, batch: MicrobatchSplit, world: int) -> bool:
     if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
         return False
-    same_as_full = world == 1 and mesh.strategy is Strategy.NO_SHARD
-    same_as_grad_op = mesh.strategy is Strategy.ZERO1 and (
-        batch.accumulation == 1 or run.train.gradient_sync == "every_microbatch"
-    )
-    pinned_last = mesh.strategy is Strategy.ZERO1 and run.train.gradient_sync == "last_microbatch"
-    return same_as_full or same_as_grad_op or pinned_last
+    if mesh.strategy is Strategy.NO_SHARD:
+        return world == 1  # the same as full_shard
+    # The same as shard_grad_op, which has the pinned sync.
+    return mesh.strategy is Strategy.ZERO1 and (batch.accumulation == 1 or run.train.gradient_sync != "auto")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import divisors_largest_first
+from fullshard.planner.candidates import divisors_largest_first, run_with_settings
 from fullshard.planner.search import plan_prediction, search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
@@ -71,8 +71,7 @@ def largest_fitting_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run)
     """Returns the largest microbatch with which any plan of `run` fits. Raises PlanError if none fits."""
     each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
     for microbatch in divisors_largest_first(each_rank) if each_rank else []:
-        train = run.train.model_copy(update={"microbatch": microbatch})
-        best = search(spec, hardware, run.model_copy(update={"train": train})).best
+        best = search(spec, hardware, run_with_settings(run, {"train": {"microbatch": microbatch}})).best
         if best is not None:
             return LargestFittingSize(size=microbatch, plan=best)
     raise _nothing_fits_error("microbatch", f"divisors of {each_rank} sequences a rank")
@@ -88,11 +87,10 @@ def largest_fitting_sequence_length(
     """
 
     def best_plan_at_length(length: int) -> Plan | None:
-        data = run.data.model_copy(update={"sequence_length": length})
-        model = run.model
-        if isinstance(model, DecoderConfig):
-            model = model.model_copy(update={"max_sequence": max(length, model.max_sequence)})
-        longer = run.model_copy(update={"data": data, "model": model})
+        settings = {"data": {"sequence_length": length}}
+        if isinstance(run.model, DecoderConfig):
+            settings["model"] = {"max_sequence": max(length, run.model.max_sequence)}
+        longer = run_with_settings(run, settings)
         return search(describe(longer), hardware, longer).best
 
     ordered = sorted(set(lengths))
@@ -106,9 +104,8 @@ def largest_fitting_sequence_length(
         else:
             found, low = LargestFittingSize(size=ordered[middle], plan=best), middle + 1
     if found is None:
-        raise _nothing_fits_error(
-            "sequence length", f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
-        )
+        tried = f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
+        raise _nothing_fits_error("sequence length", tried)
     return found
 
 

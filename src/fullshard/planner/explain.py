@@ -78,13 +78,11 @@ class PlanExplanation(FrozenModel):
 
     def format_lines(self) -> tuple[str, ...]:
         """Returns the explanation as lines of text."""
-        largest = ", ".join(
-            f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest
-        )
+        largest = (f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest)
         return (
             f"{'chosen' if self.fits else 'closest'}: {format_plan(self.plan)}",
             f"binds: {self.binds}; {self.because}",
-            f"largest: {largest}",
+            f"largest: {', '.join(largest)}",
             *(_format_runner_up(one) for one in self.runners_up),
             *(line for rule in self.rules for line in rule.format_lines()),
         )
@@ -117,10 +115,8 @@ def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tu
     saved = total - fastest.time.total
     if not fastest.fits_in_memory and saved > _NOTABLE * total:
         over = format_bytes(fastest.required_device_bytes - fastest.capacity_bytes)
-        return (
-            "memory",
-            f"with {over} more, {format_plan(found.fastest)} would save {format_seconds(saved)} a step",
-        )
+        faster = format_plan(found.fastest)
+        return "memory", f"with {over} more, {faster} would save {format_seconds(saved)} a step"
     if time.offload > _NOTABLE * total:
         tier = prediction.offload
         binds = tier.step_bottleneck if tier is not None else "copies of activations"
@@ -161,8 +157,7 @@ def _choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan,
         for plan, prediction in zip(others, map(plan_prediction, others), strict=True)
     )
     ranked = sorted(found_up, key=lambda one: (one.lacks_bytes > 0, one.seconds))
-    shown = ranked[:_RUNNERS_UP]
-    return tuple(shown + [one for one in ranked[_RUNNERS_UP:] if one.plan == found.fastest])
+    return (*ranked[:_RUNNERS_UP], *(one for one in ranked[_RUNNERS_UP:] if one.plan == found.fastest))
 
 
 def _format_runner_up(one: RunnerUpPlan) -> str:
@@ -189,10 +184,8 @@ def _strategy_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb
     capacity, ranks = hardware.usable_device_bytes, plan.world_size
     master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
     whole = 4 * master * numel
-    within, across = hardware.within.bytes_per_second, None
-    if hardware.across is not None and hardware.nodes > 1:
-        across = hardware.across.bytes_per_second
-    ratio = within / across if across else None
+    across = hardware.across if hardware.nodes > 1 else None
+    ratio = hardware.within.bytes_per_second / across.bytes_per_second if across else None
     node = min(hardware.ranks_per_node, ranks)
     if whole <= _ROOM * capacity:
         advice = (Strategy.NO_SHARD,)
@@ -249,8 +242,7 @@ def _prefetch_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
     demand, computing = timer.least_ticks(plan), timer.compute_ticks(plan)
     sent = (demand.network + demand.apart + demand.replicas) / TICKS
     ratio = computing.device / TICKS / sent if sent else float("inf")
-    explicit = ratio < 1
-    mode = plan.run.prefetch.mode
+    explicit, mode = ratio < 1, plan.run.prefetch.mode
     return RuleOfThumb(
         name="prefetch",
         says="the engine's own prefetch, if there is more computing than communication; else prefetch deeper",
@@ -263,11 +255,9 @@ def _prefetch_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
 
 def _bucket_size_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
     """Rule for unit sizes: collectives take far longer than their latency (DDP, arXiv:2006.15704, 3.2.2)."""
-    trace = timer.spec.choose_trace(plan.run.recompute, plan.microbatch)
-    units = timer.unit_costs(plan, trace)
-    sent = [size.gathered for size in units.sizes if size.gathered]
+    sent = [size.gathered for size in timer.unit_costs(plan).sizes if size.gathered]
     smallest = min(sent, default=0)
-    small = sum(1 for count in sent if count < _BUCKET)
+    small = sum(count < _BUCKET for count in sent)
     return RuleOfThumb(
         name="bucket size",
         says="send at least 25 MiB at once",

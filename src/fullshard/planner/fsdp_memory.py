@@ -72,9 +72,7 @@ class _UnitParameterState:
     is_unsharded: bool = False
     pending: int | None = None
     resharded: int = 0  # bytes kept after forward, sharded over fewer ranks
-    places: list[int] = field(
-        default_factory=list[int]
-    )  # positions of its forwards in `UnshardMemoryReplay.order`
+    places: list[int] = field(default_factory=list[int])  # its forwards' positions in the replay's `order`
 
 
 class UnshardMemoryReplay:
@@ -82,7 +80,7 @@ class UnshardMemoryReplay:
 
     def __init__(
         self,
-        sizes: Sequence[UnitBytes],
+        sizes: list[UnitBytes],
         ledger: MemoryLedger,
         *,
         section: PrefetchSection,

@@ -76,9 +76,8 @@ def check_spec_matches_plan(spec: ModelSpec, plan: Plan) -> None:
 
 def unit_bytes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
     """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind)."""
-    return {
-        kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in set(spec.first_identical_unit_indices)
-    }
+    kinds = set(spec.first_identical_unit_indices)
+    return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in kinds}
 
 
 class _StepMemoryReplay:
@@ -91,29 +90,17 @@ class _StepMemoryReplay:
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
         check_tensor_parallel_split(spec, plan)
-        units = memory_trace(spec, self.trace, microbatch=plan.microbatch, reach=self.reach).units
+        self.units = units = memory_trace(spec, plan, reach=self.reach).units
         sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
-        self.units = units
+        order = sorted(range(len(units)), key=lambda i: spec.units[units[i]].position)
         self.ledger = MemoryLedger()
-        self.gathering = UnshardMemoryReplay(
-            sizes,
-            self.ledger,
-            section=section,
-            by_position=sorted(range(len(units)), key=lambda i: spec.units[units[i]].position),
-        )
+        self.gathering = UnshardMemoryReplay(sizes, self.ledger, section=section, by_position=order)
         self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
         self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
 
     def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
-        found = memory_trace(
-            self.spec,
-            self.trace,
-            microbatch=self.plan.microbatch,
-            reach=self.reach,
-            accumulating=accumulating,
-            tensor=self.plan.tensor_parallel,
-        )
+        found = memory_trace(self.spec, self.plan, reach=self.reach, accumulating=accumulating)
         ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes()
         for phase in found.phases:
             if phase.starts_period:
@@ -127,13 +114,12 @@ class _StepMemoryReplay:
 
     def replay_optimizer_step(self) -> MemoryTerms:
         """Replays the optimizer step, and returns the peak of the whole step."""
-        sizes, kinds = self.kinds, self.spec.first_identical_unit_indices
+        sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
         if not self.plan.run.optimizer.in_backward:
-            self.ledger.moment = ("optimizer step", -1)
-            self.ledger.update_peaks(
-                LiveBytes(backward=update_temporary_bytes((sizes[kind] for kind in kinds), self.plan))
-            )
-        (moment, unit), held, live = self.ledger.best
+            ledger.moment = ("optimizer step", -1)
+            temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
+            ledger.update_peaks(LiveBytes(backward=temporaries))
+        (moment, unit), held, live = ledger.best
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {
             "parameter_shards": sum(sizes[kind].shards for kind in kinds),
@@ -141,7 +127,6 @@ class _StepMemoryReplay:
             "buffers": self.spec.buffer_bytes,
             "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
         }
-        ledger = self.ledger
         pools = (ledger.compute_pool + sum(lasting.values()), ledger.gather_pool, ledger.reduce_pool)
         return MemoryTerms(
             moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,
@@ -209,10 +194,8 @@ class MeshDependentBytes(NamedTuple):
 def trace_dependent_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentBytes:
     """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
     trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
-    found = memory_trace(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
-    kinds = [
-        spec.first_identical_unit_indices[unit] if spec.units[unit].parameters else -1 for unit in found.units
-    ]
+    found, firsts = memory_trace(spec, plan, reach=1), spec.first_identical_unit_indices
+    kinds = [firsts[unit] if spec.units[unit].parameters else -1 for unit in found.units]
     phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
     peaks: dict[tuple[int, int, int], int] = {}
     for place, phase in enumerate(phases):

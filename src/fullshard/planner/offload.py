@@ -250,21 +250,17 @@ def host_busy_ticks(
     return HostBusyTicks(max(0, disk), update + norm, into, out)
 
 
-def least_shard_bytes_read(
-    plan: Plan,
-    units: Sequence[tuple[UnitCost, int, int]],  # signature: as in `host_busy_ticks`
-) -> int:
+def least_shard_bytes_read(plan: Plan, units: Sequence[tuple[UnitCost, int, int]]) -> int:
     """Returns a lower bound on the bytes of shards that the drive reads per step.
 
     The first gather of an updated unit needs no read. Each pass over the units starts with those that the
-    previous pass left in memory.
+    previous pass left in memory. `units`: as `costs` in `host_busy_ticks`.
     """
-    ways = 2 * plan.accumulation
+    there = 2 * plan.accumulation * UNIT_BUFFERS  # units left in memory before a pass, over all passes
     largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
     again = sum(max(0, gathers - count) * cost.shards_on_disk for cost, count, gathers in units)
     largest_frozen = max((cost.frozen_on_disk for cost, *_ in units), default=0)
     frozen = sum(gathers * cost.frozen_on_disk for cost, _, gathers in units)
-    there = ways * UNIT_BUFFERS
     return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
 
 
@@ -406,9 +402,7 @@ def activation_copies(
     each = host_copy_bytes_per_second(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
 
     def copies_of_phase(phase: TracePhase) -> ActivationCopies:
-        out, back = (
-            sum(line.value_at(plan.microbatch) for line in lines) for lines in (phase.out, phase.back)
-        )
+        out, back = (sum(one.value_at(plan.microbatch) for one in lines) for lines in (phase.out, phase.back))
         return ActivationCopies(to_ticks(out / each), to_ticks(back / each), phase.waits)
 
     return tuple(map(copies_of_phase, phases))

@@ -20,7 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import Candidate, WhatIfSettings, build_plan, iterate_candidates
+from fullshard.planner.candidates import (
+    Candidate,
+    WhatIfSettings,
+    build_plan,
+    iterate_candidates,
+    run_with_settings,
+)
 from fullshard.planner.memory import (
     MeshDependentBytes,
     PeakMemoryTraits,
@@ -48,25 +54,16 @@ Order = tuple[int, int]
 
 
 class SearchResult(FrozenModel):
-    """Result of a search. Each of its plans has a prediction.
+    """Result of a search. Each of its plans has a prediction."""
 
-    best: the fastest plan that fits; None if none does.
-    ranked: the fastest plans that fit, best first.
-    fastest: the fastest plan regardless of memory.
-    closest: if none fits, the plan that needs the fewest bytes; otherwise None.
-    by_strategy: for each `Candidate.kind`, the fastest plan that fits; if none fits, the plan that needs
-        the fewest bytes.
-    considered: number of distinct candidates.
-    predicted: number of candidates predicted in full; the others cannot be among these results.
-    """
-
-    best: Plan | None
-    ranked: tuple[Plan, ...]
-    fastest: Plan
-    closest: Plan | None
+    best: Plan | None  # the fastest plan that fits; None if none does
+    ranked: tuple[Plan, ...]  # the fastest plans that fit, best first
+    fastest: Plan  # the fastest plan regardless of memory
+    closest: Plan | None  # if none fits, the plan that needs the fewest bytes; otherwise None
+    # for each `Candidate.strategy_label`, the fastest plan that fits, or else that needs the fewest bytes
     by_strategy: Mapping[str, Plan]
-    considered: NonNegativeInt
-    predicted: NonNegativeInt
+    considered: NonNegativeInt  # number of distinct candidates
+    predicted: NonNegativeInt  # candidates predicted in full; the others cannot be among these results
 
 
 def search(  # signature: the library's, the same for all its questions
@@ -81,7 +78,7 @@ def search(  # signature: the library's, the same for all its questions
     """Returns the fastest plans of `spec` on all ranks of `hardware`, over the open settings of `run`.
 
     capacity_bytes: device memory of one rank, including the context; None: that of `hardware`.
-    memory: function that returns a plan's peak, which must not be below `least_bytes`.
+    memory: function that returns a plan's peak, which must not be below `peak_lower_bound`.
     what_if: offload targets and tensor-parallel degrees to try instead of the run's own. If the run leaves
         the offload target open, targets are tried only if nothing fits without one.
 
@@ -92,12 +89,10 @@ def search(  # signature: the library's, the same for all its questions
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
         hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
     found = _CandidateSearch(spec, hardware, run=run, memory=memory, what_if=what_if).search_candidates()
-    if found.best is None and what_if is None and run.offload.tier == "auto":
-        tiers = list_offload_targets(hardware, run)
-        outside = (
-            search(spec, hardware, run, memory=memory, what_if=WhatIfSettings(tiers)) if tiers else found
-        )
-        found = found if outside.best is None else outside
+    tiers = list_offload_targets(hardware, run)
+    if found.best is None and what_if is None and run.offload.tier == "auto" and tiers:
+        outside = search(spec, hardware, run, memory=memory, what_if=WhatIfSettings(tiers))
+        return found if outside.best is None else outside
     return found
 
 
@@ -215,10 +210,8 @@ def _largest_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredi
     beside = plan_prediction(plan).required_host_bytes - terms.host_bytes
     size = section.sub_group_parameters // 2
     while section.is_on_drive and capacity is not None and size >= _SMALLEST_GROUP:
-        smaller = section.model_copy(update={"sub_group_parameters": size})
-        found = timer.predict_offload(
-            plan.model_copy(update={"run": plan.run.model_copy(update={"offload": smaller})})
-        )
+        smaller = run_with_settings(plan.run, {"offload": {"sub_group_parameters": size}})
+        found = timer.predict_offload(plan.model_copy(update={"run": smaller}))
         if found is not None and found.host_bytes + beside <= capacity:
             return size
         size //= 2
@@ -229,7 +222,7 @@ def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
     """Returns the offload targets with known rates; none if the run's optimizer cannot be offloaded."""
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
-    if run.optimizer.name.lower() != "adamw" or not host:
+    if run.optimizer.name.lower() != "adamw" or run.optimizer.in_backward or not host:
         return ()
     return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
 
@@ -254,15 +247,14 @@ def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str
         best = search(spec, hardware, freed).best
         if best is not None:
             return f"{change}: {_format_plan_cost(best)}"
+    nodes, per_node = hardware.nodes, hardware.ranks_per_node
     for factor in (2, 4, 8, 16, 32, 64):
-        more = hardware.with_rank_counts(
-            nodes=hardware.nodes * factor, ranks_per_node=hardware.ranks_per_node
-        )
+        more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
         if more.across is None:  # without a link between nodes, add ranks to the one node
-            more = hardware.with_rank_counts(nodes=1, ranks_per_node=hardware.ranks_per_node * factor)
+            more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)
         ranks = more.world_size // run.sharding.tensor_parallel
         batch = -(-run.train.global_batch // ranks) * ranks
-        wider = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
+        wider = run_with_settings(run, {"train": {"global_batch": batch}})
         divides = batch % (ranks * (run.train.microbatch or 1)) == 0
         best = search(spec, more, wider).best if divides else None
         if best is not None:
@@ -274,18 +266,14 @@ def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str
 def _iterate_unpinned_runs(run: Run) -> Iterator[tuple[str, Run]]:
     """Yields (change as text, run with this pinned setting released), the least change first."""
     if run.prefetch.mode != "auto":
-        section = run.prefetch.model_copy(update={"mode": "auto"})
-        yield 'prefetch.mode = "auto"', run.model_copy(update={"prefetch": section})
+        yield 'prefetch.mode = "auto"', run_with_settings(run, {"prefetch": {"mode": "auto"}})
     if run.train.microbatch is not None:
-        section = run.train.model_copy(update={"microbatch": None})
-        yield "train.microbatch left out", run.model_copy(update={"train": section})
+        yield "train.microbatch left out", run_with_settings(run, {"train": {"microbatch": None}})
     if run.recompute.mode != "auto":
-        section = run.recompute.model_copy(update={"mode": "auto"})
-        yield 'recompute.mode = "auto"', run.model_copy(update={"recompute": section})
+        yield 'recompute.mode = "auto"', run_with_settings(run, {"recompute": {"mode": "auto"}})
     if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
         free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
-        section = run.sharding.model_copy(update=free)
-        yield 'sharding.strategy = "auto"', run.model_copy(update={"sharding": section})
+        yield 'sharding.strategy = "auto"', run_with_settings(run, {"sharding": free})
 
 
 def _format_plan_cost(plan: Plan) -> str:
@@ -300,9 +288,7 @@ def _attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTe
     tokens = plan.run.tokens_per_step
     rate = tokens / time.total
     peak = hardware.chip.flops_per_second.get(plan.precision.param)
-    mfu = None
-    if peak is not None and spec.flops_per_token:
-        mfu = spec.flops_per_token * rate / (peak * plan.world_size)
+    mfu = spec.flops_per_token * rate / (peak * plan.world_size) if peak and spec.flops_per_token else None
     prediction = Prediction(
         hardware=hardware.name,
         memory=memory,
@@ -359,20 +345,15 @@ class _CandidateSearch:
 
     def search_candidates(self) -> SearchResult:
         """Tries all candidates and returns the result."""
-        bounded = [
-            (self._lower_bound_seconds(one), index, one)
-            for index, one in enumerate(
-                iterate_candidates(self.spec, self.hardware, run=self.run, what_if=self.what_if)
-            )
-        ]
+        candidates = iterate_candidates(self.spec, self.hardware, run=self.run, what_if=self.what_if)
+        bounded = [(self._lower_bound_seconds(one), index, one) for index, one in enumerate(candidates)]
         if not bounded:
             self.spec.choose_trace(self.run.recompute, self.run.train.microbatch or 1)  # raises: no trace
             raise PlanError(f"the spec of {self.spec.name} has no trace.", fix="describe(model, plan)")
         for least, index, candidate in sorted(bounded, key=lambda one: one[:2]):
             self._consider_candidate(candidate, index, least=plan_sort_key(least, index))
         for kind in self.kinds.values():
-            if kind.best is None:
-                kind.best = self._smallest_too_large(kind)
+            kind.best = kind.best or self._smallest_too_large(kind)
         best = self.ranked[0][1] if self.ranked else None
         by_kind = {name: kind.best for name, kind in self.kinds.items() if kind.best is not None}
         closest = None if best else min(by_kind.values(), key=_memory_shortfall_sort_key)[1]
@@ -437,9 +418,8 @@ class _CandidateSearch:
 
     def _predict_candidate(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
         self.predicted += 1
-        plan = _attach_prediction(
-            self._build_plan(candidate), self.timer, memory=self._peak_memory(candidate)
-        )
+        memory = self._peak_memory(candidate)
+        plan = _attach_prediction(self._build_plan(candidate), self.timer, memory=memory)
         return plan_sort_key(plan_prediction(plan).time.total, index), plan
 
     def _build_plan(self, candidate: Candidate) -> Plan:
@@ -449,9 +429,8 @@ class _CandidateSearch:
         mesh, batch, recompute, _, prefetch, _, apart = candidate
         key = (mesh, batch, recompute, prefetch, apart)
         if key not in self._peaks:
-            self._peaks[key] = add_workspace_bytes(
-                self.memory(self.spec, self._build_plan(candidate)), self.hardware
-            )
+            memory = self.memory(self.spec, self._build_plan(candidate))
+            self._peaks[key] = add_workspace_bytes(memory, self.hardware)
         return self._peaks[key]
 
     def _lower_bound_seconds(self, candidate: Candidate) -> float:
@@ -484,11 +463,6 @@ def _memory_shortfall_sort_key(one: tuple[Order, Plan]) -> tuple[int, int, int, 
     """Sort key: bytes over the device's capacity, then host bytes if they do not fit, then bytes needed."""
     prediction = plan_prediction(one[1])
     over = max(0, prediction.required_device_bytes - prediction.capacity_bytes)
-    return (
-        over,
-        0
-        if fits_in_host_memory(prediction.offload, prediction.activations)
-        else prediction.required_host_bytes,
-        prediction.required_device_bytes,
-        one[0],
-    )
+    fits_host = fits_in_host_memory(prediction.offload, prediction.activations)
+    host_bytes = 0 if fits_host else prediction.required_host_bytes
+    return over, host_bytes, prediction.required_device_bytes, one[0]

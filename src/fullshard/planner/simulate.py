@@ -12,7 +12,8 @@ this is exact. Three kinds of clock may differ, because no later event depends o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from fullshard.planner.offload import ActivationCopies
@@ -53,18 +54,11 @@ _GATHER_CLOCKS = (
     "host_in",
     "fetched",
 )
-_LONGEST_CYCLE = 4
-_SUMS = (
-    "computed",
-    "copied",
-    "waited_all_gather",
-    "waited_reduce_scatter",
-    "waited_all_reduce",
-    "waited_host",
-    "idle",
-    "sent",
-    "shards_read",
+# All clocks and sums. A skipped turn adds to each as much as the turn before it.
+_CLOCKS_AND_SUMS = tuple(
+    part.name for part in fields(StreamClocks) if part.name not in ("serial", "blocking", "slack")
 )
+_LONGEST_CYCLE = 4
 
 
 class MicrobatchWork(NamedTuple):
@@ -97,9 +91,9 @@ class _StreamSnapshot(NamedTuple):
     host: int  # clock of the host
     gathers: tuple[int, ...]  # clocks named in _GATHER_CLOCKS
     reduces: tuple[int, ...]  # clocks named in _REDUCE_CLOCKS
-    sums: tuple[int, ...]  # accumulated durations
+    values: tuple[int, ...]  # clocks and sums named in _CLOCKS_AND_SUMS
     pending: dict[int, int]  # units in flight, and when they arrive
-    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits.kinds`
+    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits.unit_lists`
     slack: int  # the least lead of the host over the turn
 
 
@@ -111,15 +105,14 @@ class StepSimulation:
     costs: Sequence[UnitCost]
     policy: EventOrderSettings
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
-    put_back: dict[int, int] = field(
-        default_factory=dict[int, int]
-    )  # when the copy of each unit kept for hpZ is done
+    put_back: dict[int, int] = field(default_factory=dict[int, int])  # when each unit's copy for hpZ is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
     in_buffers: BufferedUnits = field(default_factory=BufferedUnits)  # units in the host's buffers
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
-    updates: bool = False  # this is the step's first microbatch
+    is_first: bool = False  # this is the step's first microbatch
+    is_last: bool = False  # this is the step's last microbatch
 
     def simulate_step(self, work: MicrobatchWork, *, accumulating: MicrobatchWork, accumulation: int) -> None:
         """Simulates all microbatches of a step. `accumulating`: the work of each one after the first."""
@@ -127,28 +120,26 @@ class StepSimulation:
         index = 0
         while index < accumulation:
             self.streams.slack = _NEVER
-            first, last = index == 0, index == accumulation - 1
-            self._simulate_microbatch(work if first else accumulating, first=first, last=last)
+            self.is_first, self.is_last = index == 0, index == accumulation - 1
+            self._simulate_microbatch(work if self.is_first else accumulating)
             # At the next forward the gather streams wait for the compute stream, which waited for reductions.
             _raise_clocks_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
-            if not first:
+            if not self.is_first:
                 marks.append(_take_snapshot(self))
             index += 1
             index += _skip_repeated_turns(self, marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
             wait_for_offloaded_gradients(self.streams, norm=self.policy.norm)
 
-    def _simulate_microbatch(self, work: MicrobatchWork, *, first: bool, last: bool) -> None:
+    def _simulate_microbatch(self, work: MicrobatchWork) -> None:
         self.uses.clear()
-        self.in_backward, self.updates = False, first
+        self.in_backward = False
         for segment in work.program.segments:
-            self._simulate_segment(segment, work, first=first, last=last)
+            self._simulate_segment(segment, work)
 
-    def _simulate_segment(
-        self, segment: ScheduleSegment, work: MicrobatchWork, *, first: bool, last: bool
-    ) -> None:
+    def _simulate_segment(self, segment: ScheduleSegment, work: MicrobatchWork) -> None:
         if segment.times == 1:
-            self._simulate_phases(segment.steps, work, shift=0, first=first, last=last)
+            self._simulate_phases(segment.steps, work, shift=0)
             return
         prefetch = self.policy.prefetch
         ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
@@ -157,7 +148,7 @@ class StepSimulation:
         turn, slack = 0, self.streams.slack
         while turn < segment.times:
             self.streams.slack = _NEVER
-            self._simulate_phases(segment.steps, work, shift=turn * segment.stride, first=first, last=last)
+            self._simulate_phases(segment.steps, work, shift=turn * segment.stride)
             turn += 1
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
@@ -169,9 +160,7 @@ class StepSimulation:
             slack = min(slack, self.streams.slack)
         self.streams.slack = slack
 
-    def _simulate_phases(
-        self, steps: Sequence[ScheduledPhase], work: MicrobatchWork, *, shift: int, first: bool, last: bool
-    ) -> None:
+    def _simulate_phases(self, steps: Sequence[ScheduledPhase], work: MicrobatchWork, *, shift: int) -> None:
         streams, lengths, program = self.streams, work.lengths, work.program
         for event, unit, traced, phase in steps:
             if unit < 0:
@@ -184,7 +173,7 @@ class StepSimulation:
                 elif event == "pre_backward":
                     self._simulate_pre_backward(unit + shift, cost, program=program)
                 else:
-                    self._simulate_post_backward(unit + shift, cost, first=first, last=last)
+                    self._simulate_post_backward(unit + shift, cost)
             length, issue = lengths[phase]
             moved = work.moved[phase] if work.moved else None
             if moved and event in _BACKWARD:
@@ -234,8 +223,8 @@ class StepSimulation:
             at = self.policy.place[unit]
             self._prefetch_units(order[max(at - prefetch.backward, 0) : at][::-1], program)
 
-    def _simulate_post_backward(self, unit: int, cost: UnitCost, *, first: bool, last: bool) -> None:
-        streams = self.streams
+    def _simulate_post_backward(self, unit: int, cost: UnitCost) -> None:
+        streams, first, last = self.streams, self.is_first, self.is_last
         if last or not self.policy.keeps:
             self.unsharded.discard(unit)
         if not (last or self.policy.syncs):
@@ -255,9 +244,8 @@ class StepSimulation:
                 return
             streams.start_all_reduce(cost, settle=cost.cast_gradient)
         else:
-            streams.copy_on_reduce_stream(
-                cost.settle_again if adds and not cost.leave else cost.cast_gradient
-            )
+            adds_on_device = adds and not cost.leave
+            streams.copy_on_reduce_stream(cost.settle_again if adds_on_device else cost.cast_gradient)
         simulate_gradient_offload(streams, cost, adds=adds and not cost.is_replicated)
 
     def _charge_hook_time(self, unit: int) -> None:
@@ -279,7 +267,7 @@ class StepSimulation:
         there = 0
         # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
         if not (again and cost.resharded):
-            updates = self.updates and not self.in_backward
+            updates = self.is_first and not self.in_backward
             is_there = not cost.shards_on_disk or touch_lru_buffer(unit, self.in_buffers.trained)
             reads = not is_there and not updates
             frozen_too = bool(cost.frozen_on_disk) and not touch_lru_buffer(unit, self.in_buffers.frozen)
@@ -316,14 +304,10 @@ class StepSimulation:
 
     def _mark_skipped_units(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
         """Marks units of skipped turns as sharded or unsharded, like those of the last turn."""
-        if not skipped:
-            return
-        for unit in {step.unit for step in segment.steps}:
-            is_unsharded = unit + (turn - 1) * segment.stride in self.unsharded
-            gone = range(
-                unit + turn * segment.stride, unit + (turn + skipped) * segment.stride, segment.stride
-            )
-            if is_unsharded:
+        stride = segment.stride
+        for unit in {step.unit for step in segment.steps} if skipped else ():
+            gone = range(unit + turn * stride, unit + (turn + skipped) * stride, stride)
+            if unit + (turn - 1) * stride in self.unsharded:
                 self.unsharded.update(gone)
             else:
                 self.unsharded.difference_update(gone)
@@ -361,9 +345,9 @@ def _take_snapshot(simulation: StepSimulation) -> _StreamSnapshot:
     return _StreamSnapshot(
         streams.compute,
         streams.host,
-        tuple(getattr(streams, clock) for clock in _GATHER_CLOCKS),
-        tuple(getattr(streams, clock) for clock in _REDUCE_CLOCKS),
-        tuple(getattr(streams, name) for name in _SUMS),
+        attrgetter(*_GATHER_CLOCKS)(streams),
+        attrgetter(*_REDUCE_CLOCKS)(streams),
+        attrgetter(*_CLOCKS_AND_SUMS)(streams),
         dict(simulation.pending),
         tuple(tuple(units) for units in simulation.in_buffers.unit_lists),
         streams.slack,
@@ -389,14 +373,8 @@ def _skip_repeated_turns(
     length = now.compute - before.compute
     streams = simulation.streams
     streams.slack = min(streams.slack, streams.slack - times * (now.host - before.host - length))
-    for names, old, new in (
-        (_GATHER_CLOCKS, before.gathers, now.gathers),
-        (_REDUCE_CLOCKS, before.reduces, now.reduces),
-        (_SUMS, before.sums, now.sums),
-        (("compute", "host"), before[:2], now[:2]),
-    ):
-        for name, one, other in zip(names, old, new, strict=True):
-            setattr(streams, name, other + times * (other - one))
+    for name, old, new in zip(_CLOCKS_AND_SUMS, before.values, now.values, strict=True):
+        setattr(streams, name, new + times * (new - old))
     shift, grown = times * stride * turns, times * length
     simulation.pending = {unit + shift: at + grown if at else 0 for unit, at in now.pending.items()}
     for units, old, new in zip(simulation.in_buffers.unit_lists, before.buffered, now.buffered, strict=True):

@@ -63,6 +63,7 @@ def step_seconds(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms: 
 class UnitCosts(NamedTuple):
     """Sizes and costs of a trace's units on one mesh, and the optimizer step's costs."""
 
+    trace: MicrobatchTrace
     sizes: tuple[UnitBytes, ...]
     costs: tuple[UnitCost, ...]
     without_host: tuple[UnitCost, ...]  # costs with an infinitely fast host and drive
@@ -115,35 +116,31 @@ class StepTimePredictor:
 
     def predict_time(self, plan: Plan) -> TimeTerms:
         """Returns the predicted seconds of one step of `plan`, term by term."""
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
-        units = self.unit_costs(plan, trace)
-        again = self._extra_recompute_ticks(plan, trace)
-        slow = self._simulate_streams(plan, trace, units=units)
-        if units.norm is None and not has_activation_copies(trace.phases):
-            return self._time_terms(plan, slow, units=units, recompute=again)
+        units = self.unit_costs(plan)
+        slow = self._simulate_streams(plan, units=units)
+        if units.norm is None and not has_activation_copies(units.trace.phases):
+            return self._time_terms(plan, slow)
         fast = units._replace(costs=units.without_host, norm=None, ahead=0)
-        streams = self._simulate_streams(plan, trace, units=fast, moves_nothing=True)
-        terms = self._time_terms(plan, streams, units=units, recompute=again)
+        streams = self._simulate_streams(plan, units=fast, moves_nothing=True)
+        terms = self._time_terms(plan, streams)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
-        busy = _busy_ticks(plan, trace, units=units, hardware=self.hardware, shards_read=slow.shards_read)
-        end = max(slow.compute, busy.disk)
+        end = max(slow.compute, self._busy_ticks(plan, shards_read=slow.shards_read).disk)
         waits = max(0, end - streams.compute) / TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
 
     def predict_offload(self, plan: Plan) -> OffloadTerms | None:
         """Returns the predicted host and drive use of the plan's offload target; None without one."""
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
-        units = self.unit_costs(plan, trace)
+        units = self.unit_costs(plan)
         if units.norm is None:
             return None
         reads = plan.run.offload.is_on_drive and plan.run.offload.offloads_parameters
-        shards_read = self._simulate_streams(plan, trace, units=units).shards_read if reads else 0
+        shards_read = self._simulate_streams(plan, units=units).shards_read if reads else 0
         return predict_offload_terms(
             plan,
             list(zip(units.sizes, units.counts, strict=True)),
             records=units.records,
-            busy=_busy_ticks(plan, trace, units=units, hardware=self.hardware, shards_read=shards_read),
+            busy=self._busy_ticks(plan, shards_read=shards_read),
             shards_read=shards_read,
             hardware=self.hardware,
         )
@@ -156,9 +153,7 @@ class StepTimePredictor:
         turns = self._microbatch_work(plan, trace, fused=False, adds=False).program.repeats
         return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
-    def _simulate_streams(
-        self, plan: Plan, trace: MicrobatchTrace, *, units: UnitCosts, moves_nothing: bool = False
-    ) -> StreamClocks:
+    def _simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
         streams = StreamClocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
         policy = EventOrderSettings(
             prefetch=plan.run.prefetch,
@@ -170,16 +165,15 @@ class StepTimePredictor:
             norm=units.norm,
             skips=self.skips,
         )
-        work, accumulating = self._microbatch_works(plan, trace)
+        works = self._microbatch_works(plan)
         if moves_nothing:
-            work, accumulating = work._replace(moved=()), accumulating._replace(moved=())
-        simulate_steady_step(
-            streams, units.costs, policy, works=(work, accumulating), accumulation=plan.accumulation
-        )
+            works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
+        simulate_steady_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
         return streams
 
-    def unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
-        """Returns the sizes and costs of the trace's units on the plan's mesh."""
+    def unit_costs(self, plan: Plan) -> UnitCosts:
+        """Returns the sizes and costs of the units of the plan's trace on its mesh."""
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
         update = (plan.run.optimizer.name, plan.run.optimizer.momentum, plan.run.optimizer.in_backward)
@@ -190,10 +184,9 @@ class StepTimePredictor:
 
     def least_ticks(self, plan: Plan) -> LeastTicks:
         """Returns the least ticks per step of each stream, for any recompute mode and prefetch."""
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
-        units = self.unit_costs(plan, trace)
-        starts = ("pre_forward", "pre_backward")
-        begun = [{p.unit for p in trace.phases if p.event == event} for event in starts]
+        units = self.unit_costs(plan)
+        phases = units.trace.phases
+        begun = [{p.unit for p in phases if p.event == event} for event in ("pre_forward", "pre_backward")]
         frees = plan.reshard_after_forward is not False
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
         copied = network = apart = replicas = inline = 0
@@ -220,14 +213,13 @@ class StepTimePredictor:
                     network += count * cost.all_reduce
                 else:
                     replicas += count * cost.all_reduce
-        host = 0 if units.norm is None else max(_busy_ticks(plan, trace, units=units, hardware=self.hardware))
+        host = 0 if units.norm is None else max(self._busy_ticks(plan))
         return LeastTicks(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
     def compute_ticks(self, plan: Plan) -> ComputeTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
         device = issue = 0
-        for work, times in zip(self._microbatch_works(plan, trace), (1, plan.accumulation - 1), strict=True):
+        for work, times in zip(self._microbatch_works(plan), (1, plan.accumulation - 1), strict=True):
             for (length, launched), turns in zip(work.lengths, work.program.repeats, strict=True):
                 device += length * turns * times
                 issue += launched * turns * times
@@ -248,7 +240,8 @@ class StepTimePredictor:
         total = (end + contention * overlapped + demand.tail) / TICKS + self.hardware.rates.step_seconds
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
-    def _microbatch_works(self, plan: Plan, trace: MicrobatchTrace) -> tuple[MicrobatchWork, MicrobatchWork]:
+    def _microbatch_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
+        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
         first = self._microbatch_work(plan, trace, fused=fused, adds=False)
@@ -260,13 +253,9 @@ class StepTimePredictor:
         key = (id(trace), plan.microbatch, fused, adds, plan.tensor_parallel)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
+            kernels, split = self.spec.kernels, plan.tensor_parallel
             costs = phase_costs(
-                phases,
-                self.spec.kernels,
-                rates=rates,
-                microbatch=plan.microbatch,
-                fused=fused,
-                split=plan.tensor_parallel,
+                phases, kernels, rates=rates, microbatch=plan.microbatch, fused=fused, split=split
             )
             watched = trace.recompute.mode == "selective" and not fused
             launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
@@ -284,26 +273,21 @@ class StepTimePredictor:
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
         program = self._microbatch_work(plan, trace, fused=False, adds=False).program
-        firsts, tensor = program.first_model_units, plan.tensor_parallel
-        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in firsts)
-        counts = tuple(program.traced.count(i) for i in range(len(firsts)))
-        costs = tuple(
-            unit_cost(size, self.hardware, world_size=plan.world_size, tensor=tensor) for size in sizes
-        )
-        group = shard_group_layout(
-            plan.world_size, per_node=self.hardware.ranks_per_node, world_size=plan.world_size
-        )
-        summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
+        hardware, world, tensor = self.hardware, plan.world_size, plan.tensor_parallel
+        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_units)
+        counts = tuple(program.traced.count(i) for i in range(len(sizes)))
+        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=tensor) for size in sizes)
+        group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
+        summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
-        units = UnitCosts(sizes, costs, costs, counts, to_ticks(summed))
+        units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
         pairs = list(zip(sizes, counts, strict=True))
         if not plan.run.offload.offloads_optimizer:
-            curves, shards = self.hardware.rates, sum(s.trained * s.master_itemsize * n for s, n in pairs)
-            norm = memory_seconds(3 * shards, curves.memory)
-            return units._replace(
-                update=to_ticks(norm + memory_seconds(_update_accesses(plan) * shards, curves.optimizer))
-            )
-        rates, records = offload_rates(plan, self.hardware), group_state_bytes(self.spec, plan)
+            shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
+            norm = memory_seconds(3 * shards, hardware.rates.memory)
+            update = memory_seconds(_update_accesses(plan) * shards, hardware.rates.optimizer)
+            return units._replace(update=to_ticks(norm + update))
+        rates, records = offload_rates(plan, hardware), group_state_bytes(self.spec, plan)
         held = state_slot_bytes(plan, records)
         return units._replace(
             costs=tuple(
@@ -315,23 +299,29 @@ class StepTimePredictor:
             ahead=to_ticks(rates.disk * sum(held)),
         )
 
-    def _extra_recompute_ticks(self, plan: Plan, trace: MicrobatchTrace) -> int:
+    def _extra_recompute_ticks(self, plan: Plan) -> int:
         """Returns the ticks per step that recompute adds to the trace without recompute."""
-        none = RecomputeSection(mode="none")
-        plain = next((one for one in self.spec.traces if one.is_valid_for(none, plan.microbatch)), trace)
-        if plain is trace:
-            return 0
+        trace, none = self.unit_costs(plan).trace, RecomputeSection(mode="none")
         fused = plan.run.run.compile is True
+        plain = next((one for one in self.spec.traces if one.is_valid_for(none, plan.microbatch)), trace)
         own, other = (self._microbatch_work(plan, one, fused=fused, adds=False) for one in (trace, plain))
         longer = _compute_ticks(own, serial=self._serial) - _compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 
-    def _time_terms(
-        self, plan: Plan, streams: StreamClocks, *, units: UnitCosts, recompute: int
-    ) -> TimeTerms:
-        works = self._microbatch_works(plan, self.spec.choose_trace(plan.run.recompute, plan.microbatch))
-        sent = _tensor_parallel_ticks(works, accumulation=plan.accumulation)
-        recompute = min(recompute, streams.computed - sent)
+    def _busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
+        """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
+        units = self.unit_costs(plan)
+        reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
+        gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
+        each = list(zip(units.costs, units.counts, gathers, strict=True))
+        read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
+        disk = to_ticks(offload_rates(plan, self.hardware).disk * read) - units.spared
+        return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
+
+    def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:
+        units = self.unit_costs(plan)
+        sent = _tensor_parallel_ticks(self._microbatch_works(plan), accumulation=plan.accumulation)
+        recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
         # The previous step ended with the host reading the loss: the device idles in between.
@@ -370,23 +360,6 @@ def _update_accesses(plan: Plan) -> float:
         got=f"optimizer.name = {section.name!r}",
         fix="adamw, adamw8bit or sgd, for a prediction",
     )
-
-
-def _busy_ticks(
-    plan: Plan,
-    trace: MicrobatchTrace,
-    *,
-    units: UnitCosts,
-    hardware: Hardware,
-    shards_read: int | None = None,
-) -> HostBusyTicks:
-    """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
-    reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
-    gathers = count_shard_loads(plan, trace, costs=units.costs, counts=units.counts)
-    each = list(zip(units.costs, units.counts, gathers, strict=True))
-    read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
-    disk = to_ticks(offload_rates(plan, hardware).disk * read) - units.spared
-    return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
 
 def _compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:

@@ -24,7 +24,7 @@ Left out:
   gradient.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import prod
 
@@ -72,11 +72,9 @@ def check_tensor_parallel_split(spec: ModelSpec, plan: Plan) -> None:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
     whole = [p.name for p in matrices if tensor_parallel_shape(p.shape, degree) == p.shape]
-    model, wrong = plan.run.model, list[str]()
+    model, wrong, shapes = plan.run.model, list[str](), [set(p.shape) for p in matrices]
     # A saved spec may come with a run whose model has other sizes.
-    if isinstance(model, DecoderConfig) and any(
-        set(p.shape) == {model.d_ff, model.d_model} for p in matrices
-    ):
+    if isinstance(model, DecoderConfig) and {model.d_ff, model.d_model} in shapes:
         wrong = [name for name in ("d_ff", "heads") if getattr(model, name) % degree]
         wrong += ["kv_heads"] if model.kv_heads % degree and degree % model.kv_heads else []
     if whole or wrong:
@@ -115,10 +113,9 @@ def tensor_parallel_seconds(
         if phase.event in ("pre_forward", "pre_backward") and phase.unit >= 0:
             unit = spec.units[units[phase.unit]]
             times = _count_collectives_per_direction(unit)
-            first = forward.get(phase.unit, 0.0)
+            first = forward[phase.unit]
             if unit.is_block and phase.event == "pre_backward" and first:
-                again = min(1.0, max(0.0, backward.get(phase.unit, 0.0) / first - 2))
-                times *= 1 + again
+                times *= 1 + min(1.0, max(0.0, backward[phase.unit] / first - 2))
         sent.append(times * both / 2)
     return sent
 
@@ -132,16 +129,12 @@ def _count_collectives_per_direction(unit: UnitSpec) -> float:
 
 def _matmul_flops_by_unit(
     spec: ModelSpec, phases: Sequence[TracePhase], *, event: str, microbatch: int
-) -> dict[int, float]:
+) -> defaultdict[int, float]:
     """Returns the FLOP of matmuls in the phases that `event` opens, by traced unit."""
-    found: dict[int, float] = {}
+    found = defaultdict[int, float](float)
     for phase in phases:
-        if phase.event != event or phase.unit < 0:
-            continue
-        flops = sum(
-            spec.kernels[one.kernel].flops.value_at(microbatch) * one.times
-            for one in phase.work
-            if spec.kernels[one.kernel].kind == "matmul"
-        )
-        found[phase.unit] = found.get(phase.unit, 0.0) + flops
+        if phase.event == event and phase.unit >= 0:
+            work = ((spec.kernels[one.kernel], one.times) for one in phase.work)
+            matmuls = ((kernel.flops, times) for kernel, times in work if kernel.kind == "matmul")
+            found[phase.unit] += sum(flops.value_at(microbatch) * times for flops, times in matmuls)
     return found

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from fullshard.planner.schedule import split_by_repeat
 from fullshard.planner.tensor_parallel import gathered_sequence_bytes
 from fullshard.spec.model import Event, LiveTensorBytes, MicrobatchTrace, ModelSpec, RepeatedUnits, TracePhase
+from fullshard.spec.plan import Plan
 
 
 class LiveBytes(NamedTuple):
@@ -48,31 +49,22 @@ class MemoryTrace:
     units: tuple[int, ...]
 
 
-def memory_trace(
-    spec: ModelSpec,
-    trace: MicrobatchTrace,
-    *,
-    microbatch: int,
-    reach: int,
-    accumulating: bool = False,
-    tensor: int = 1,
-) -> MemoryTrace:
-    """Returns the live bytes of each phase of `trace`, cached on `spec` because a search repeats calls.
+def memory_trace(spec: ModelSpec, plan: Plan, *, reach: int, accumulating: bool = False) -> MemoryTrace:
+    """Returns the live bytes of each phase of the plan's trace, cached on `spec` for repeated calls.
 
     reach: the most units ahead that FSDP2 prefetches. See [Note: skipping periods].
     accumulating: earlier microbatches left unsharded gradients.
-    tensor: number of ranks that activations are split over. See [Note: tensor parallel].
     """
-    key = (id(trace), microbatch, reach, accumulating, tensor)
+    microbatch, degree = plan.microbatch, plan.tensor_parallel
+    trace = spec.choose_trace(plan.run.recompute, microbatch)
+    key = (id(trace), microbatch, reach, accumulating, degree)
     found = spec.derived_value_cache.get(key)
     if not isinstance(found, MemoryTrace):
-        found = _skip_periods(
-            trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating
-        )
-        if tensor > 1:
-            found = _split_over_ranks(
-                found, spec, degree=tensor, gathered=gathered_sequence_bytes(spec, microbatch, degree=tensor)
-            )
+        units = len(spec.units)
+        found = _skip_periods(trace, microbatch, units=units, reach=reach, accumulating=accumulating)
+        if degree > 1:  # see [Note: tensor parallel]
+            gathered = gathered_sequence_bytes(spec, microbatch, degree=degree)
+            found = _split_over_ranks(found, spec, degree=degree, gathered=gathered)
         spec.derived_value_cache[key] = found
     return found
 
@@ -94,9 +86,8 @@ def _skip_periods(
     traced = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
     # One period's part of forward or of backward, by its first phase.
-    periods = {
-        start: (end, repeat) for start, end, repeat in split_by_repeat(traced, trace.repeats) if repeat
-    }
+    runs = split_by_repeat(traced, trace.repeats)
+    periods = {start: (end, repeat) for start, end, repeat in runs if repeat}
     phases: list[PhaseBytes] = []
     shift, at, done = LiveBytes(), 0, set[RepeatedUnits]()
     while at < len(traced):
@@ -118,9 +109,8 @@ def _skip_periods(
                 copy = copies - 1 - number if backward else number
                 phase = phase._replace(unit=_shown_index(phase.unit, copy, shown=shown))
                 if index == end - 1:
-                    phase = phase._replace(
-                        skipped_periods=skips, end=_add_bytes(phase.end, growth, times=skips)
-                    )
+                    last = _add_bytes(phase.end, growth, times=skips)
+                    phase = phase._replace(skipped_periods=skips, end=last)
                 phases.append(phase._replace(starts_period=index == at and skips > 0))
             shift = _add_bytes(shift, growth, times=skips + (number < copies - 1))
         at = end

@@ -67,8 +67,8 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     if plan.tensor_parallel > 1:
         unit = tensor_parallel_unit(unit, plan.tensor_parallel)
 
-    def padded_parameter_numel(parameter: ParamSpec) -> int:
-        return padded_numel(parameter.shape, degree)
+    def shard_elements(parameter: ParamSpec) -> int:
+        return padded_numel(parameter.shape, degree) // degree
 
     def compute_itemsize(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
@@ -76,7 +76,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
-    wire = sum(padded_parameter_numel(p) for p in trained)
+    chunk = sum(shard_elements(p) for p in trained)
     own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     return UnitBytes(
         shard_degree=degree,
@@ -84,15 +84,11 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reshards=reshard is not False,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
-        own_shards=sum(padded_parameter_numel(p) // degree * compute_itemsize(p) for p in trained),
-        on_drive=sum(
-            page_aligned_bytes(padded_parameter_numel(p) // degree, compute_itemsize(p)) for p in trained
-        ),
-        frozen=sum(padded_parameter_numel(p) // degree * p.itemsize for p in frozen),
-        frozen_on_drive=sum(
-            page_aligned_bytes(padded_parameter_numel(p) // degree, p.itemsize) for p in frozen
-        ),
-        gathered=sum(padded_parameter_numel(p) * compute_itemsize(p) for p in unit.parameters),
+        own_shards=sum(shard_elements(p) * compute_itemsize(p) for p in trained),
+        on_drive=sum(page_aligned_bytes(shard_elements(p), compute_itemsize(p)) for p in trained),
+        frozen=sum(shard_elements(p) * p.itemsize for p in frozen),
+        frozen_on_drive=sum(page_aligned_bytes(shard_elements(p), p.itemsize) for p in frozen),
+        gathered=degree * sum(shard_elements(p) * compute_itemsize(p) for p in unit.parameters),
         cast_copy=sum(casts) + uncast,
         kept_copy=sum(again),
         largest_cast=max(casts, default=0) + uncast,
@@ -101,9 +97,9 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         largest_whole=max((p.numel * compute_itemsize(p) for p in trained), default=0),
         last_whole=sum(p.numel * compute_itemsize(p) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
-        reduce_input=wire * reduced,
-        reduce_output=wire // degree * reduced,
-        gradient=wire // degree * (reduced if plan.copies_gradients_to_host else master),
+        reduce_input=degree * chunk * reduced,
+        reduce_output=chunk * reduced,
+        gradient=chunk * (reduced if plan.copies_gradients_to_host else master),
         trained=sum(own),
         trained_parameters=len(trained),
         largest_trained=max(own, default=0),

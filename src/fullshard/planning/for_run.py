@@ -125,10 +125,8 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
                 why=error.what,
                 fix=error.fix or "offload.host_bytes left out",
             ) from error
-        _print_note_on_rank_0(
-            f"not planned, so with plain defaults: {error.what}"
-            + (f"\n  try: {error.fix}" if error.fix else "")
-        )
+        fix = f"\n  try: {error.fix}" if error.fix else ""
+        _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{fix}")
         return chosen or plain
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"

@@ -128,9 +128,8 @@ class PlanResult:
             data["why"] = self.explanation.model_dump(mode="json", exclude={"plan"})
         if self.found is not None:
             data["considered"] = self.found.considered
-            data["by_strategy"] = {
-                name: plan.model_dump(mode="json") for name, plan in self.found.by_strategy.items()
-            }
+            plans = self.found.by_strategy.items()
+            data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
         if self.dry is not None:
             data["dry_run"] = self.dry.model_dump(mode="json") | {"peak_bytes": self.dry.peak_bytes}
         return data

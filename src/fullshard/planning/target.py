@@ -186,10 +186,8 @@ def choose_global_batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[
     """Returns (sequences per step, note for the user): a power of two, which suits many numbers of ranks."""
     wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
     sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
-    return (
-        sequences,
-        f"planned with {sequences:,} sequences = {sequences * run.data.sequence_length:,} tokens a step",
-    )
+    total = sequences * run.data.sequence_length
+    return sequences, f"planned with {sequences:,} sequences = {total:,} tokens a step"
 
 
 def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:

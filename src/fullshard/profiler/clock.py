@@ -16,7 +16,6 @@ _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 # Sizes n of the n × n matrices to try. Larger ones are not faster, and the CUDA cache would keep them.
 _EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
 
-
 Timer = Callable[[Callable[[], object], int], float]
 """Function `timer(work, calls)`, which returns the seconds that `calls` calls of `work` take."""
 
@@ -81,7 +80,7 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
     of them, all ranks measure.
     """
     arithmetic = _matmul_compute_dtype(device, dtype)
-    name, listed = _name_and_catalog_flops_per_second(device, arithmetic)
+    name, listed = _name_and_catalog_rate(device, arithmetic)
     if _mean_over_ranks(float(listed is not None), device) == 1:
         rate = _mean_over_ranks(listed or 0.0, device)
         return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="catalog", device=name)
@@ -89,9 +88,7 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
     return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="measured", device=name)
 
 
-def _name_and_catalog_flops_per_second(
-    device: torch.device, arithmetic: ComputeDtype
-) -> tuple[str, float | None]:
+def _name_and_catalog_rate(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float | None]:
     """Returns (name, FLOP/s) of the device; the FLOP/s are None if the catalog does not list them."""
     if device.type != "cuda":
         threads = torch.get_num_threads()

@@ -68,11 +68,7 @@ def detect_hardware(
     by_file = saved.ranks_per_node if saved is not None and saved.device == "cpu" else 1
     count = ranks or gpus.number or by_file
     each = ranks_per_node or count
-    if (
-        saved is not None
-        and _is_hardware_of_same_chip(saved, gpus)
-        and (gpus.number or saved.ranks_per_node == each)
-    ):
+    if saved is not None and _is_same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
         return saved.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
     found = describe_machine(gpus, ranks=count, ranks_per_node=each)
     if gpus.number and find_catalog_entry(found.chip) is None:
@@ -92,9 +88,8 @@ def describe_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_node: int) -> 
     """Returns this machine's hardware from the catalog; a GPU that it lacks gets placeholder rates."""
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
-        cpu = _describe_cpu_share_of_rank(ranks_per_node).with_rank_counts(
-            nodes=nodes, ranks_per_node=ranks_per_node
-        )
+        share = _describe_cpu_share_of_rank(ranks_per_node)
+        cpu = share.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
     chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
     entry = find_catalog_entry(chip) if chip is not None else None
@@ -137,7 +132,7 @@ def cpu_model_and_core_count() -> str:
     return f"{_read_cpu_model_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
-def _is_hardware_of_same_chip(saved: Hardware, gpus: DetectedGpus) -> bool:
+def _is_same_chip(saved: Hardware, gpus: DetectedGpus) -> bool:
     if not gpus.number:
         return saved.device == "cpu" and saved.chip.name == cpu_model_and_core_count()
     chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
@@ -172,15 +167,11 @@ def _describe_cpu_share_of_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
     table = read_default_rate_figures().cpu
     cores = max(_count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
-    rates = default_cpu_rates(cores)
-    rate = CollectiveRate(
-        base_seconds=0.0,
-        hop_seconds=table.collective_seconds,
-        bytes_per_second=table.collective_bytes_per_second,
-    )
+    bandwidth = table.collective_bytes_per_second
+    rate = CollectiveRate(base_seconds=0.0, hop_seconds=table.collective_seconds, bytes_per_second=bandwidth)
     link = Link(
         name="this machine's memory",
-        bytes_per_second=table.collective_bytes_per_second,
+        bytes_per_second=bandwidth,
         all_gather=rate,
         reduce_scatter=rate,
         all_reduce=rate,
@@ -198,7 +189,7 @@ def _describe_cpu_share_of_rank(ranks_per_node: int) -> Hardware:
         name=chip.name,
         device="cpu",
         chip=chip,
-        rates=rates,
+        rates=default_cpu_rates(cores),
         within=link,
         across=link,
         overlap=0.0,  # compute and communication threads share the cores
@@ -207,9 +198,7 @@ def _describe_cpu_share_of_rank(ranks_per_node: int) -> Hardware:
 
 
 def _count_usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _read_cpu_model_name() -> str:

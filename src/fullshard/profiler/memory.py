@@ -59,9 +59,9 @@ def measure_peak_memory(
         torch.cuda.reset_peak_memory_stats(device)
         with holdings.record_gradients_before_steps():
             yield peak
-        _read_cuda_peak_memory(peak, device, holdings=holdings)
+        _read_cuda_peak(peak, device, holdings=holdings)
         return
-    held = holdings.all_storage_bytes()
+    held = {address: size for part in holdings.storage_bytes_by_part() for address, size in part.items()}
     # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with (
@@ -74,7 +74,7 @@ def measure_peak_memory(
     live = timeline.blocks_live_at_peak(held)
     peak.bytes = sum(block.size for block in live.values())
     if model is not None:
-        peak.parts = holdings.split_peak_into_parts(live, timeline)
+        peak.parts = holdings.split_peak(live, timeline)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,8 @@ class _AllocationTimeline:
         events: list[tuple[int, int, int, bool]] = []
         steps: list[int] = []
         # Iterative depth-first search: a backward pass nests deeper than Python's recursion limit.
-        stack: list[tuple[Any, bool]] = [
-            (event, False) for event in profiler.kineto_results.experimental_event_tree()
-        ]
+        roots = profiler.kineto_results.experimental_event_tree()
+        stack: list[tuple[Any, bool]] = [(event, False) for event in roots]
         while stack:
             event, engine = stack.pop()
             fields = event.extra_fields
@@ -120,10 +119,8 @@ class _AllocationTimeline:
                 engine = not event.name.startswith(_ENGINE_CASTS)
             stack += [(child, engine) for child in event.children]
         events.sort(key=lambda one: one[0])
-        return cls(
-            [one[1:] for one in events],
-            sorted(sum(event[0] < step for event in events) for step in steps),
-        )
+        counts = sorted(sum(event[0] < step for event in events) for step in steps)
+        return cls([one[1:] for one in events], counts)
 
     def blocks_live_at_peak(self, held: Mapping[int, int]) -> dict[int, _LiveMemoryBlock]:
         """Returns address -> block at the first moment of the peak. `held`: address -> bytes at the start."""
@@ -152,40 +149,28 @@ class _AllocationTimeline:
 
 
 class _ModelAndOptimizerStorages:
-    """The storages that a model and its optimizer keep: each method reads one part as address -> bytes."""
+    """The storages that a model and its optimizer keep, each as address -> bytes."""
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self.model = nn.Module() if model is None else model
         self.optimizer = optimizer
         self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
 
-    def parameter_storage_bytes(self) -> dict[int, int]:
+    def storage_bytes_by_part(self) -> list[dict[int, int]]:
+        """Returns the storages of [parameters, gradients, optimizer state, buffers]."""
         # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather.
         copies: Iterable[Tensor] = getattr(self.optimizer, "copies", ())
-        return _storage_bytes_by_address(self.model.parameters()) | _storage_bytes_by_address(copies)
+        # The part of an offloaded state that currently streams through device memory.
+        passing: Iterable[Tensor] = getattr(self.optimizer, "passing", ())
+        states = self.optimizer.state.values() if self.optimizer is not None else []
+        own = (t for state in states for t in state.values() if isinstance(t, Tensor))
+        parameters = _storage_bytes_by_address([*self.model.parameters(), *copies])
+        state = _storage_bytes_by_address([*own, *passing])
+        buffers = _storage_bytes_by_address(self.model.buffers())
+        return [parameters, self.gradient_storage_bytes(), state, buffers]
 
     def gradient_storage_bytes(self) -> dict[int, int]:
         return _storage_bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
-
-    def optimizer_state_storage_bytes(self) -> dict[int, int]:
-        states = self.optimizer.state.values() if self.optimizer is not None else []
-        own = _storage_bytes_by_address(
-            t for state in states for t in state.values() if isinstance(t, Tensor)
-        )
-        # The part of an offloaded state that currently streams through device memory.
-        passing: Iterable[Tensor] = getattr(self.optimizer, "passing", ())
-        return own | _storage_bytes_by_address(passing)
-
-    def buffer_storage_bytes(self) -> dict[int, int]:
-        return _storage_bytes_by_address(self.model.buffers())
-
-    def all_storage_bytes(self) -> dict[int, int]:
-        return (
-            self.parameter_storage_bytes()
-            | self.gradient_storage_bytes()
-            | self.optimizer_state_storage_bytes()
-            | self.buffer_storage_bytes()
-        )
 
     @contextmanager
     def record_gradients_before_steps(self) -> Generator[None]:
@@ -204,11 +189,10 @@ class _ModelAndOptimizerStorages:
         finally:
             handle.remove()
 
-    def split_peak_into_parts(
-        self, live: Mapping[int, _LiveMemoryBlock], timeline: _AllocationTimeline
-    ) -> MemoryParts:
+    def split_peak(self, live: Mapping[int, _LiveMemoryBlock], timeline: _AllocationTimeline) -> MemoryParts:
         """Returns the bytes of each part of the peak. Assigns `live` blocks by their allocating events."""
-        gradients = timeline.last_allocating_events(self.gradient_storage_bytes())
+        parameters, own_gradients, state, buffers = self.storage_bytes_by_part()
+        gradients = timeline.last_allocating_events(own_gradients)
         for noted, step in zip(self._noted, timeline.steps, strict=True):
             gradients |= timeline.last_allocating_events(noted, before=step)
 
@@ -217,10 +201,10 @@ class _ModelAndOptimizerStorages:
             return {pointer for pointer in storages if pointer in live and live[pointer].birth in births}
 
         sets = [
-            addresses_live_at_peak(self.parameter_storage_bytes()),
+            addresses_live_at_peak(parameters),
             {p for p, block in live.items() if block.birth in gradients and block.birth >= 0},
-            addresses_live_at_peak(self.optimizer_state_storage_bytes()),
-            addresses_live_at_peak(self.buffer_storage_bytes()),
+            addresses_live_at_peak(state),
+            addresses_live_at_peak(buffers),
         ]
         known = set[int]().union(*sets)
         engine = {pointer for pointer, block in live.items() if block.engine} - known
@@ -230,19 +214,12 @@ class _ModelAndOptimizerStorages:
 
     def total_bytes_by_part(self) -> list[int]:
         """Returns the bytes of [parameters, gradients before the last step, optimizer state, buffers]."""
-        gradients = self.gradient_storage_bytes() or (self._noted[-1] if self._noted else {})
-        parts = (
-            self.parameter_storage_bytes(),
-            gradients,
-            self.optimizer_state_storage_bytes(),
-            self.buffer_storage_bytes(),
-        )
-        return [sum(storages.values()) for storages in parts]
+        parameters, gradients, state, buffers = self.storage_bytes_by_part()
+        gradients = gradients or (self._noted[-1] if self._noted else {})
+        return [sum(storages.values()) for storages in (parameters, gradients, state, buffers)]
 
 
-def _read_cuda_peak_memory(
-    peak: PeakMemory, device: torch.device, *, holdings: _ModelAndOptimizerStorages
-) -> None:
+def _read_cuda_peak(peak: PeakMemory, device: torch.device, *, holdings: _ModelAndOptimizerStorages) -> None:
     stats = torch.cuda.memory_stats(device)
     peak.bytes = stats["allocated_bytes.all.peak"]
     peak.active_bytes = stats["active_bytes.all.peak"]

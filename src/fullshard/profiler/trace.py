@@ -37,12 +37,8 @@ _RANGES = {
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _ALL_REDUCE = "c10d::allreduce_"
 _RUNTIME = ("cuda", "cuLaunch", "hip")  # driver calls, whose ids are numbered separately
-_KERNELS = {
-    "AllGather": "exposed_all_gather",
-    "ReduceScatter": "exposed_reduce_scatter",
-    "AllReduce": "exposed_all_reduce",
-}
 _COLLECTIVES = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce")
+_KERNELS = dict(zip(("AllGather", "ReduceScatter", "AllReduce"), _COLLECTIVES, strict=True))
 HOST_ORDER = (*_COLLECTIVES, "optimizer", "engine", "data", "compute")
 DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
 
@@ -170,9 +166,8 @@ def _kind_of_range(name: str) -> str | None:
     return _RANGES.get(name)
 
 
-def device_intervals(events: Iterable[TraceEvent]) -> list[KindInterval]:
+def device_intervals(events: Sequence[TraceEvent]) -> list[KindInterval]:
     """Returns a span per kernel and copy of the device. Its kind is that of its name or launching range."""
-    events = list(events)
     ranges = _innermost_range_by_event_id(event for event in events if not event.on_device)
     ranges.pop(0, None)  # `launched_by` is 0 if it is unknown
     return [

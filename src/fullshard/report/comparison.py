@@ -59,18 +59,12 @@ class ComparisonLine(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """Lines of each part of a comparison. Parts that were not measured are empty.
+    """Lines of each part of a comparison. Parts that were not measured are empty."""
 
-    memory: bytes at the peak of the rank that uses most, then `total` and `reserved`
-    drive: bytes that a rank moves to and from its offload drive in one step
-    step: seconds of one step, then `total`
-    speed: tokens/s of all ranks, and MFU
-    """
-
-    memory: tuple[ComparisonLine, ...] = ()
-    drive: tuple[ComparisonLine, ...] = ()
-    step: tuple[ComparisonLine, ...] = ()
-    speed: tuple[ComparisonLine, ...] = ()
+    memory: tuple[ComparisonLine, ...] = ()  # bytes at the fullest rank's peak, then `total` and `reserved`
+    drive: tuple[ComparisonLine, ...] = ()  # bytes that a rank moves to and from its offload drive in a step
+    step: tuple[ComparisonLine, ...] = ()  # seconds of one step, then `total`
+    speed: tuple[ComparisonLine, ...] = ()  # tokens/s of all ranks, and MFU
 
 
 def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comparison:
@@ -118,16 +112,12 @@ def _compare_memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compari
     total = peak.total if peak.allocated is None else peak.allocated
     for name, count in seen.items():
         yield ComparisonLine(term=name, predicted=predicted[name], measured=count)
-    yield ComparisonLine(
-        term="rest",
-        predicted=prediction.memory.total - sum(predicted[name] for name in seen),
-        measured=total - sum(seen.values()),
-    )
+    rest = prediction.memory.total - sum(predicted[name] for name in seen)
+    yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(seen.values()))
     yield ComparisonLine(term="total", predicted=prediction.memory.total, measured=total)
     if peak.reserved is not None:
-        yield ComparisonLine(
-            term="reserved", predicted=prediction.allocator_reserved_bytes, measured=peak.reserved
-        )
+        reserved = prediction.allocator_reserved_bytes
+        yield ComparisonLine(term="reserved", predicted=reserved, measured=peak.reserved)
     if prediction.offload is not None and peak.host is not None:
         yield ComparisonLine(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
 
@@ -142,11 +132,8 @@ def _compare_drive_traffic(prediction: Prediction, measurement: Measurement) -> 
 def _compare_step_time(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
     predicted, step = prediction.time, measurement.step_seconds
     if step is not None:
-        yield ComparisonLine(
-            term="compute",
-            predicted=predicted.compute + predicted.recompute + predicted.contention,
-            measured=step.compute + step.other,
-        )
+        computing = predicted.compute + predicted.recompute + predicted.contention
+        yield ComparisonLine(term="compute", predicted=computing, measured=step.compute + step.other)
         seen: Mapping[str, float] = step.terms()
         for name in _SAME_SECONDS:
             yield ComparisonLine(term=name, predicted=predicted.terms()[name], measured=seen[name])
@@ -157,11 +144,8 @@ def _compare_step_time(prediction: Prediction, measurement: Measurement) -> Iter
         yield ComparisonLine(term="stragglers", predicted=predicted.stragglers)
     seconds = measurement.pace.step_seconds
     if seconds is not None:
-        yield ComparisonLine(
-            term="total",
-            predicted=predicted.total if prediction.has_complete_step_time else None,
-            measured=seconds,
-        )
+        total = predicted.total if prediction.has_complete_step_time else None
+        yield ComparisonLine(term="total", predicted=total, measured=seconds)
 
 
 def _compare_speed(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
@@ -170,9 +154,8 @@ def _compare_speed(prediction: Prediction, measurement: Measurement) -> Iterable
         predicted = prediction.tokens_per_second if timed else None
         yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
     if measurement.mfu is not None and prediction.mfu is not None:
-        yield ComparisonLine(
-            term="mfu", predicted=prediction.mfu if timed else None, measured=measurement.mfu
-        )
+        mfu = prediction.mfu if timed else None
+        yield ComparisonLine(term="mfu", predicted=mfu, measured=measurement.mfu)
 
 
 def _format_line_cells(

@@ -34,10 +34,8 @@ def measurement_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines of what was measured, without figures that the table of `prediction` has."""
     m = measurement
-    yield (
-        "run",
-        f"{m.directory}: {m.strategy} on {m.world_size} rank{'s' if m.world_size > 1 else ''} ({m.device})",
-    )
+    ranks = f"{m.world_size} rank{'s' if m.world_size > 1 else ''}"
+    yield "run", f"{m.directory}: {m.strategy} on {ranks} ({m.device})"
     if m.offload is not None:
         yield "offload", m.offload
         if prediction is not None and prediction.offload is not None and prediction.offload.disk_bytes:
@@ -89,10 +87,8 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:
         whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
-        peak = (
-            f"{_format_flops(m.peak.flops_per_second)}/s a rank ({m.peak.device}, {m.peak.dtype}, {whence})"
-        )
-        yield "MFU", f"{100 * m.mfu:.1f} % of {peak}"
+        peak = f"{_format_flops(m.peak.flops_per_second)}/s a rank"
+        yield "MFU", f"{100 * m.mfu:.1f} % of {peak} ({m.peak.device}, {m.peak.dtype}, {whence})"
 
 
 def _step_time_rows(step: StepSeconds) -> Iterator[tuple[str, str]]:

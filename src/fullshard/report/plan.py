@@ -173,10 +173,8 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     if plan.is_prediction_only:
         yield "WHAT-IF", "not yet run by train"
     if plan.tensor_parallel > 1:
-        yield (
-            "tensor parallel",
-            f"matmuls over {_format_count_of(plan.tensor_parallel, 'rank')}, and the sequence between",
-        )
+        split = _format_count_of(plan.tensor_parallel, "rank")
+        yield "tensor parallel", f"matmuls over {split}, and the sequence between"
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there
@@ -186,12 +184,9 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
         when = "each" if plan.sync_each_microbatch else "once a step"
         batch += f" × {plan.accumulation} accumulated (reduced {when})"
     yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
-    length = run.data.sequence_length
-    yield (
-        "",
-        f"× {_format_count_of(plan.data_parallel_degree, 'rank')} = {sequences:,} sequences of {length:,} "
-        f"= {format_count(sequences * length)} tokens a step",
-    )
+    ranks, length = _format_count_of(plan.data_parallel_degree, "rank"), run.data.sequence_length
+    tokens = format_count(sequences * length)
+    yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
     yield "precision", f"{precision.param} computed, {precision.reduce} reduced{kept}"
     yield "recompute", mark_as_asked(recompute_text(run), pinned=asked.recompute.mode != "auto")
@@ -205,11 +200,8 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
 def _memory_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     needed, capacity = prediction.required_device_bytes, prediction.capacity_bytes
     rest = f"{format_bytes(abs(capacity - needed))} {'free' if prediction.fits_in_memory else 'TOO MUCH'}"
-    yield (
-        "memory",
-        f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank "
-        f"({100 * needed / capacity:.0f} %): {rest}",
-    )
+    share = f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank"
+    yield "memory", f"{share} ({100 * needed / capacity:.0f} %): {rest}"
     terms = {term_label(name): float(count) for name, count in prediction.memory.terms().items()}
     terms["allocator reserve"] = prediction.allocator_reserve_bytes
     terms["device context"] = prediction.context_bytes
@@ -254,11 +246,8 @@ def _host_activation_rows(terms: ActivationOffloadTerms, *, held: int) -> Iterat
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if capacity is None or held <= capacity else ": TOO MUCH"
     yield "on the host", f"{format_bytes(terms.host_bytes)}{of} a rank for activations{room}"
-    yield (
-        "",
-        f"a step copies {format_bytes(terms.copied_bytes)} there and back, "
-        f"{format_seconds(terms.copy_seconds)} in all",
-    )
+    copied, seconds = format_bytes(terms.copied_bytes), format_seconds(terms.copy_seconds)
+    yield "", f"a step copies {copied} there and back, {seconds} in all"
 
 
 def _dry_run_rows(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
@@ -267,17 +256,12 @@ def _dry_run_rows(parts: Mapping[str, int], prediction: Prediction) -> Iterator[
     predicted = {name: terms.get(name, 0) for name in parts}
     predicted["rest"] = prediction.memory.total - sum(predicted.values())
     counted, total = sum(parts.values()), prediction.memory.total
-    yield (
-        "dry run",
-        f"{format_bytes(counted)} of tensors at the peak; predicted {format_bytes(total)}"
-        + (f" ({100 * (total / counted - 1):+.1f} %)" if counted else ""),
-    )
+    error = f" ({100 * (total / counted - 1):+.1f} %)" if counted else ""
+    yield "dry run", f"{format_bytes(counted)} of tensors at the peak; predicted {format_bytes(total)}{error}"
     for name, count in parts.items():
         if count or predicted[name]:
-            yield (
-                f"  {term_label(name)}",
-                f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}",
-            )
+            text = f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}"
+            yield f"  {term_label(name)}", text
 
 
 def _step_time_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:

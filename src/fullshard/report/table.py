@@ -46,16 +46,12 @@ def format_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     rows = [[escape_to_single_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
-        cells = [
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+        padded = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([f"{row[0]:<{widths[0]}}", *padded]).rstrip()
 
 
 def _wrap_text(text: str, columns: int) -> list[str]:
     if len(text) <= columns:
         return [text]
-    return wrap(
-        text, max(columns, 20), subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
+    width = max(columns, 20)
+    return wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

@@ -59,19 +59,16 @@ def offload_activations(
     """
     mover = ActivationOffloader(device, copier=copier)
     for block in blocks:
-        block.forward = _make_offloading_forward(
-            block, mover, least=least if block is not blocks[-1] else None
-        )
+        least_to_move = least if block is not blocks[-1] else None
+        block.forward = _offloading_forward(block, mover, least=least_to_move)
 
 
-def _make_offloading_forward(
-    block: nn.Module, mover: "ActivationOffloader", *, least: float | None
-) -> Forward:
+def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, least: float | None) -> Forward:
     """Returns the block's forward with saved-tensor hooks of `mover`. If `least` is None, nothing moves."""
     forward = block.forward
 
     @wraps(forward)
-    def offloading_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the block's own
+    def forward_and_offload(*args: Any, **kwargs: Any) -> Any:  # signature: the block's own
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         entering = _first_floating_point_tensor((args, kwargs))
@@ -82,7 +79,7 @@ def _make_offloading_forward(
         mover.end_forward_call(call)
         return result
 
-    return offloading_forward
+    return forward_and_offload
 
 
 @dataclass(eq=False)
@@ -125,11 +122,9 @@ class BlockForwardCall:
 
     def keeps_on_device(self, tensor: Tensor) -> bool:
         """Returns True if `tensor` stays on the device."""
-        if self.least_bytes is None or tensor.device != self.device:
+        if self.least_bytes is None or tensor.device != self.device or tensor.layout is not torch.strided:
             return True
-        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-            return True
-        if tensor.is_conj() or tensor.is_neg():
+        if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
             return True
         size = tensor.untyped_storage().nbytes()
         if size < max(self.least_bytes, 1) or size % tensor.itemsize:
@@ -167,9 +162,7 @@ class ActivationOffloader:
     def __init__(self, device: DeviceType, *, copier: HostCopier | None = None) -> None:
         self._device: DeviceType = device
         self._own = copier
-        self._storages: weakref.WeakValueDictionary[tuple[int, int], SavedStorage] = (
-            weakref.WeakValueDictionary()
-        )
+        self._storages = weakref.WeakValueDictionary[tuple[int, int], SavedStorage]()
         self._last: weakref.ref[BlockForwardCall] | None = None
         self._leaving: list[tuple[Any, list[SavedStorage]]] = []
         self._coming: list[PendingCopyToDevice] = []
@@ -179,13 +172,9 @@ class ActivationOffloader:
     ) -> BlockForwardCall:
         """Starts a forward call of `block`. `entering` is its first floating-point input, if any."""
         gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
-        call = BlockForwardCall(
-            block,
-            entering.device if entering is not None else None,
-            least_bytes,
-            before=self._last,
-            held=_parameter_and_buffer_storage_keys(block) if gathered else None,
-        )
+        held = _parameter_and_buffer_storage_keys(block) if gathered else None
+        device = entering.device if entering is not None else None
+        call = BlockForwardCall(block, device, least_bytes, before=self._last, held=held)
         self._last = weakref.ref(call)
         return call
 
@@ -284,9 +273,8 @@ class ActivationOffloader:
         if not absent:
             return
         assert call.device is not None, "what was moved was on a device"
-        copies, ticket = self._get_host_copier(call).copy_to_device(
-            [one.host for one in absent], device=call.device
-        )
+        copier = self._get_host_copier(call)
+        copies, ticket = copier.copy_to_device([one.host for one in absent], device=call.device)
         coming = PendingCopyToDevice(ticket, copies) if ticket is not None else None
         for storage, copy in zip(absent, copies, strict=True):
             storage.copy, storage.host, storage.pending_fetch = copy, None, coming

@@ -89,9 +89,8 @@ def _iterate_block_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn
     inner = stages if is_container and stages else members
     for key, child in inner.items():
         if len(stages) == len(members) and not _repeated_members(key, child):
-            yield _topmost_called_modules(
-                key, child
-            )  # [[attention, feed-forward], [attention, feed-forward], ...]
+            # [[attention, feed-forward], [attention, feed-forward], ...]
+            yield _topmost_called_modules(key, child)
         else:
             yield from _iterate_block_groups(key, child)
 

@@ -63,18 +63,15 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return ShardingTable(tuple(_make_parameter_row(p, names[id(p)], units=units) for p in model.parameters()))
+    return ShardingTable(tuple(_parameter_row(p, names[id(p)], units=units) for p in model.parameters()))
 
 
-def _make_parameter_row(
-    parameter: nn.Parameter, names: list[str], *, units: dict[str, str]
-) -> ShardingTableRow:
+def _parameter_row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) -> ShardingTableRow:
     local = local_tensor(parameter)
     placement = "whole"
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
-        placed = zip(axes, parameter.placements, strict=True)
-        placement = " ".join(f"{axis}={p}" for axis, p in placed)
+        placement = " ".join(f"{axis}={p}" for axis, p in zip(axes, parameter.placements, strict=True))
     return ShardingTableRow(
         unit=units.get(names[0].rpartition(".")[0], ""),
         parameter=names[0],

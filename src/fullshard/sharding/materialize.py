@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
+from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
 from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers
 from fullshard.sharding.rank0_values import Rank0Values
@@ -45,9 +45,7 @@ def parameters_on_meta() -> Generator[None]:
     """
     register = nn.Module.register_parameter
 
-    def register_on_meta(  # signature: torch's register_parameter
-        self: nn.Module, name: str, param: nn.Parameter | None
-    ) -> None:
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:  # signature: torch
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
@@ -65,22 +63,19 @@ def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan:
     Tied parameters stay tied. Frozen parameters keep their dtype, since they have no updates that rounding
     could lose. `fill_shards` makes real parameters again, also of scalars, which are not sharded.
     """
-    masters = {
-        id(p): TORCH_DTYPE[unit.settings(plan).precision.master]
-        for unit in units
-        for p in unit.parameters.values()
-    }
+    masters: dict[int, torch.dtype] = {}
+    for unit in units:
+        master = TORCH_DTYPE[unit.settings(plan).precision.master]
+        masters |= {id(p): master for p in unit.parameters.values()}
     whole_run = TORCH_DTYPE[plan.precision.master]
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in replaced:
                 trainable = parameter.requires_grad and parameter.is_floating_point()
+                dtype = masters.get(id(parameter), whole_run) if trainable else parameter.dtype
                 data = torch.empty_like(
-                    parameter,
-                    device="meta",
-                    dtype=masters.get(id(parameter), whole_run) if trainable else parameter.dtype,
-                    memory_format=torch.contiguous_format,
+                    parameter, device="meta", dtype=dtype, memory_format=torch.contiguous_format
                 )
                 replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = replaced[id(parameter)]  # pyright: ignore[reportPrivateUsage]
@@ -106,9 +101,8 @@ def fill_shards(
     init: initialiser of the parameters that `values` lacks; with "none" they are NaN until a load
     keep: called with the parameters of each unit, once they are set
     """
-    filler = _ModelValueSetter(
-        model, local_device(plan), seed=plan.run.run.seed, init=None if init == "none" else init
-    )
+    initialise = None if init == "none" else init
+    filler = _ModelValueSetter(model, local_device(plan), seed=plan.run.run.seed, init=initialise)
     filler.register_parameters(filler.stand_ins)
     try:
         for unit in units:
@@ -198,7 +192,7 @@ class _ModelValueSetter:
         self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
         self.parents = _parents_by_module(model)
         self.parameters = dict(model.named_parameters())
-        self.slots = _registrations_of_parameters(model, self.parameters)
+        self.slots = _registrations_of_parameters(model)
         self.stand_ins = {
             name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
             for name, p in self.parameters.items()
@@ -237,13 +231,11 @@ class _ModelValueSetter:
         """Allocates the shards of these parameters without values: NaN if `marked`, else uninitialised."""
         for name in names:
             old = self.parameters[name]
-            shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
-            local = torch.empty(shape, dtype=old.dtype, device=self.device)
+            local = torch.empty(local_tensor(old).shape, dtype=old.dtype, device=self.device)
             if marked:
                 _fill_nan(local)
-            self._set_parameter_data(
-                name, dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
-            )
+            data = dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
+            self._set_parameter_data(name, data)
 
     def initialise_whole_parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Runs the initialisers of these parameters. Returns whole values by name, in fp32 if trainable."""
@@ -251,7 +243,7 @@ class _ModelValueSetter:
             return {}
         self.register_parameters({name: self._make_nan_parameter(self.parameters[name]) for name in names})
         holders = {module for name in names for module, _ in self.slots[name]}
-        self._run_initialisers(_modules_and_their_ancestors(holders, self.parents))
+        self._run_initialisers(_with_ancestors(holders, self.parents))
         whole: dict[str, Tensor] = {}
         for name in names:
             module, key = self.slots[name][0]
@@ -263,8 +255,7 @@ class _ModelValueSetter:
 
     def _make_nan_parameter(self, like: nn.Parameter) -> nn.Parameter:
         dtype = torch.float32 if like.requires_grad else like.dtype
-        data = torch.empty(like.shape, dtype=dtype, device=self.device)
-        _fill_nan(data)
+        data = _fill_nan(torch.empty(like.shape, dtype=dtype, device=self.device))
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
@@ -309,9 +300,8 @@ class _ModelValueSetter:
     def set_buffers(self, values: Rank0Values) -> None:
         """Sets buffers to rank 0's; recomputes other meta buffers. Raises ShardError if a module cannot."""
         own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
-        replace_buffers(
-            self.model, {id(b): values.broadcast_and_remove(name, self.device).clone() for name, b in own}
-        )
+        replaced = {id(b): values.broadcast_and_remove(name, self.device).clone() for name, b in own}
+        replace_buffers(self.model, replaced)
         for module in self.model.modules():
             self._reset_meta_buffers(module)
 
@@ -323,8 +313,7 @@ class _ModelValueSetter:
         again = getattr(module, "reset_buffers", None) or getattr(module, "reset_running_stats", None)
         for key, buffer in meta.items():
             empty = torch.empty_like(buffer, device=self.device)
-            _fill_nan(empty)
-            module._buffers[key] = empty  # pyright: ignore[reportPrivateUsage]
+            module._buffers[key] = _fill_nan(empty)  # pyright: ignore[reportPrivateUsage]
         if again is not None:
             with torch.no_grad():
                 again()
@@ -380,24 +369,20 @@ def _cut_local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def local_device(plan: Plan) -> torch.device:
     """Returns the device on which this rank of the plan computes."""
-    on_cuda = plan.device == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _fill_nan(tensor: Tensor) -> None:
-    """Fills a tensor with NaN, which marks it as not initialised. Integer tensors stay unchanged."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
+def _fill_nan(tensor: Tensor) -> Tensor:
+    """Fills a tensor with NaN, which marks it as not initialised, and returns it. Integers stay unchanged."""
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _has_nan(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
-def _registrations_of_parameters(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, list[tuple[nn.Module, str]]]:
-    names = {id(parameter): name for name, parameter in parameters.items()}
+def _registrations_of_parameters(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -413,9 +398,7 @@ def _parents_by_module(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
     return parents
 
 
-def _modules_and_their_ancestors(
-    modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]
-) -> set[nn.Module]:
+def _with_ancestors(modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]) -> set[nn.Module]:
     found, left = set(modules), list(modules)
     while left:
         new = parents.get(left.pop(), set[nn.Module]()) - found

@@ -66,8 +66,7 @@ def process_group(
     kind = choose_device_type(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # A scheduler may make only its own GPU visible to each process, as number 0.
-    own = f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
-    own_device = torch.device(own)
+    own_device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu")
     if kind == "cuda":
         torch.cuda.set_device(own_device)
     if dist.is_initialized():
@@ -184,9 +183,8 @@ def _send_store_prefix_to_ranks(store: dist.Store, *, world_size: int, timeout: 
             store.set(f"{_MEETING}/answer/{own.decode()}", attempt)
             answered.add(own)
         if time.monotonic() > deadline:
-            raise _missing_ranks_error(
-                0, world_size, got=f"{here + 1} ranks after {timeout.total_seconds():.0f} s"
-            )
+            got = f"{here + 1} ranks after {timeout.total_seconds():.0f} s"
+            raise _missing_ranks_error(0, world_size, got=got)
         time.sleep(_TURN_SECONDS)
     return attempt
 
@@ -215,11 +213,10 @@ def build_mesh(plan: Plan) -> DeviceMesh:
             got=f"{dist.get_world_size()} ranks",
             fix="make the plan with world_size=torch.distributed.get_world_size()",
         )
-    if plan.replicate_degree == 1:
-        return init_device_mesh(plan.device, (plan.shard_degree,), mesh_dim_names=(SHARD_AXIS,))
-    return build_replicated_mesh(
-        plan.device, replicate_degree=plan.replicate_degree, shard_degree=plan.shard_degree
-    )
+    replicas, shards = plan.replicate_degree, plan.shard_degree
+    if replicas == 1:
+        return init_device_mesh(plan.device, (shards,), mesh_dim_names=(SHARD_AXIS,))
+    return build_replicated_mesh(plan.device, replicate_degree=replicas, shard_degree=shards)
 
 
 def build_replicated_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:

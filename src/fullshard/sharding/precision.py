@@ -8,11 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.spec.plan import Dtype, Precision
 
-TORCH_DTYPE: dict[Dtype, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def fsdp_mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:

@@ -20,21 +20,14 @@ from fullshard.spec.run import RecomputeSection
 _ATEN = torch.ops.aten
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
 # Looked up by name, since a build of torch has only the attention kernels of its own devices.
+_MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm")
+_ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _SAVED_NAMES = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_mm",
-    "_grouped_mm",
-    "_scaled_grouped_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
+    *_MATMUL_NAMES,
+    *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION_KINDS),
 )
-_MATMULS = frozenset(operation.default for operation in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm))
+_MATMULS = frozenset(getattr(_ATEN, name).default for name in _MATMUL_NAMES)
 SAVED_OPERATIONS = frozenset(getattr(_ATEN, name).default for name in _SAVED_NAMES if hasattr(_ATEN, name))
 
 

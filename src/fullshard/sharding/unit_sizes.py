@@ -46,11 +46,8 @@ def unit_size_messages(units: Sequence[Unit], plan: Plan) -> list[str]:
 
 
 def _small_units_messages(gathered: dict[Unit, int], plan: Plan) -> list[str]:
-    shares = {
-        unit: count / degree
-        for unit, count in gathered.items()
-        if (degree := unit.settings(plan).shard_degree) > 1
-    }
+    degrees = {unit: unit.settings(plan).shard_degree for unit in gathered}
+    shares = {unit: gathered[unit] / degree for unit, degree in degrees.items() if degree > 1}
     small = {unit: share for unit, share in shares.items() if share < LEAST_BYTES_A_RANK}
     if len(small) < FEW_UNITS or len(small) <= len(shares) / 2:
         return []

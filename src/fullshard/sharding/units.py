@@ -20,6 +20,7 @@ from fullshard.spec.plan import Plan, UnitSettings
 from fullshard.spec.run import UnitOverride, UnitSection
 
 Predicate = Callable[[str, nn.Module], bool]
+NamedModules = Mapping[str, nn.Module]
 ROOT = "(root)"
 
 
@@ -74,15 +75,13 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     return units
 
 
-def find_recompute_blocks(
-    model: nn.Module, section: UnitSection, *, units: Sequence[Unit]
-) -> list[nn.Module]:
+def find_recompute_blocks(model: nn.Module, section: UnitSection, *, units: list[Unit]) -> list[nn.Module]:
     """Returns the blocks that recompute and compilation apply to: the named blocks, or the repeated blocks.
 
     If the model has neither, these are the outermost modules chosen as units.
     """
     if section.policy == "block" and section.names:
-        return list(_find_modules_matching_patterns(model, section.names).values())
+        return list(_find_matching_modules(model, section.names).values())
     if blocks := find_repeated_blocks(model):
         return list(blocks.values())
     chosen = [module for unit in units if unit.is_block for module in unit.modules]
@@ -111,18 +110,13 @@ def _choose_units(model: nn.Module, section: UnitSection, *, predicate: Predicat
     if section.policy == "size":
         return _choose_units_by_size(model, section.min_parameters)
     if section.policy == "names":
-        return _make_unit_per_module(
-            _find_modules_matching_patterns(model, section.names), what="sharding.units.names"
-        )
+        named = _find_matching_modules(model, section.names)
+        return _make_unit_per_module(named, what="sharding.units.names")
     return _choose_units_by_block(model, section)
 
 
 def _choose_units_by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
-    blocks = (
-        _find_modules_matching_patterns(model, section.names)
-        if section.names
-        else find_repeated_blocks(model)
-    )
+    blocks = _find_matching_modules(model, section.names) if section.names else find_repeated_blocks(model)
     if not blocks:
         raise ShardError(
             f"{type(model).__name__} has no repeated block to make units of.",
@@ -141,9 +135,7 @@ def _choose_units_by_block(model: nn.Module, section: UnitSection) -> list[Unit]
     return units
 
 
-def _make_units_of_module_run(
-    paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool
-) -> list[Unit]:
+def _make_units_of_module_run(paths: NamedModules, run: NamedModules, *, last: bool) -> list[Unit]:
     """Makes one unit of the run's modules, except modules called from several places: one unit of each."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
@@ -154,7 +146,7 @@ def _make_units_of_module_run(
     return units
 
 
-def _make_expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Unit]:
+def _make_expert_units(model: nn.Module, blocks: NamedModules) -> list[Unit]:
     """Makes units of the modules named `experts`, so that they are separate from their block's attention.
 
     A rank does not call an expert that its tokens did not reach, while the other ranks would wait for it in
@@ -193,7 +185,7 @@ def _choose_units_by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
     return units
 
 
-def _find_modules_matching_patterns(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def _find_matching_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     modules = called_modules_with_parameters(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
@@ -213,14 +205,14 @@ def _is_outermost_match(name: str, pattern: str) -> bool:
     return not above and fnmatchcase(name, pattern)
 
 
-def _make_unit_per_module(named: Mapping[str, nn.Module], *, what: str) -> list[Unit]:
+def _make_unit_per_module(named: NamedModules, *, what: str) -> list[Unit]:
     if not named:
         raise ShardError(f"{what} chose no module.", fix="a rule that is true for the repeated blocks")
     return [Unit(name, (module,), is_block=True) for name, module in named.items()]
 
 
 # Sharing #
-def _make_units_disjoint(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
+def _make_units_disjoint(paths: NamedModules, units: list[Unit]) -> None:
     """Changes `units` in place until no module and no parameter is in two units; the root counts as a unit.
 
     A module in two units becomes a unit of its own. The modules that hold one parameter are joined into one
@@ -239,23 +231,17 @@ def _make_units_disjoint(paths: Mapping[str, nn.Module], units: list[Unit]) -> N
         elif holders is None:
             return
         elif holders & free:
-            free |= {
-                paths[above]
-                for name in paths
-                if paths[name] in holders
-                for above in _name_and_ancestor_names(name)
-            }
+            held = [name for name, module in paths.items() if module in holders]
+            free |= {paths[above] for name in held for above in _name_and_ancestor_names(name)}
             units[:] = [unit for unit in units if not free & set(unit.modules)]
         else:
             joined = [unit for unit in units if holders & set(unit.modules)]
             modules = holders.union(*(unit.modules for unit in joined))
             units[:] = [unit for unit in units if unit not in joined]
-            units.append(_make_joined_unit([module for module in names if module in modules], names))
+            units.append(_make_joined_unit(modules, names))
 
 
-def _find_module_in_two_units(
-    paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | None]
-) -> nn.Module | None:
+def _find_module_in_two_units(paths: NamedModules, owners: Mapping[str, Unit | None]) -> nn.Module | None:
     """Returns the first called module that occurs in two units, one of which may be the root, or None."""
     seen: dict[nn.Module, Unit | None] = {}
     for name, module in paths.items():
@@ -270,18 +256,20 @@ def _name_and_ancestor_names(name: str) -> list[str]:
     return [name, *_name_and_ancestor_names(name.rpartition(".")[0])] if name else []
 
 
-def _make_joined_unit(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
-    return Unit("+".join(names[module] for module in modules), tuple(modules))
+def _make_joined_unit(modules: set[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
+    """Makes one unit of `modules`, in the order of `names`."""
+    ordered = {name: module for module, name in names.items() if module in modules}
+    return Unit("+".join(ordered), tuple(ordered.values()))
 
 
-def _first_name_by_module(paths: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+def _first_name_by_module(paths: NamedModules) -> dict[nn.Module, str]:
     names: dict[nn.Module, str] = {}
     for name, module in paths.items():
         names.setdefault(module, name)
     return names
 
 
-def _find_holders_of_tied_parameters(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
+def _find_holders_of_tied_parameters(paths: NamedModules) -> dict[int, set[nn.Module]]:
     """Returns id(parameter) -> the called modules that hold it, for parameters with several such modules."""
     holders: dict[int, set[nn.Module]] = defaultdict(set)
     for name, module in paths.items():
@@ -290,9 +278,7 @@ def _find_holders_of_tied_parameters(paths: Mapping[str, nn.Module]) -> dict[int
     return {key: modules for key, modules in holders.items() if len(modules) > 1}
 
 
-def _innermost_unit_by_module_path(
-    paths: Mapping[str, nn.Module], units: Iterable[Unit]
-) -> dict[str, Unit | None]:
+def _innermost_unit_by_module_path(paths: NamedModules, units: Iterable[Unit]) -> dict[str, Unit | None]:
     """Returns module path -> the innermost unit that contains the module there; None stands for the root."""
     by_module = {module: unit for unit in units for module in unit.modules}
     owners: dict[str, Unit | None] = {}
@@ -303,7 +289,7 @@ def _innermost_unit_by_module_path(
 
 
 # Order #
-def _sort_units_innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> list[Unit]:
+def _sort_units_innermost_first(paths: NamedModules, units: Sequence[Unit]) -> list[Unit]:
     """Sorts units in order of registration, inner units before outer ones. Joins units inside each other."""
     names = _first_name_by_module(paths)
     position = {module: i for i, module in enumerate(names)}
@@ -313,9 +299,8 @@ def _sort_units_innermost_first(paths: Mapping[str, nn.Module], units: Sequence[
         # Units that are inside each other (crossed tied weights) can only be gathered as one unit.
         ring = [other for other in inside[unit] if other is not unit and unit in inside[other]]
         if ring:
-            modules = {module for one in (unit, *ring) for module in one.modules}
+            joined = _make_joined_unit({module for one in (unit, *ring) for module in one.modules}, names)
             rest = [other for other in units if other is not unit and other not in ring]
-            joined = _make_joined_unit([module for module in names if module in modules], names)
             return _sort_units_innermost_first(paths, [*rest, joined])
     ordered: dict[Unit, None] = {}
 
@@ -336,7 +321,7 @@ def _sort_units_innermost_first(paths: Mapping[str, nn.Module], units: Sequence[
     return list(ordered)
 
 
-def _units_inside_each_unit(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
+def _units_inside_each_unit(paths: NamedModules, units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
     """Returns unit -> all units inside it, at any depth."""
     by_module = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}

@@ -35,14 +35,8 @@ class CatalogChip(FrozenModel):
 
     @property
     def chip(self) -> Chip:
-        return Chip(
-            name=self.name,
-            device_names=self.device_names,
-            memory_bytes=self.memory_gib * 1024**3,
-            memory_bytes_per_second=self.memory_bytes_per_second,
-            flops_per_second=self.flops_per_second,
-            source=self.source,
-        )
+        shared_fields = self.model_dump(include=set(Chip.model_fields))
+        return Chip(memory_bytes=self.memory_gib * 1024**3, **shared_fields)
 
     def has_name(self, key: str) -> bool:
         """Returns True if `key`, a `normalized_chip_name`, is a name, alias or device name of the chip."""
@@ -115,11 +109,5 @@ def link_from_catalog(name: str) -> Link:
     base, hop = entry.base_seconds, entry.hop_seconds
     once = CollectiveRate(base_seconds=base, hop_seconds=hop, bytes_per_second=rate)
     twice = CollectiveRate(base_seconds=base, hop_seconds=2 * hop, bytes_per_second=rate / 2)
-    return Link(
-        name=name,
-        bytes_per_second=entry.bytes_per_second,
-        all_gather=once,
-        reduce_scatter=once,
-        all_reduce=twice,
-        source=entry.source,
-    )
+    collectives = {"all_gather": once, "reduce_scatter": once, "all_reduce": twice}
+    return Link(name=name, bytes_per_second=entry.bytes_per_second, source=entry.source, **collectives)

@@ -69,7 +69,7 @@ class DataSection(DataSourceFields):
     """Settings of the training data, its tokenizer and the packing of documents into sequences.
 
     `source`: `stdlib`: the standard library of the running interpreter. `text`: one document per file.
-        `python`: any Batches from `factory`. The others: docs/data.md.
+        `python`: any data from `factory`. The others: docs/data.md.
     `sources`: several sources instead of one. The keys from `paths` to `eod_token` are explained in
         docs/data.md.
     `factory`: `package.module:make`, called with the run; `options` are its options

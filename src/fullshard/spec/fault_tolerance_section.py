@@ -40,13 +40,9 @@ class CheckpointSection(FrozenModel):
     export: bool = False
 
     @model_validator(mode="after")
-    def _check_per_node_directory(self) -> Self:
+    def _check_storage_and_layout(self) -> Self:
         if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
             raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
-        return self
-
-    @model_validator(mode="after")
-    def _check_export_layout(self) -> Self:
         if self.export and self.layout == "ranks":
             raise ValueError('export = true needs layout = "sharded"')
         return self
@@ -88,6 +84,5 @@ class FaultToleranceSection(FrozenModel):
     @property
     def process_group_timeout_seconds(self) -> float:
         """Timeout of the process group, s; longer than the watchdog's, whose report has more detail."""
-        return max(
-            self.collective_timeout_seconds, 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor
-        )
+        after_watchdog_seconds = 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor
+        return max(self.collective_timeout_seconds, after_watchdog_seconds)

@@ -20,7 +20,6 @@ _BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from t
 class ShardSize:
     """Sizes of the shards of one trained parameter.
 
-    name: the parameter's name
     numel: elements of this rank's shard
     max_numel: elements of the largest shard of any rank
     dtype: torch's name of the dtype (`float32`)

@@ -244,9 +244,8 @@ class Hardware(FrozenModel):
 
     def save(self, path: str | Path) -> None:
         """Writes a hardware.toml with comments, which `load` reads back. Raises SpecError if it cannot."""
-        notes: dict[str, str] = {}
-        for section in (Chip, Rates, Link, CollectiveRate, Hardware):
-            notes |= field_descriptions(section)
+        sections = (Chip, Rates, Link, CollectiveRate, Hardware)
+        notes = dict(note for section in sections for note in field_descriptions(section).items())
         notes.pop("source")
         data = self.model_dump(mode="json", exclude_none=True)
         text = toml_text(data, head=_FILE_HEAD, comment=lambda keys: notes.get(keys[-1]))

@@ -45,32 +45,24 @@ def hardware_on(text: str) -> Hardware:
     counts = [int(count) for count in (first, second) if count is not None]
     if 0 in counts:
         raise SpecError("there is no hardware with 0 of anything.", got=text, fix=_EXAMPLES)
-    hardware = (
-        _read_hardware_file(Path(name))
-        if name.lower().endswith(".toml")
-        else uncalibrated_hardware(_catalog_chip_by_name(name, text))
-    )
+    is_file = name.lower().endswith(".toml")
+    hardware = _read_hardware_file(Path(name)) if is_file else uncalibrated_hardware(_find_chip(name, text))
     if not counts:
         return hardware
-    if len(counts) == 2:
-        return _hardware_with_layout(hardware, nodes=counts[0], ranks_per_node=counts[1])
-    nodes, ranks_per_node = _nodes_and_ranks_per_node(counts[0], hardware, text=text)
-    return _hardware_with_layout(hardware, nodes=nodes, ranks_per_node=ranks_per_node)
+    layout = counts if len(counts) == 2 else _nodes_and_ranks_per_node(counts[0], hardware, text=text)
+    return _hardware_with_layout(hardware, nodes=layout[0], ranks_per_node=layout[1])
 
 
 def uncalibrated_hardware(entry: CatalogChip) -> Hardware:
     """Returns hardware of one rank on a chip of the catalog, with the catalog's rates."""
     table = read_default_rate_figures()
     memory = table.memory_use
-    rates = default_gpu_rates(
-        entry.chip, matmul_flops_per_second=entry.matmul_flops_per_second, attention=entry.attention
-    )
-    sources = (entry.matmul_source, entry.attention_source)
+    sources = ("catalog, not calibrated", entry.matmul_source, entry.attention_source)
     return Hardware(
         name=entry.name,
         device="cuda",  # any device with its own memory
         chip=entry.chip,
-        rates=rates,
+        rates=default_gpu_rates(entry),
         within=link_from_catalog(entry.within),
         across=link_from_catalog(entry.across),
         contention=table.overlap.contention,
@@ -79,20 +71,16 @@ def uncalibrated_hardware(entry: CatalogChip) -> Hardware:
         fragmentation=memory.fragmentation,
         usable_fraction=memory.ecc_fraction if entry.ecc else memory.usable_fraction,
         host_bytes_per_second=entry.host_bytes_per_second * table.host.copy_efficiency,
-        source="; ".join(["catalog, not calibrated", *filter(None, sources)]),
+        source="; ".join(filter(None, sources)),
     )
 
 
-def _catalog_chip_by_name(name: str, text: str) -> CatalogChip:
-    key = normalized_chip_name(name)
-    found = next((entry for entry in read_catalog_chips() if entry.has_name(key)), None)
+def _find_chip(name: str, text: str) -> CatalogChip:
+    key, chips = normalized_chip_name(name), read_catalog_chips()
+    found = next((chip for chip in chips if chip.has_name(key)), None)
     if found is not None:
         return found
-    known = {
-        normalized_chip_name(alias): entry.name
-        for entry in read_catalog_chips()
-        for alias in (entry.name, *entry.aliases)
-    }
+    known = {normalized_chip_name(alias): chip.name for chip in chips for alias in (chip.name, *chip.aliases)}
     near = dict.fromkeys(known[one] for one in difflib.get_close_matches(key, known, n=3, cutoff=0.5))
     raise SpecError(
         f"{name!r} is no chip of the catalog.",
@@ -103,8 +91,7 @@ def _catalog_chip_by_name(name: str, text: str) -> CatalogChip:
 
 def _nodes_and_ranks_per_node(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
     """Returns (nodes, ranks per node) for `count` chips. Raises SpecError if they do not fill the nodes."""
-    entry = find_catalog_entry(hardware.chip)
-    size = entry.ranks_per_node if entry is not None else hardware.ranks_per_node
+    size = (find_catalog_entry(hardware.chip) or hardware).ranks_per_node
     if count <= size:
         return 1, count
     if count % size:
@@ -141,32 +128,20 @@ def _read_hardware_file(path: Path) -> Hardware:
 
 def _parse_chip(chip: Any, path: Path) -> CatalogChip:
     if isinstance(chip, str):
-        return _catalog_chip_by_name(chip, f'chip = "{chip}" in {path}')
+        return _find_chip(chip, f'chip = "{chip}" in {path}')
     if not isinstance(chip, Mapping):
         raise SpecError(f"{path}: chip is missing.", fix='chip = "H100", or a table [chip] with its peaks')
     own = {"device_names": (), "source": str(path), **chip}
     whole = Chip.parse(own, source=f"{path}, [chip]")
     if "bf16" not in whole.flops_per_second:
         raise SpecError(f"{path}: the chip's bf16 peak is missing.", fix="flops_per_second.bf16")
-    plain = read_catalog_chips()[0]
-    return plain.model_copy(
-        update={
-            "name": whole.name,
-            "device_names": whole.device_names,
-            "aliases": (),
-            "memory_gib": whole.memory_bytes / 1024**3,
-            "memory_bytes_per_second": whole.memory_bytes_per_second,
-            "flops_per_second": whole.flops_per_second,
-            "source": whole.source,
-            "matmul_flops_per_second": None,
-            "attention": None,
-        }
-    )
+    known = whole.model_dump(exclude={"memory_bytes"}) | {"memory_gib": whole.memory_bytes / 1024**3}
+    unknown = {"aliases": (), "matmul_flops_per_second": None, "attention": None}
+    return read_catalog_chips()[0].model_copy(update=known | unknown)
 
 
 def _parse_link(name: str, path: Path) -> Link:
-    if name not in read_catalog_links():
-        raise SpecError(
-            f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(read_catalog_links())}"
-        )
+    links = read_catalog_links()
+    if name not in links:
+        raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(links)}")
     return link_from_catalog(name)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, computed_field, model_validator
 
 from fullshard.spec.hardware import ComputeDtype
+from fullshard.spec.prediction import SecondsByCause
 from fullshard.spec.run import Strategy
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fullshard.system.files import write_file_atomically
@@ -104,7 +105,7 @@ class Throughput(FrozenModel):
         return self.seconds / self.timed_steps if self.timed_steps else None
 
 
-class StepSeconds(FrozenModel):
+class StepSeconds(SecondsByCause):
     """Measured seconds of one step by cause. See `fullshard.profiler.trace`.
 
     compute                 forward and backward (including recompute); on CUDA, while one of its kernels runs
@@ -127,17 +128,9 @@ class StepSeconds(FrozenModel):
     other: NonNegativeFloat = 0.0
 
     @property
-    def total(self) -> float:
-        return sum(self.terms().values())
-
-    @property
     def exposed_collective_seconds(self) -> float:
         """Seconds of waiting for all collectives."""
         return self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
-
-    def terms(self) -> dict[str, float]:
-        """Returns the terms by name, in the order of the fields."""
-        return {name: float(value) for name, value in self}
 
     def scaled_to(self, total: float) -> "StepSeconds":
         """Returns the terms scaled so that they sum to `total`: term · total / self.total."""
@@ -148,10 +141,7 @@ class StepSeconds(FrozenModel):
 class MemoryParts(FrozenModel):
     """Bytes of live tensors on one rank at the peak, by kind.
 
-    parameter_shards: the rank's shards of the parameters
-    gradients: the rank's shards of the gradients
-    optimizer_state: optimizer state of the rank's shards
-    buffers: buffers of the model
+    parameter_shards, gradients, optimizer_state: those of the rank's shards
     units_in_flight: unsharded parameters and the buffers of collectives; in `rest` on CUDA, whose allocator
         does not distinguish them
     rest: batch, activations, unreduced gradients of a unit, temporaries
@@ -246,12 +236,10 @@ class Measurement(FrozenModel):
     @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation; None if the speed, the FLOP per token or the peak is unknown."""
-        rate = self.tokens_per_second
-        if rate is None or self.flops_per_token is None or self.peak is None:
+        rate, flops, peak = self.tokens_per_second, self.flops_per_token, self.peak
+        if rate is None or flops is None or peak is None:
             return None
-        return rate / peak_tokens_per_second(
-            self.peak, flops_per_token=self.flops_per_token, world_size=self.world_size
-        )
+        return rate / peak_tokens_per_second(peak, flops_per_token=flops, world_size=self.world_size)
 
     @property
     def last_step(self) -> int:

@@ -12,13 +12,7 @@ from fullshard.spec.run import RecomputeSection, UnitOverride
 from fullshard.spec.value import FrozenModel
 
 Event = Literal[
-    "start",
-    "pre_forward",
-    "post_forward",
-    "end_forward",
-    "pre_backward",
-    "post_backward",
-    "end_backward",
+    "start", "pre_forward", "post_forward", "end_forward", "pre_backward", "post_backward", "end_backward"
 ]
 
 
@@ -168,12 +162,12 @@ class MicrobatchTrace(FrozenModel):
     def is_valid_for(self, recompute: RecomputeSection, microbatch: int) -> bool:
         """Returns True if the trace is valid for these settings."""
         asked, own = recompute, self.recompute
-        same = asked.mode == own.mode and (
-            asked.block_period == own.block_period
+        return (
+            self.microbatch in (None, microbatch)
+            and (asked.mode, asked.block_period) == (own.mode, own.block_period)
             and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )
-        return same and self.microbatch in (None, microbatch)
 
 
 class ModelSpec(FrozenModel):
@@ -220,10 +214,7 @@ class ModelSpec(FrozenModel):
         return tuple(kinds)
 
     def choose_trace(self, recompute: RecomputeSection, microbatch: int) -> MicrobatchTrace:
-        """Returns the trace that is valid for these settings. Raises PlanError if there is none.
-
-        A trace for exactly this microbatch is preferred to one for any microbatch.
-        """
+        """Returns the valid trace, preferably for just this microbatch. Raises PlanError if none is valid."""
         fitting = [trace for trace in self.traces if trace.is_valid_for(recompute, microbatch)]
         if not fitting:
             raise PlanError(

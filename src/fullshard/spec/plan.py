@@ -158,6 +158,9 @@ class Plan(FrozenModel):
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")
 
 
+_NO_OVERRIDE = UnitOverride(match="")
+
+
 class UnitSettings(FrozenModel):
     """The mesh degrees, dtypes and reshard policy of one unit."""
 
@@ -172,22 +175,19 @@ class UnitSettings(FrozenModel):
 
         kept: True keeps the unit gathered after forward, because its backward comes next
         """
-        unsharded = override is not None and override.strategy is not None
-        named = override.precision if override is not None else None
+        own = override or _NO_OVERRIDE
+        unsharded = own.strategy is not None
+        reshard = False if kept else plan.reshard_after_forward
+        if unsharded:
+            reshard = plan.strategy is not Strategy.ZERO1
+        if own.reshard_after_forward is not None:
+            reshard = own.reshard_after_forward
         return cls(
             replicate_degree=plan.data_parallel_degree if unsharded else plan.replicate_degree,
             shard_degree=1 if unsharded else plan.shard_degree,
-            reshard_after_forward=_unit_reshard_after_forward(plan, override, kept=kept),
-            precision=plan.precision if named is None else Precision.from_mode(named, plan.run),
+            reshard_after_forward=reshard,
+            precision=Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision,
         )
-
-
-def _unit_reshard_after_forward(plan: Plan, override: UnitOverride | None, *, kept: bool) -> bool | int:
-    if override is not None and override.reshard_after_forward is not None:
-        return override.reshard_after_forward
-    if override is not None and override.strategy is not None:
-        return plan.strategy is not Strategy.ZERO1
-    return False if kept else plan.reshard_after_forward
 
 
 def check_run_is_trainable(run: Run) -> None:
@@ -249,20 +249,18 @@ def _replicate_and_shard_degrees(run: Run, world_size: int) -> tuple[int, int]:
         return world_size, 1
     if strategy not in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2):
         return 1, world_size
+    if degree is not None and world_size % degree == 0:
+        return world_size // degree, degree
+    fix = f"sharding.shard_degree = one of {_divisors(world_size)}"
     if degree is None:
-        raise PlanError(
-            f"{strategy} needs to know over how many ranks it shards.",
-            got="no sharding.shard_degree",
-            fix=f"sharding.shard_degree = one of {_divisors(world_size)}",
-        )
-    if world_size % degree:
-        raise PlanError(
-            f"{strategy} cannot lay {world_size} ranks out in groups of {degree}.",
-            got=f"sharding.shard_degree = {degree}, {world_size} ranks",
-            why="every rank must be in one shard group, all groups alike",
-            fix=f"sharding.shard_degree = one of {_divisors(world_size)}",
-        )
-    return world_size // degree, degree
+        what = f"{strategy} needs to know over how many ranks it shards."
+        raise PlanError(what, got="no sharding.shard_degree", fix=fix)
+    raise PlanError(
+        f"{strategy} cannot lay {world_size} ranks out in groups of {degree}.",
+        got=f"sharding.shard_degree = {degree}, {world_size} ranks",
+        why="every rank must be in one shard group, all groups alike",
+        fix=fix,
+    )
 
 
 def _microbatch_and_accumulation(run: Run, world_size: int) -> tuple[int, int]:
@@ -293,21 +291,19 @@ def _check_optimizer_in_backward(run: Run, *, microbatch: int, accumulation: int
 
 
 def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:
-    strategy, reshard_after_forward = run.sharding.strategy, run.sharding.reshard_after_forward
-    if reshard_after_forward is None:
+    strategy, ranks = run.sharding.strategy, run.sharding.reshard_after_forward
+    if ranks is None:
         return strategy in (Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-    if shard_degree % reshard_after_forward or reshard_after_forward in (1, shard_degree):
-        proper = [d for d in _divisors(shard_degree) if d not in (1, shard_degree)]
+    if shard_degree % ranks or ranks in (1, shard_degree):
+        proper = [degree for degree in _divisors(shard_degree) if degree not in (1, shard_degree)]
+        one_of = f"sharding.reshard_after_forward = one of {proper}"
         raise PlanError(
-            f"parameters sharded over {shard_degree} ranks cannot be kept "
-            f"over {reshard_after_forward} after forward.",
-            got=f"sharding.reshard_after_forward = {reshard_after_forward}",
+            f"parameters sharded over {shard_degree} ranks cannot be kept over {ranks} after forward.",
+            got=f"sharding.reshard_after_forward = {ranks}",
             why="it must divide the shard degree; 1 would be shard_grad_op, and all of them full_shard",
-            fix=f"sharding.reshard_after_forward = one of {proper}"
-            if proper
-            else "more ranks, or leave reshard_after_forward out",
+            fix=one_of if proper else "more ranks, or leave reshard_after_forward out",
         )
-    return reshard_after_forward
+    return ranks
 
 
 def _divisors(n: int) -> list[int]:

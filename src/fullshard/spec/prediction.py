@@ -53,7 +53,19 @@ class MemoryTerms(FrozenModel):
         return {name: value for name, value in self if isinstance(value, int)}
 
 
-class TimeTerms(FrozenModel):
+class SecondsByCause(FrozenModel):
+    """Seconds of a training step, with a field for each cause."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, float]:
+        """Returns the terms by name, in the order of the fields."""
+        return {name: float(value) for name, value in self}
+
+
+class TimeTerms(SecondsByCause):
     """Predicted seconds of one optimizer step on the slowest rank, by cause.
 
     compute                 forward and backward kernels, with the gaps in which the device waits for the host
@@ -81,14 +93,6 @@ class TimeTerms(FrozenModel):
     optimizer: NonNegativeFloat = 0.0
     offload: NonNegativeFloat = 0.0
     stragglers: NonNegativeFloat = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self.terms().values())
-
-    def terms(self) -> dict[str, float]:
-        """Returns the terms by name, in the order of the fields."""
-        return {name: float(value) for name, value in self}
 
 
 class OffloadTerms(FrozenModel):
@@ -187,10 +191,8 @@ class Prediction(FrozenModel):
 
     @property
     def fits_in_memory(self) -> bool:
-        return (
-            fits_in_host_memory(self.offload, self.activations)
-            and self.required_device_bytes <= self.capacity_bytes
-        )
+        in_host = fits_in_host_memory(self.offload, self.activations)
+        return in_host and self.required_device_bytes <= self.capacity_bytes
 
 
 def fits_in_host_memory(*terms: OffloadTerms | ActivationOffloadTerms | None) -> bool:

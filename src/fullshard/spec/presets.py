@@ -39,7 +39,6 @@ _NOT_EXPRESSED = (
 class Preset(FrozenModel):
     """A known model with its sizes as a reference decoder.
 
-    name: short name of the model
     repository: name on huggingface.co, where its config.json has these sizes
     differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
     """
@@ -48,10 +47,6 @@ class Preset(FrozenModel):
     repository: str
     model: DecoderConfig
     differs: str = ""
-
-    @property
-    def config_url(self) -> str:
-        return f"https://huggingface.co/{self.repository}/blob/main/config.json"
 
 
 @cache

@@ -2,14 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import SpecError
 from fullshard.spec.model_section import MOST_LAYERS, DecoderConfig
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS
-from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
+from fullshard.spec.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes
 from fullshard.spec.value import FrozenModel
 
 CONFIG_NAME = "config.json"
@@ -97,24 +97,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def check_config_sizes(config: Mapping[str, Any], *, source: str) -> None:
     """Raises SpecError for integers of more than 64 bits, and for more than MOST_LAYERS blocks."""
-    for key, value in _iterate_integers_with_keys(config, ""):
+    for keys, value in iterate_integers(config):
+        key = ".".join(keys)
         layers = _LAYERS.fullmatch(key.rpartition(".")[2]) is not None
         most = MOST_LAYERS if layers else 2**63 - 1
         if abs(value) > most:
             digits = f"{value:,}" if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
             raise SpecError(f"{source}: {key} is too large.", got=digits, why=f"at most {most:,}")
-
-
-def _iterate_integers_with_keys(value: Any, key: str) -> Iterator[tuple[str, int]]:
-    """Yields (dotted key, number) for every integer in `value`."""
-    if isinstance(value, Mapping):
-        for name, inner in cast(Mapping[Any, Any], value).items():
-            yield from _iterate_integers_with_keys(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for inner in cast(Sequence[Any], value):
-            yield from _iterate_integers_with_keys(inner, key)
-    elif isinstance(value, int):
-        yield key, value
 
 
 def find_decoder_incompatibility(config: Mapping[str, Any]) -> str | None:
@@ -153,9 +142,8 @@ def convert_to_decoder(config: Mapping[str, Any], *, source: str) -> DecoderConv
         "norm_eps": config.get("rms_norm_eps"),
         "tied": config.get("tie_word_embeddings", config["model_type"] == "smollm3"),
     }
-    model = DecoderConfig.parse(
-        {key: value for key, value in sizes.items() if value is not None}, source=source
-    )
+    known = {key: value for key, value in sizes.items() if value is not None}
+    model = DecoderConfig.parse(known, source=source)
     missing = [key for key in ("vocabulary", "layers", "d_ff") if sizes[key] is None]
     if missing:
         raise SpecError(f"{source}: sizes are missing.", got=f"no {' and no '.join(missing)}")

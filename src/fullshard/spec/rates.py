@@ -5,7 +5,8 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from fullshard.spec.hardware import Chip, ComputeDtype, Curve, RatePoint, Rates
+from fullshard.spec.catalog import CatalogChip
+from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint, Rates
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -78,23 +79,20 @@ def read_default_rate_figures() -> DefaultRateFigures:
     return DefaultRateFigures.parse(tables, source="rates.toml")
 
 
-def default_gpu_rates(
-    chip: Chip, *, matmul_flops_per_second: float | None, attention: tuple[float, float] | None
-) -> Rates:
+def default_gpu_rates(chip: CatalogChip) -> Rates:
     """Returns the rates of one GPU of this kind, estimated from its peaks and the curves in `rates.toml`.
 
         matmul rate(FLOP)  = sustained * curve(FLOP / peak FLOP/s)
         memory rate(bytes) = peak bytes/s * curve(bytes / peak bytes/s)
 
-    matmul_flops_per_second: the sustained bf16 rate; other dtypes sustain the same fraction of their peaks
-    attention: (forward, backward), the sustained fractions of the matmul peak; the curve is that of matmuls
+    `chip.matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
+    peaks. `chip.attention` has the sustained fractions of the matmul peak; the curve is that of matmuls.
     """
     table = read_default_rate_figures()
     known = chip.flops_per_second
-    sustained = table.matmul.sustained
-    if matmul_flops_per_second is not None:
-        sustained = matmul_flops_per_second / known["bf16"]
-    forward, backward = attention or (table.attention.forward, table.attention.backward)
+    measured = chip.matmul_flops_per_second
+    sustained = table.matmul.sustained if measured is None else measured / known["bf16"]
+    forward, backward = chip.attention or (table.attention.forward, table.attention.backward)
 
     def curves_by_dtype(part: float) -> dict[ComputeDtype, Curve]:
         return {dtype: _rate_curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}
@@ -128,10 +126,8 @@ def default_cpu_rates(cores: float) -> Rates:
 
 
 def _rate_curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
-    return tuple(
-        RatePoint(_round_to_four_digits(seconds * peak), _round_to_four_digits(peak * reached * part))
-        for seconds, reached in shape
-    )
+    points = ((seconds * peak, peak * reached * part) for seconds, reached in shape)
+    return tuple(RatePoint(_round_to_four_digits(size), _round_to_four_digits(rate)) for size, rate in points)
 
 
 def _round_to_four_digits(figure: float) -> float:

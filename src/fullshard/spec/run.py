@@ -57,10 +57,7 @@ STRATEGY_ALIASES = {
 
 
 def parse_strategy(name: object) -> object:
-    """Returns the Strategy with this name or alias, or "auto". Raises ValueError for any other text.
-
-    A value that is not text is returned unchanged.
-    """
+    """Returns the Strategy of a name or alias; "auto" and non-text unchanged. Raises ValueError otherwise."""
     if not isinstance(name, str) or isinstance(name, Strategy):
         return name
     key = name.lower().replace("-", "_").strip("_")
@@ -214,10 +211,8 @@ class ShardingSection(FrozenModel):
         hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
         if self.shard_degree is not None and not hybrid:
             raise ValueError(f"shard_degree is for hybrid strategies, not for {self.strategy}")
-        if self.reshard_after_forward is not None and self.strategy not in (
-            Strategy.FULL_SHARD,
-            Strategy.HYBRID_SHARD,
-        ):
+        reshards = self.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+        if self.reshard_after_forward is not None and not reshards:
             raise ValueError(
                 f"reshard_after_forward needs a strategy that reshards after forward, not {self.strategy}"
             )
@@ -407,12 +402,11 @@ class Run(FrozenModel):
 
     @model_validator(mode="after")
     def _check_sequence_length(self) -> Self:
-        if not isinstance(self.model, DecoderConfig):
-            return self  # the model's positions are known only once it is built
-        if self.data.sequence_length > self.model.max_sequence:
+        length, model = self.data.sequence_length, self.model
+        # The positions of other models are known only once they are built.
+        if isinstance(model, DecoderConfig) and length > model.max_sequence:
             raise ValueError(
-                f"data.sequence_length = {self.data.sequence_length} is over "
-                f"model.max_sequence = {self.model.max_sequence}"
+                f"data.sequence_length = {length} is over model.max_sequence = {model.max_sequence}"
             )
         return self
 

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -100,10 +100,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Returns the tables of the TOML `text`.
-
-    Raises TomlError for other text, and ValueError for more than 100 levels or integers of over 64 bits.
-    """
+    """Returns the tables of TOML text. Raises TomlError, or ValueError over 100 levels or 64-bit integers."""
     try:
         tree = tomllib.loads(f"{text}\n")  # with the newline, an error at the end has a line, too
     except RecursionError:
@@ -138,16 +135,23 @@ def _contained_values(value: Any) -> Iterable[Any]:
     return cast(list[Any], value) if isinstance(value, list | tuple | set) else ()
 
 
-def check_integer_sizes(value: Any, keys: tuple[str, ...] = ()) -> None:
-    """Raises ValueError for an integer of more than 64 bits in `value`, which is found at `keys`."""
-    if isinstance(value, dict):
-        for key, inner in cast(dict[Any, Any], value).items():
-            check_integer_sizes(inner, (*keys, str(key)))
+def check_integer_sizes(tree: Any) -> None:
+    """Raises ValueError for an integer of more than 64 bits in `tree`."""
+    for keys, value in iterate_integers(tree):
+        if not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
+            raise _integer_too_large_error(f"{'.'.join(keys)} is")
+
+
+def iterate_integers(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields (keys of the mappings that lead to it, integer) for every integer in `value`."""
+    if isinstance(value, Mapping):
+        for key, inner in cast(Mapping[Any, Any], value).items():
+            yield from iterate_integers(inner, (*keys, str(key)))
     elif isinstance(value, list | tuple | set):
-        for inner in cast(list[Any], value):
-            check_integer_sizes(inner, keys)
-    elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
-        raise _integer_too_large_error(f"{'.'.join(keys)} is")
+        for inner in cast(Iterable[Any], value):
+            yield from iterate_integers(inner, keys)
+    elif isinstance(value, int):
+        yield keys, value
 
 
 def _toml_error_message(message: str, text: str) -> str:

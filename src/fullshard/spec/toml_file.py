@@ -37,8 +37,8 @@ def _iterate_table_lines(
     tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
     if not tables or len(tables) < len(data):
         yield ""
-    if path and (not tables or len(tables) < len(data)):
-        yield _line_with_comment(f"[{'.'.join(map(_toml_key, path))}]", comment(path))
+        if path:
+            yield _line_with_comment(f"[{'.'.join(map(_toml_key, path))}]", comment(path))
     for key, value in data.items():
         if key not in tables:
             yield _line_with_comment(f"{_toml_key(key)} = {format_toml_value(value)}", comment([*path, key]))
@@ -59,11 +59,8 @@ def _comment_text(text: str) -> str:
 
 
 def _toml_key(name: str) -> str:
-    return (
-        name
-        if name.replace("_", "").replace("-", "").isalnum() and name.isascii()
-        else format_toml_value(name)
-    )
+    bare = name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+    return name if bare else format_toml_value(name)
 
 
 def format_toml_value(value: Any) -> str:

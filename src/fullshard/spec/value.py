@@ -93,6 +93,9 @@ class FrozenModel(BaseModel):
             raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
 
 
+_Section = type[FrozenModel]
+
+
 def field_descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Returns the first sentence about each field in the docstring of `section`, by field name."""
     found: dict[str, str] = {}
@@ -104,7 +107,7 @@ def field_descriptions(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _spec_error_from_validation(
-    cls: type[FrozenModel], error: ValidationError, *, source: str, overridden: Sequence[str]
+    cls: _Section, error: ValidationError, *, source: str, overridden: Sequence[str]
 ) -> SpecError:
     # An unknown key comes first: it may be a misspelled required key.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
@@ -114,9 +117,8 @@ def _spec_error_from_validation(
     more = f" (and {len(errors) - len(same)} more)" if len(errors) > len(same) else ""
     if first["type"] == "extra_forbidden":
         unknown = [[str(part) for part in one["loc"]] for one in errors if one["type"] == first["type"]]
-        return _other_section_key_error(cls, unknown, source=source) or _unknown_key_error(
-            cls, unknown[0], source=source, more=more
-        )
+        other = _other_section_key_error(cls, unknown, source=source)
+        return other or _unknown_key_error(cls, unknown[0], source=source, more=more)
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
     messages = (one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same)
@@ -151,14 +153,12 @@ def _similar_names_text(text: str, names: Sequence[str]) -> str | None:
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
-def _dotted_key(cls: type[FrozenModel], location: Sequence[str | int]) -> str:
+def _dotted_key(cls: _Section, location: Sequence[str | int]) -> str:
     """Returns the dotted key of a pydantic error location: `train.steps` for `("train", "steps", "int")`."""
     return ".".join(_keys_and_section(cls, location)[0])
 
 
-def _keys_and_section(
-    cls: type[FrozenModel], location: Sequence[str | int]
-) -> tuple[list[str], type[FrozenModel]]:
+def _keys_and_section(cls: _Section, location: Sequence[str | int]) -> tuple[list[str], _Section]:
     """Returns (keys of a pydantic error location, the section that contains the last key).
 
     In a union, pydantic adds the branch to the location: for sections, the class name between the keys.
@@ -179,11 +179,8 @@ def _keys_and_section(
     return parts, section
 
 
-def _unknown_key_error(
-    cls: type[FrozenModel], location: Sequence[str], *, source: str, more: str
-) -> SpecError:
-    names, section = _keys_and_section(cls, location)
-    *path, key = names
+def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, more: str) -> SpecError:
+    [*path, key], section = _keys_and_section(cls, location)
     known = list(section.model_fields)
     elsewhere = [name for name in _iterate_dotted_keys(cls) if name.endswith(f".{key}")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -196,20 +193,18 @@ def _unknown_key_error(
     else:
         fix = f"one of {', '.join(known)}"
     where = f"[{'.'.join(path)}]" if path else "the file"
-    return SpecError(f"{source}: unknown key {'.'.join(names)!r}{more}.", got=f"{key} in {where}", fix=fix)
+    return SpecError(
+        f"{source}: unknown key {'.'.join([*path, key])!r}{more}.", got=f"{key} in {where}", fix=fix
+    )
 
 
-def _other_section_key_error(
-    cls: type[FrozenModel], locations: Sequence[Sequence[str]], *, source: str
-) -> SpecError | None:
+def _other_section_key_error(cls: _Section, locations: list[list[str]], *, source: str) -> SpecError | None:
     """Returns the error for keys that only another type in the union of sections has; None if none has."""
     paths = [_keys_and_section(cls, location) for location in locations]
     ([*path, key], section), kinds = paths[0], [cls]
     for part in path:
         fields = (kind.model_fields.get(part) for kind in kinds)
-        kinds = [
-            kind for field in fields if field is not None for kind in _list_model_types(field.annotation)
-        ]
+        kinds = [kind for field in fields if field for kind in _list_model_types(field.annotation)]
     others = [kind for kind in kinds if key in kind.model_fields]
     if not others:
         return None
@@ -227,7 +222,7 @@ def _other_section_key_error(
     )
 
 
-def _iterate_dotted_keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[str]:
+def _iterate_dotted_keys(cls: _Section, prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
         inner = _list_model_types(field.annotation)
@@ -237,7 +232,7 @@ def _iterate_dotted_keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[s
             yield f"{prefix}{name}"
 
 
-def _list_model_types(annotation: Any) -> list[type[FrozenModel]]:
+def _list_model_types(annotation: Any) -> list[_Section]:
     """Returns the FrozenModel types in a field's annotation: `A | tuple[B, ...]` -> [A, B]."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
         return [annotation]

@@ -18,11 +18,9 @@ class BoxCopy:
     Element i of the box (a multi-dimensional index) is element `begin` + sum(i · `strides`) of the source,
     which its file stores in row-major order.
 
-    source: name of the source tensor
     begin: offset of the box's first element in the source, in elements
     strides: source elements from one index to the next, for each dim of the box
     at: index of the box's first element in the target
-    shape: shape of the box
     """
 
     source: str
@@ -87,8 +85,7 @@ def map_weights_by_name(
     for source, shape in saved.items():
         ways = [source]
         for prefix in prefixes:
-            ways += [source.removeprefix(f"{prefix}.")] if source.startswith(f"{prefix}.") else []
-            ways += [f"{prefix}.{source}"]
+            ways += [source.removeprefix(f"{prefix}."), f"{prefix}.{source}"]
         name = next((way for way in ways if way in wanted and way not in parts), None)
         if name is None or (name != source and name in saved):
             surplus.append(source)

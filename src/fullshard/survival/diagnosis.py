@@ -93,14 +93,9 @@ def diagnose_hang(
     if silent:
         culprits, what = sorted(silent), _unresponsive_ranks_text(silent)
     else:
-        culprits, what = _find_culprits_in_reports(reports, groups)
-    lines = [
-        f"{rank_list_text([rank])}: {_last_heartbeat_text(one, now=now)}"
-        for rank, one in sorted(silent.items())
-    ]
-    lines += [
-        f"{rank_list_text(group)}: {_location_and_collective_text(reports[group[0]])}" for group in groups
-    ]
+        culprits, what = _find_culprits(reports, groups)
+    lines = [f"rank {rank}: {_last_heartbeat_text(one, now=now)}" for rank, one in sorted(silent.items())]
+    lines += [f"{rank_list_text(group)}: {_report_summary_text(reports[group[0]])}" for group in groups]
     error = TrainError(
         what,
         got="\n       ".join(lines),
@@ -137,9 +132,7 @@ def _group_ranks_by_position(reports: Mapping[int, RankReport]) -> list[list[int
     return sorted(groups.values(), key=len)
 
 
-def _find_culprits_in_reports(
-    reports: Mapping[int, RankReport], groups: Sequence[list[int]]
-) -> tuple[list[int], str]:
+def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]]) -> tuple[list[int], str]:
     """Returns the culprits and a sentence that names them, if every rank has reported."""
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
@@ -183,7 +176,7 @@ def _location_text(report: RankReport, waits: str = "") -> str:
     return f"in {_phase_text(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
 
 
-def _location_and_collective_text(report: RankReport) -> str:
+def _report_summary_text(report: RankReport) -> str:
     last = f"; last collective: {report.collective}" if report.collective else ""
     return _location_text(report, ", waits in a collective" if report.waits else "") + last
 

@@ -23,7 +23,7 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 
 WIDTH = 6
-"""Number of values that a Fingerprint adds to a step's all-reduce: two for each field."""
+"""Number of values that a StepFingerprint adds to a step's all-reduce: two for each field."""
 
 # After a failed check, a rank publishes its fingerprint at once, unless it waits in another collective.
 _ANSWER_SECONDS = 5.0
@@ -56,8 +56,7 @@ class StepFingerprint:
 
 def step_settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
     """Returns a checksum of a step's learning rate, batch and position in the data."""
-    packed = struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset)
-    return zlib.crc32(packed)
+    return zlib.crc32(struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset))
 
 
 def count_issued_collectives(device: torch.device) -> int:
@@ -86,9 +85,8 @@ def check_same_fingerprints(own: StepFingerprint, totals: Sequence[float], *, wo
     collectives themselves may be out of order.
     """
     if [world_size * number for number in own.summable_numbers(world_size)] != list(totals):
-        raise fingerprint_mismatch_error(
-            _exchange_fingerprints(own, world_size), own=own, world_size=world_size
-        )
+        reported = _exchange_fingerprints(own, world_size)
+        raise fingerprint_mismatch_error(reported, own=own, world_size=world_size)
 
 
 def fingerprint_mismatch_error(
@@ -100,13 +98,7 @@ def fingerprint_mismatch_error(
     shown = differing or ["step", "collectives"]
     groups: dict[str, list[int]] = {}
     for rank in range(world_size):
-        one = reported.get(rank)
-        text = (
-            "in another collective"
-            if one is None
-            else ", ".join(_fingerprint_field_text(one, name) for name in shown)
-        )
-        groups.setdefault(text, []).append(rank)
+        groups.setdefault(_fingerprint_text(reported.get(rank), shown), []).append(rank)
     smallest_first = sorted(groups.items(), key=lambda group: len(group[1]))
     what = "; ".join(_DIFFERENCES[name] for name in differing) or "what was summed is not what they sent"
     return TrainError(
@@ -137,9 +129,13 @@ def find_default_store() -> dist.Store | None:
     return find() if find is not None and dist.is_initialized() else None
 
 
-def _fingerprint_field_text(one: StepFingerprint, name: str) -> str:
-    value = getattr(one, name)
-    return f"{value} collectives" if name == "collectives" else f"{name} {value}"
+def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:
+    if one is None:
+        return "in another collective"
+    values = {name: getattr(one, name) for name in names}
+    return ", ".join(
+        f"{v} collectives" if name == "collectives" else f"{name} {v}" for name, v in values.items()
+    )
 
 
 def _exchange_fingerprints(own: StepFingerprint, world_size: int) -> dict[int, StepFingerprint]:

@@ -33,16 +33,13 @@ class PhaseTracker:
     """
 
     def __init__(self) -> None:
-        self.step = 0
-        self.phase = RunPhase.STARTING
-        self.changes = 0
-        self.has_finished_step = False
+        self.step, self.phase = 0, RunPhase.STARTING
+        self.changes, self.has_finished_step = 0, False
 
     def enter(self, phase: RunPhase) -> None:
         self.phase = phase
         self.changes += 1
 
     def finish_step(self, step: int) -> None:
-        self.step = step
-        self.has_finished_step = True
+        self.step, self.has_finished_step = step, True
         self.enter(RunPhase.BETWEEN_STEPS)

@@ -50,10 +50,7 @@ class _MismatchedChecksum:
 
 
 class ReplicaCheck:
-    """Compares replicas every `fault_tolerance.check_replicas_every` steps.
-
-    Warns at construction, on rank 0, if the plan replicates no shards.
-    """
+    """Compares replicas every `fault_tolerance.check_replicas_every` steps. Warns if no shard has one."""
 
     def __init__(self, plan: Plan) -> None:
         self._world_size, self._every = plan.world_size, plan.run.fault_tolerance.check_replicas_every
@@ -65,12 +62,7 @@ class ReplicaCheck:
             )
 
     def compare_if_due(
-        self,
-        model: nn.Module,
-        tensors: Callable[[], Mapping[str, Tensor]],
-        *,
-        step: int,
-        where: PhaseTracker,
+        self, model: nn.Module, tensors: Callable[[], Mapping[str, Tensor]], *, step: int, where: PhaseTracker
     ) -> None:
         """Compares parameters and optimizer state over the ranks that replicate them, if due. Collective.
 
@@ -87,9 +79,8 @@ class ReplicaCheck:
         found = [one for group in groups for one in _find_first_mismatch(group)]
         count = torch.tensor([len(found)], device=device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        if not count.item():
-            return
-        raise _replica_mismatch_error(step, [one for of_rank in all_gather_object(found) for one in of_rank])
+        if count.item():
+            raise _replica_mismatch_error(step, [one for each in all_gather_object(found) for one in each])
 
 
 @torch.no_grad()
@@ -158,14 +149,12 @@ def _replica_mismatch_error(step: int, found: Sequence[_MismatchedChecksum]) -> 
     for holders in sorted({one.holders for one in found}):
         ours = [one for one in found if one.holders == holders]
         (usual, votes), *others = Counter(one.checksum for one in ours).most_common()
-        odd = [one.rank for one in ours if one.checksum != usual]
+        odd, name = [one.rank for one in ours if one.checksum != usual], ours[0].name
         if others[0][1] == votes:  # a tie
-            lines.append(f"{rank_list_text(holders)} differ in {ours[0].name}, none more than another")
+            lines.append(f"{rank_list_text(holders)} differ in {name}, none more than another")
         else:
             rest = [rank for rank in holders if rank not in odd]
-            lines.append(
-                f"{rank_list_text(odd)} differs from {rank_list_text(rest)}, first in {ours[0].name}"
-            )
+            lines.append(f"{rank_list_text(odd)} differs from {rank_list_text(rest)}, first in {name}")
     return TrainError(
         f"replicas are not the same after step {step}: {lines[0]}.",
         got="; ".join(lines),

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from fullshard.errors import TrainError
 from fullshard.spec.fault_tolerance_section import FaultToleranceSection
+from fullshard.survival import stacks
 from fullshard.survival.diagnosis import (
     Diagnosis,
     Heartbeat,
@@ -40,13 +41,6 @@ from fullshard.survival.diagnosis import (
 )
 from fullshard.survival.fingerprint import find_default_store
 from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
-from fullshard.survival.stacks import (
-    all_stacks_text,
-    is_in_collective,
-    last_collective_text,
-    other_thread_ids,
-    user_frame_text,
-)
 from fullshard.system.last_words import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
 
@@ -177,9 +171,7 @@ class _Watchdog:
         self._host = host_and_namespace_id()
         self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch_until_stopped, name="fullshard watchdog", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch_until_stop, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
         """Starts the timer, publishes a first heartbeat, and starts the watchdog thread."""
@@ -193,7 +185,7 @@ class _Watchdog:
         self._thread.join(timeout=2 * _STORE_SECONDS[1])  # it may be asking the store
         faulthandler.cancel_dump_traceback_later()
 
-    def _watch_until_stopped(self) -> None:
+    def _watch_until_stop(self) -> None:
         while not self._stopped.wait(self._tick):
             self._count_unmoved_seconds()
             self._restart_exit_timer()
@@ -218,9 +210,8 @@ class _Watchdog:
 
     def _restart_exit_timer(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""
-        seconds = (
-            self._phase_limit_seconds() + 2 * self._grace
-        )  # after the limit, so that the other ranks act first
+        # After the limit, so that the other ranks act first.
+        seconds = self._phase_limit_seconds() + 2 * self._grace
         with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
@@ -249,14 +240,14 @@ class _Watchdog:
 
     def _make_report(self) -> RankReport:
         # With a GPU, backward runs on autograd's own threads.
-        threads = other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
+        threads = stacks.other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
         return RankReport(
             seen=self._make_heartbeat(),
             # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
-            waits=self._where.phase is RunPhase.REDUCE or any(is_in_collective(one) for one in threads),
-            place=user_frame_text(self._trainer),
-            collective=last_collective_text(),
-            stacks=all_stacks_text(),
+            waits=self._where.phase is RunPhase.REDUCE or any(map(stacks.is_in_collective, threads)),
+            place=stacks.user_frame_text(self._trainer),
+            collective=stacks.last_collective_text(),
+            stacks=stacks.all_stacks_text(),
         )
 
     def _report_and_exit(self) -> None:
@@ -312,10 +303,8 @@ class _Watchdog:
 
     def _wait_for_readers(self) -> None:
         """Waits until the other ranks have read the verdict, because the store may end with this process."""
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while (
-            self._board.count_verdict_readers() < self._board.world_size - 1 and time.monotonic() < deadline
-        ):
+        deadline, others = time.monotonic() + _LEAVE_SECONDS, self._board.world_size - 1
+        while self._board.count_verdict_readers() < others and time.monotonic() < deadline:
             time.sleep(self._tick / 2)
 
 

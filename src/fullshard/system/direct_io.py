@@ -62,10 +62,9 @@ class DirectFileWriter:
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
-            left = left[
-                self._write_aligned_part(left)
-                or self._copy_into_block(left[: self._bytes_before_aligned_part(left)]) :
-            ]
+            done = self._write_aligned_part(left)
+            done = done or self._copy_into_block(left[: self._bytes_before_aligned_part(left)])
+            left = left[done:]
         return count
 
     def flush_to_disk(self) -> None:
@@ -79,7 +78,7 @@ class DirectFileWriter:
         """Writes the start of `data` without a copy, if large and aligned. Returns the bytes written."""
         whole = min(_whole_block_bytes(data), BLOCK_BYTES)
         aligned = (self._offset + self._filled) % ALIGNMENT == 0 and memory_address(data) % ALIGNMENT == 0
-        if not (aligned and whole >= LARGE_BYTES and self._is_direct_io_enabled):
+        if not (aligned and whole >= LARGE_BYTES and is_direct_io_enabled(self._file)):
             return 0
         self._wait_for_block_write()
         # Bytes copied earlier go in the same call: another call costs the disk as much as a megabyte.
@@ -91,7 +90,7 @@ class DirectFileWriter:
         """Returns the bytes to copy until the rest can be written without a copy; all bytes if it cannot."""
         end = self._offset + self._filled
         in_step = (memory_address(data) - end) % ALIGNMENT == 0
-        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct_io_enabled):
+        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and is_direct_io_enabled(self._file)):
             return data.nbytes
         return -end % ALIGNMENT or data.nbytes
 
@@ -132,16 +131,12 @@ class DirectFileWriter:
         """Writes `parts` in order from `offset` on. All except the last must consist of aligned blocks."""
         begin = offset
         while parts:
-            direct = self._is_direct_io_enabled and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
-            if (
-                self._is_direct_io_enabled and not direct
-            ):  # the end of a file, or a block that a full disk took in part
+            enabled = is_direct_io_enabled(self._file)
+            direct = enabled and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
+            if enabled and not direct:  # the end of a file, or a block that a full disk took in part
                 disable_direct_io(self._file)
-            given = (
-                [part[: _whole_block_bytes(part)] for part in parts]
-                if direct
-                else [parts[0][:_CACHED_WRITE_BYTES]]
-            )
+            whole_blocks = [part[: _whole_block_bytes(part)] for part in parts]
+            given = whole_blocks if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
                 count = os.pwritev(self._file, given, offset)
             except OSError as error:
@@ -151,13 +146,9 @@ class DirectFileWriter:
                 disable_direct_io(self._file)
                 continue
             parts, offset = _drop_leading_bytes(parts, count), offset + count
-        if not self._is_direct_io_enabled and hasattr(os, "posix_fadvise"):
+        if not is_direct_io_enabled(self._file) and hasattr(os, "posix_fadvise"):
             # On Linux this advice starts their writeback, and frees the memory for others.
             os.posix_fadvise(self._file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
-
-    @property
-    def _is_direct_io_enabled(self) -> bool:
-        return is_direct_io_enabled(self._file)
 
 
 def open_direct(

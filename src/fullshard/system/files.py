@@ -14,17 +14,18 @@ def open_regular_file(path: str | Path, flags: int, *, mode: int = 0o666) -> int
 
     Raises OSError, with ELOOP for a symbolic link and ENXIO for anything else that is not a regular file.
     """
+    not_regular = OSError(errno.ENXIO, "not a regular file", str(path))
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if os.path.islink(path):
             raise OSError(errno.ELOOP, "a link; links are not followed", str(path)) from error
         if error.errno in (errno.ENXIO, errno.EISDIR):  # a fifo without a reader, a socket, a directory
-            raise _not_a_regular_file_error(path) from error
+            raise not_regular from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_a_regular_file_error(path)
+        raise not_regular
     return descriptor
 
 
@@ -71,7 +72,3 @@ def make_durable_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
         fsync_path(one.parent)
-
-
-def _not_a_regular_file_error(path: str | Path) -> OSError:
-    return OSError(errno.ENXIO, "not a regular file", str(path))

@@ -1,7 +1,4 @@
-"""Callbacks for the error with which a watchdog ends this process.
-
-This module does not import torch, because every rank imports it first.
-"""
+"""Callbacks for the error with which a watchdog ends this process. No torch: every rank imports it first."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

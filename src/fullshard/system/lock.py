@@ -44,9 +44,7 @@ def hold_exclusive_file_lock(
     began = time.monotonic()
     while (descriptor := _open_and_lock_file(path, required=required, mode=mode)) is None:
         if holder := find_lock_holder(path):
-            patience = (
-                patience_seconds if not _is_dead_process(holder) else max(patience_seconds, _DYING_SECONDS)
-            )
+            patience = max(patience_seconds, _DYING_SECONDS if _is_dead_process(holder) else 0.0)
             if time.monotonic() - began >= patience:
                 raise held_error(holder)
             waiting()

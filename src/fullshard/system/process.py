@@ -22,19 +22,15 @@ def pid_namespace() -> str:
 def is_process_running(pid: int) -> bool:
     """Returns True if this kernel and pid namespace have a process with the id `pid`."""
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):  # another user's
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
-        return True
     return True
 
 
 def read_proc_stat_fields(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat from the third (the state) on, or [] if it cannot be read.
-
-    `man proc_pid_stat` explains the fields.
-    """
+    """Returns the third (the state) and later fields of `man proc_pid_stat`; [] if they cannot be read."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -25,10 +25,8 @@ class RecordedSignals:
     @property
     def is_interrupted_twice(self) -> bool:
         """True if a SIGINT followed over half a second after the first signal: the user will not wait."""
-        return any(
-            number == signal.SIGINT and at > self.arrivals[0][1] + _SAME_CTRL_C_SECONDS
-            for number, at in self.arrivals[1:]
-        )
+        interrupts = [at for number, at in self.arrivals[1:] if number == signal.SIGINT]
+        return any(at > self.arrivals[0][1] + _SAME_CTRL_C_SECONDS for at in interrupts)
 
 
 @contextmanager
@@ -49,9 +47,8 @@ def record_signals(
         if number == signal.SIGINT and raise_second_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, record_signal) for number in heard}
     try:
         yield signals

@@ -104,10 +104,8 @@ def build_readability_predicate(
     return is_readable
 
 
-def _list_directory(directory: Path) -> list[Path]:
+def _list_directory(path: Path) -> list[Path]:
     try:
-        return sorted(directory.iterdir())
+        return sorted(path.iterdir())
     except OSError as error:
-        raise SpecError(
-            f"{directory} cannot be read.", got=error.strerror, fix="another directory"
-        ) from error
+        raise SpecError(f"{path} cannot be read.", got=error.strerror, fix="another directory") from error

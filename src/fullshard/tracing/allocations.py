@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.host_copy import Way
@@ -18,6 +17,7 @@ from fullshard.tracing.kernels import (
     OpCall,
     find_kernel_launch,
     grouped_matmul_shape,
+    list_tensors,
     readable_tensor_bytes,
     transient_kernel_bytes,
 )
@@ -35,9 +35,8 @@ class PhaseRecord:
     unit: int  # index of its unit; -1 if the event belongs to none
     # (kind, bytes) of each allocation (positive) and release (negative), in order
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
-    event_change_count: int = (
-        0  # number of first changes that belong to the event (gradients handed over), not the phase
-    )
+    # number of first changes that belong to the event (gradients handed over), not the phase
+    event_change_count: int = 0
     work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # every kernel launch
     fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # with elementwise runs fused
     # (way, bytes) of copies to and from the host, and of waits for them (0 bytes)
@@ -89,9 +88,8 @@ class AllocationRecorder(TorchDispatchMode):
         # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
         grouped = call.operator_name == GROUPED
         result = args[0].new_empty(grouped_matmul_shape(call)) if grouped else func(*args, **call.kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._track_storage(leaf, self.kind)
+        for tensor in list_tensors(result):
+            self._track_storage(tensor, self.kind)
         if self._transients and (size := transient_kernel_bytes(call)):
             self._record_change(self.kind, size)
             self._record_change(self.kind, -size)
@@ -132,12 +130,11 @@ class AllocationRecorder(TorchDispatchMode):
             self.recorded[-1].fused.append(launch)
             return
         run = self._fusing
-        for leaf in tree_leaves(read):
-            if isinstance(leaf, Tensor) and (serial := self._storage_serial_number(leaf)) < run.born:
-                run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(leaf))
-        for leaf in tree_leaves(written):
-            if isinstance(leaf, Tensor):
-                run.written[self._storage_serial_number(leaf)] = leaf.untyped_storage().nbytes()
+        for tensor in list_tensors(read):
+            if (serial := self._storage_serial_number(tensor)) < run.born:
+                run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(tensor))
+        for tensor in list_tensors(written):
+            run.written[self._storage_serial_number(tensor)] = tensor.untyped_storage().nbytes()
         run.last = launch
 
     def _storage_serial_number(self, tensor: Tensor) -> int:

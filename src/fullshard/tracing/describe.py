@@ -20,13 +20,14 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import ShardError
 from fullshard.sharding.host_copy import CpuHostCopier, FakeHostCopier
@@ -47,7 +48,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import RecomputeSection, Run, Strategy
 from fullshard.tracing.allocations import PhaseRecord
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
-from fullshard.tracing.kernels import distinct_storage_bytes
+from fullshard.tracing.kernels import distinct_storage_bytes, list_tensors
 from fullshard.tracing.phases import (
     KernelIndex,
     can_extrapolate_to_smaller,
@@ -91,11 +92,11 @@ def describe(
     Raises ShardError if the model is already sharded, or if no `batch` was given and the model cannot run on
     tokens and labels.
     """
-    device = device_type or _device_type_of_plan(plan)
     if isinstance(plan, Run):
+        device: DeviceType = device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
         plan, recomputes = _one_rank_plan_and_recomputes(plan, device)
     else:
-        recomputes = (plan.run.recompute,)
+        device, recomputes = device_type or plan.device, (plan.run.recompute,)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
             f"{type(model).__name__} is sharded already.",
@@ -161,12 +162,6 @@ def _explain_failure_on_default_batch(model_name: str) -> Generator[None]:
         ) from error
 
 
-def _device_type_of_plan(plan: Plan | Run) -> DeviceType:
-    if isinstance(plan, Plan):
-        return plan.device
-    return "cuda" if plan.run.device == "cuda" else "cpu"
-
-
 def _one_rank_plan_and_recomputes(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
     """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
     microbatch = run.train.microbatch or 1
@@ -217,27 +212,22 @@ class _RecomputeTracer:
             record, shortened = self._make_microbatch_recorder(plan, given, short=short)
             if record is None:
                 continue
+            build = partial(self._build_trace, recompute=recompute, repeats=shortened.repeats)
             if self.batch is None or _has_microbatch_dim(self.batch, plan.microbatch):
                 low, high = record(2), record(3)
-                if has_same_structure(low.recording, high.recording) and _has_equal_periods(
-                    low.recording, shortened.repeats
-                ):
-                    traces = [self._build_trace(low, high, plan=plan, shortened=shortened)]
+                same = has_same_structure(low.recording, high.recording)
+                if same and _has_equal_periods(low.recording, shortened.repeats):
+                    traces = [build(low, high)]
                     if self._single_differs is not False:
                         single = record(1)
                         self._single_differs = not can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
-                        alone = [
-                            self._build_trace(single, single, plan=plan, shortened=shortened, microbatch=1)
-                        ]
-                        traces += alone if self._single_differs else []
+                        traces += [build(single, single, microbatch=1)] if self._single_differs else []
                     return traces
             own = record(plan.microbatch)
             if _has_equal_periods(own.recording, shortened.repeats):
-                return [
-                    self._build_trace(own, own, plan=plan, shortened=shortened, microbatch=plan.microbatch)
-                ]
+                return [build(own, own, microbatch=plan.microbatch)]
         raise AssertionError("a whole model is always traced")
 
     def _make_microbatch_recorder(
@@ -259,9 +249,8 @@ class _RecomputeTracer:
             if not shortened.repeats:
                 return None, shortened
             found = find_units(twin, section, predicate=self.predicate)
-            if [unit.name for unit in found] != [
-                u.name for u in given if u.name not in shortened.removed_units
-            ]:
+            kept = [unit.name for unit in given if unit.name not in shortened.removed_units]
+            if [unit.name for unit in found] != kept:
                 return None, shortened
         copier = FakeHostCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
@@ -279,8 +268,7 @@ class _RecomputeTracer:
                 tracer.allocate_gradients()
                 accumulating = tracer.trace_microbatch(self.loss, batch)
                 twin.zero_grad(set_to_none=True)
-            held = distinct_storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-            return _MicrobatchRecording(recording, accumulating, held)
+            return _MicrobatchRecording(recording, accumulating, distinct_storage_bytes(list_tensors(batch)))
 
         return record_microbatch, shortened
 
@@ -289,28 +277,27 @@ class _RecomputeTracer:
         low: _MicrobatchRecording,
         high: _MicrobatchRecording,
         *,
-        plan: Plan,
-        shortened: BlockTruncation,
+        recompute: RecomputeSection,
+        repeats: tuple[RepeatedUnits, ...],
         microbatch: int | None = None,
     ) -> MicrobatchTrace:
         first = microbatch or 2
         grows = high.batch_bytes - low.batch_bytes
+        merge = partial(merge_recordings, microbatch=first, table=self.table)
         return MicrobatchTrace(
-            recompute=plan.run.recompute,
+            recompute=recompute,
             microbatch=microbatch,
             batch_bytes=LinearInMicrobatch(low.batch_bytes - grows * first, grows),
-            phases=merge_recordings(low.recording, high.recording, microbatch=first, table=self.table),
-            accumulating=merge_recordings(
-                low.accumulating, high.accumulating, microbatch=first, table=self.table
-            ),
-            repeats=shortened.repeats,
+            phases=merge(low.recording, high.recording),
+            accumulating=merge(low.accumulating, high.accumulating),
+            repeats=repeats,
         )
 
 
 def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[RepeatedUnits]) -> bool:
     """Returns whether each period of blocks that represents removed ones did the same as the next period."""
 
-    def records_of_units(first: int, count: int) -> list[tuple[object, ...]]:
+    def records_of(first: int, count: int) -> list[tuple[object, ...]]:
         return [
             (one.event, one.unit - first, one.event_change_count, one.changes, one.work, one.copies)
             for one in recording
@@ -318,8 +305,7 @@ def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[Repea
         ]
 
     return all(
-        records_of_units(repeat.first, repeat.units)
-        == records_of_units(repeat.first + repeat.units, repeat.units)
+        records_of(repeat.first, repeat.units) == records_of(repeat.first + repeat.units, repeat.units)
         for repeat in repeats
     )
 
@@ -376,7 +362,7 @@ def _copy_model_as_fake(
 
 def _has_microbatch_dim(batch: Any, microbatch: int) -> bool:
     """Returns whether dim 0 of every tensor in the batch is the microbatch."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = list_tensors(batch)
     return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
 
 

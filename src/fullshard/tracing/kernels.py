@@ -53,7 +53,7 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     name = call.operator_name
     if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
         return None
-    read, written = _list_tensors((call.args, call.kwargs)), _list_tensors(result)
+    read, written = list_tensors((call.args, call.kwargs)), list_tensors(result)
     if not written:
         return None
     moved = sum(map(readable_tensor_bytes, read)) + sum(map(readable_tensor_bytes, written))
@@ -121,7 +121,8 @@ def _grouped_matmul_flops(call: OpCall) -> int:
     return each * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
 
 
-def _list_tensors(nest: Any) -> list[Tensor]:
+def list_tensors(nest: Any) -> list[Tensor]:
+    """Returns the tensors in any nest of containers."""
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 

@@ -77,9 +77,7 @@ def merge_recordings(
 
 def has_same_structure(low: Recording, high: Recording) -> bool:
     """Returns whether both recordings are equal except for the sizes of tensors."""
-    return [_structure_of_phase_record(one) for one in low] == [
-        _structure_of_phase_record(one) for one in high
-    ]
+    return [_phase_structure(one) for one in low] == [_phase_structure(one) for one in high]
 
 
 def can_extrapolate_to_smaller(smaller: Recording, *, low: Recording, high: Recording) -> bool:
@@ -93,7 +91,7 @@ def can_extrapolate_to_smaller(smaller: Recording, *, low: Recording, high: Reco
     )
 
 
-def _structure_of_phase_record(recorded: PhaseRecord) -> tuple[object, ...]:
+def _phase_structure(recorded: PhaseRecord) -> tuple[object, ...]:
     kinds = [(kind, size > 0) for kind, size in recorded.changes]
     work = [[(launch.kind, launch.dtype) for launch in some] for some in (recorded.work, recorded.fused)]
     ways = [way for way, _ in recorded.copies]
@@ -129,14 +127,12 @@ def _running_memory_totals(
 
 def _upper_envelope(states: Sequence[LiveTensorBytes]) -> list[LiveTensorBytes]:
     """Returns the states that are the highest for some microbatch of 1 or more."""
-
-    def slope_and_intercept(state: LiveTensorBytes) -> tuple[float, float]:
-        return sum(line.per_sequence for line in state), sum(line.fixed for line in state)
-
-    # Ordered by slope, with the highest of equal slope, each line must become the highest before the next.
-    ordered = sorted(
-        ((*slope_and_intercept(state), i) for i, state in enumerate(states)), key=lambda one: (one[0], one[1])
+    lines = (
+        (sum(line.per_sequence for line in state), sum(line.fixed for line in state), index)
+        for index, state in enumerate(states)
     )
+    # Ordered by slope, with the highest of equal slope, each line must become the highest before the next.
+    ordered = sorted(lines, key=lambda one: one[:2])
     steepest = [list(group)[-1] for _, group in groupby(ordered, key=lambda one: one[0])]
     kept: list[tuple[float, float, int]] = []
     for slope, fixed, index in steepest:

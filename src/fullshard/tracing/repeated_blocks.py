@@ -43,9 +43,8 @@ def truncate_repeated_blocks(
         run = list(container.children())
         if len(run) < 2 or any(module not in set(blocks) for module in run):
             continue
-        period = _find_block_period(
-            [_block_signature(block, at, owner=owner) for at, block in enumerate(run)], plan
-        )
+        signatures = [_block_signature(block, at, owner=owner) for at, block in enumerate(run)]
+        period = _find_block_period(signatures, plan)
         if period is None:
             continue
         dropped = range(2 * period, len(run) - 2 * period - (len(run) - 4 * period) % period)
@@ -56,7 +55,6 @@ def truncate_repeated_blocks(
         keys = list(container._modules)  # pyright: ignore[reportPrivateUsage]
         for at in dropped:
             left_out.update(_names_of_units_inside(run[at], units))
-        for at in dropped:
             del container._modules[keys[at]]  # pyright: ignore[reportPrivateUsage]
     return BlockTruncation(frozenset(left_out), _build_repeats(templates, units=units, left_out=left_out))
 
@@ -95,16 +93,10 @@ def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit])
     for name, module in block.named_modules():
         own = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for key, tensor in [
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ]
+            for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ]
-        plain = sorted(
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str)) and not _is_block_number(key, value, at=at)
-        )
+        settings = [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
+        plain = sorted((key, value) for key, value in settings if not _is_block_number(key, value, at=at))
         unit = owner.get(module)
         override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
         modules.append((name, type(module), own, plain, override))
@@ -112,8 +104,5 @@ def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit])
 
 
 def _is_block_number(key: str, value: object, *, at: int) -> bool:
-    return (
-        key == "training"
-        or key.endswith(_COUNTS)
-        or (isinstance(value, int) and key == "layer" and value == at)
-    )
+    is_own_layer = key == "layer" and isinstance(value, int) and value == at
+    return is_own_layer or key == "training" or key.endswith(_COUNTS)

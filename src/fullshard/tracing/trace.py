@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
 from fullshard.tracing.allocations import AllocationRecorder, PhaseRecord
+from fullshard.tracing.kernels import list_tensors
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
@@ -77,28 +78,22 @@ class MicrobatchTracer:
                         parameter.grad = torch.empty_like(parameter)
 
     def _ignore_existing_tensors(self, batch: Any) -> None:
-        for tensor in [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]:
-            if isinstance(tensor, Tensor):
-                self.allocations.ignore_storage(tensor)
-                if tensor.grad is not None:
-                    self.allocations.ignore_storage(tensor.grad)
+        for tensor in [*self.model.parameters(), *self.model.buffers(), *list_tensors(batch)]:
+            self.allocations.ignore_storage(tensor)
+            if tensor.grad is not None:
+                self.allocations.ignore_storage(tensor.grad)
 
     # Hooks #
     def _register_hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
         for index, unit in enumerate(self.units):
+            before, after = self._make_pre_forward_hook(index), self._make_post_forward_hook(index)
             for module in unit.modules:
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._make_pre_forward_hook(index), prepend=True, with_kwargs=True
-                    )
-                )
-                handles.append(module.register_forward_hook(self._make_post_forward_hook(index)))
-            for parameter in unit.parameters.values():
-                if parameter.requires_grad:
-                    handles.append(
-                        parameter.register_post_accumulate_grad_hook(self._count_accumulated_gradient)
-                    )
+                handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+            trained = [parameter for parameter in unit.parameters.values() if parameter.requires_grad]
+            count = self._count_accumulated_gradient
+            handles += [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
         return handles
 
     def _make_pre_forward_hook(self, index: int) -> Callable[..., Any]:
@@ -133,13 +128,11 @@ class MicrobatchTracer:
         again = self._backward_began  # recomputed: FSDP2 does not reshard
         if not again:
             self.allocations.start_phase("post_forward", index)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _gradient: self._pre_backward(index))
-        if again and not any(self._to_run):
-            self.allocations.start_phase(
-                "end_forward", -1
-            )  # for FSDP2, a unit inside a recomputed region is a root
+        for tensor in list_tensors(result):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._pre_backward(index))
+        if again and not any(self._to_run):  # for FSDP2, a unit inside a recomputed region is a root
+            self.allocations.start_phase("end_forward", -1)
         if self.units[index].is_root and not again:
             for other, left in enumerate(self._to_run):
                 if left:  # part of the unit did not run: FSDP2 ends its forward here
@@ -153,9 +146,8 @@ class MicrobatchTracer:
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not where or not torch.is_grad_enabled():
             return inputs
-        watched = _NotifyWhenGradientsComplete.apply(
-            lambda: self._post_backward(index), *(leaves[i] for i in where)
-        )
+        inner = [leaves[i] for i in where]
+        watched = _NotifyWhenGradientsComplete.apply(lambda: self._post_backward(index), *inner)
         for i, leaf in zip(where, watched, strict=True):
             leaves[i] = leaf
         return tree_unflatten(leaves, spec)

@@ -25,10 +25,7 @@ from fullshard.models.quiet_import import import_quietly
 
 @cache
 def import_adamw8bit_class() -> type[torch.optim.Optimizer]:
-    """Imports torchao's AdamW8bit, and returns it as a class that does not compile its step on the CPU.
-
-    Raises MissingExtraError if torchao is not installed.
-    """
+    """Imports torchao's AdamW8bit, with a step that is not compiled on the CPU. Raises MissingExtraError."""
     try:
         base: Any = import_quietly("torchao.optim").AdamW8bit
     except ImportError as error:
@@ -60,12 +57,9 @@ def quantize_state_for_optimizer(
 
     state: optimizer state of `parameter`, with moments in fp32
     """
-    new_buffer = getattr(optimizer, "_new_buffer", None)
-    if new_buffer is None:
-        return dict(state)
-    kept = dict(state)
+    kept, new_buffer = dict(state), getattr(optimizer, "_new_buffer", None)
     for key, value in state.items():
-        if key != "step":
+        if new_buffer is not None and key != "step":
             kept[key] = new_buffer(parameter, key == "exp_avg")
             _quantize_into(local_tensor(kept[key]), local_tensor(value))
     return kept

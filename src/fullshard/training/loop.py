@@ -136,8 +136,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
         if own and not warned:
             warned = True
             _warn_if_batch_size_differs(own[0], plan)
-        # Ranks whose iterables differ in length would wait for each other forever, so they agree before the
-        # step.
+        # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
         full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)
         if plan.world_size > 1:
             dist.all_reduce(full, op=dist.ReduceOp.MIN)

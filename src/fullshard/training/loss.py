@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,14 +54,12 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         ) from None
     output = model(tokens, **position_and_document_arguments(model, batch))
     logits: Tensor = getattr(output, "logits", output)
-    total = F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    flat = labels.flatten()
+    total = F.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=IGNORED_LABEL, reduction="sum")
     count = (labels != IGNORED_LABEL).sum()
     balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
     if balance is not None:
-        config: Any = model.config
-        total = total + config.router_aux_loss_coef * balance * count
+        total = total + cast(Any, model.config).router_aux_loss_coef * balance * count
     return total, count
 
 
@@ -83,16 +81,12 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
             why=f"its forward takes {', '.join(list(takes)[:6])}, …",
             fix='data.source = "python", whose batches have these, or train.loss = "package.module:function"',
         )
-    given = dict(batch)
-    labels = given.get("labels")
-    if isinstance(labels, Tensor):
-        given["labels"], count = _ensure_and_count_valid_labels(
-            labels, shifted=_does_model_shift_labels(model)
-        )
-    else:
-        count = None
-        if "return_loss" in takes:
-            given.setdefault("return_loss", True)
+    given, count = dict(batch), None
+    if isinstance(labels := given.get("labels"), Tensor):
+        shifted = _does_model_shift_labels(model)
+        given["labels"], count = _ensure_and_count_valid_labels(labels, shifted=shifted)
+    elif "return_loss" in takes:
+        given.setdefault("return_loss", True)
     loss: Tensor | None = getattr(model(**given), "loss", None)
     if loss is None:
         raise TrainError(
@@ -123,6 +117,5 @@ def _does_model_shift_labels(model: nn.Module) -> bool:
 
 
 def _batch_text(batch: object) -> str:
-    if isinstance(batch, Mapping):
-        return f"{type(batch).__name__} of {', '.join(map(str, batch))}"
-    return type(batch).__name__
+    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    return f"{type(batch).__name__}{names}"

@@ -17,9 +17,8 @@ class LossScale:
     def update(self, *, finite: bool) -> None:
         if self.window == 0:
             return
+        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps >= self.window:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps >= self.window:
             self.scale, self.good_steps = self.scale * 2, 0

@@ -46,11 +46,8 @@ class OffloadedTensors:
 
     @property
     def tensor_names(self) -> set[str]:
-        own = {
-            _checkpoint_tensor_name(name, key)
-            for name in self._offloaded.names
-            for key in MasterAndMoments._fields
-        }
+        names, keys = self._offloaded.names, MasterAndMoments._fields
+        own = {_checkpoint_tensor_name(name, key) for name in names for key in keys}
         return own | {_checkpoint_tensor_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -100,9 +97,8 @@ class OffloadedTensors:
 
     def newest_restorable_step(self, *, at_least: int) -> int | None:
         """Returns the newest step >= `at_least` that every rank has a generation of, or None. Collective."""
-        newest = max(
-            set[int].intersection(*all_gather_object(set(self._resumable_generations()))), default=None
-        )
+        steps_by_rank = all_gather_object(set(self._resumable_generations()))
+        newest = max(set[int].intersection(*steps_by_rank), default=None)
         return None if newest is None or newest < at_least else newest
 
     def restore_generation(self, step: int) -> NonOffloadedState | None:
@@ -124,10 +120,9 @@ class OffloadedTensors:
             return beside
 
         file, committed = store.set_newest_slot(found.slot)
+        doing = f"going on from step {step} in {store.generations.directory}"
         try:
-            return run_on_all_ranks(
-                read_generation, doing=f"going on from step {step} in {store.generations.directory}"
-            )
+            return run_on_all_ranks(read_generation, doing=doing)
         except CheckpointError as error:
             store.generations.remove_generation(found.slot)
             store.set_newest_slot(file, committed=committed)
@@ -142,10 +137,9 @@ class OffloadedTensors:
         store = self._offloaded.store
         if not isinstance(store, DriveStore):
             return {}
+        files = store.generations
         return {
-            one.step: one
-            for one in store.generations.list_complete_generations()
-            if store.generations.read_generation_payload(one)
+            one.step: one for one in files.list_complete_generations() if files.read_generation_payload(one)
         }
 
 

@@ -36,9 +36,8 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     section = plan.run.optimizer
     groups = _make_parameter_groups(model, section)
     if not groups:
-        raise ShardError(
-            f"{type(model).__name__} has no trainable parameter.", fix="requires_grad_(True) on some"
-        )
+        name = type(model).__name__
+        raise ShardError(f"{name} has no trainable parameter.", fix="requires_grad_(True) on some")
     if plan.run.offload.offloads_optimizer:
         check_offload_supports_optimizer(plan.run)
         return build_streaming_adamw(model, groups, plan=plan)

@@ -77,10 +77,8 @@ def restore_train_state(
     """
     newest, alone = 0, plan.run.adapter.saves_only_adapters
     if saved is not None:
-        found = run_on_rank_zero(
-            lambda: newest_checkpoint_step(saved, plan), doing=f"looking for a checkpoint in {saved}"
-        )
-        newest = found or 0
+        doing = f"looking for a checkpoint in {saved}"
+        newest = run_on_rank_zero(lambda: newest_checkpoint_step(saved, plan), doing=doing) or 0
 
     def load_checkpoint_or_weights(*, missing_ok: bool) -> LoadReport | None:
         if saved is not None and load(state, checkpoint_location(saved, plan), missing_ok=missing_ok):

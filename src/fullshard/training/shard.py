@@ -128,26 +128,22 @@ def close_offloaded_state(model: nn.Module, *, plan: Plan, finished: bool) -> No
             # An absolute path belongs to the user, so only the run's directories in that path are removed.
             path, own = Path(plan.run.offload.path), rank_offload_directory(plan, rank=rank())
             inside = not path.is_absolute() and ".." not in path.parts
-            remove_empty_parents(
-                own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent
-            )
+            top = Path(plan.run.run.dir).absolute() if inside else own.parent.parent
+            remove_empty_parents(own, up_to=top)
 
 
 def offload_settings(plan: Plan, system: DriveSystemCalls) -> OffloadSettings:
     """Returns the settings that `OffloadedState` takes, from the plan's `offload` section."""
     section, traffic = plan.run.offload, DriveCounters()
     system = traffic.wrap_system_calls(system)
+    shards_on_drive = section.is_on_drive and section.offloads_parameters
     return OffloadSettings(
         device=local_device(plan),
         sub_group_parameters=section.sub_group_parameters,
         shards_outside=section.offloads_parameters,
         moments=_MOMENTS[section.moments],
         on_drive=partial(_open_drive_store, plan, system=system) if section.is_on_drive else None,
-        shards_on_drive=(
-            partial(_open_drive_shards, plan, system=system)
-            if section.is_on_drive and section.offloads_parameters
-            else None
-        ),
+        shards_on_drive=partial(_open_drive_shards, plan, system=system) if shards_on_drive else None,
         traffic=traffic,
     )
 
@@ -156,15 +152,11 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: DriveSystemCalls
 ) -> DriveShards:
     path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
+    device, verify = local_device(plan), plan.run.offload.verify_reads
+    dtype_of = shard_dtype if frozen else compute_dtype
     return _open_on_all_ranks(
         lambda: DriveShards(
-            engine,
-            units,
-            path=path,
-            device=local_device(plan),
-            dtype_of=shard_dtype if frozen else compute_dtype,
-            verify=plan.run.offload.verify_reads,
-            system=system,
+            engine, units, path=path, device=device, dtype_of=dtype_of, verify=verify, system=system
         ),
         close=lambda one: one.make_close_function()(),
     )
@@ -195,9 +187,8 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
             if read_world_size(directory) in (None, plan.world_size):
                 raise
             # The number of ranks changed, so these files have another layout. The checkpoint has the state.
-            logger.warning(
-                "%s: it was kept by another number of ranks, and is removed", error.what.removesuffix(".")
-            )
+            what = error.what.removesuffix(".")
+            logger.warning("%s: it was kept by another number of ranks, and is removed", what)
             discard_rank_directory(directory)
             return GenerationFiles(directory, records, identity=identity, check=check, system=system)
 

@@ -55,11 +55,7 @@ class TrainState:
     ) -> None:
         self.model, self.optimizer, self.data, self.saved = model, optimizer, data, saved
         self.iterator: Iterator[Any] | None = None
-        self.step = 0
-        self.tokens = 0
-        self.skipped = 0
-        self.data_offset = 0
-        self.rollbacks = 0
+        self.step = self.tokens = self.skipped = self.data_offset = self.rollbacks = 0
         self.best: tuple[float, int] | None = None
         self.recent = RecentSteps()
         self.phase = PhaseTracker()
@@ -107,9 +103,7 @@ class TrainState:
         tensors: dict[str, Tensor] = dict(self._model_tensors())
         check_same_tensors(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
-        elsewhere = (
-            self.offloaded.tensor_names if self.offloaded else set[str]()
-        )  # they are in `iterate_load_targets`
+        elsewhere = self.offloaded.tensor_names if self.offloaded else set[str]()  # in `iterate_load_targets`
         for name, info in saved.items():
             if name.startswith("optimizer.") and name not in elsewhere:
                 owner, _, key = name.removeprefix("optimizer.").rpartition(".")
@@ -144,17 +138,14 @@ class TrainState:
         for name, parameter in self.model.named_parameters():
             self.optimizer.state.pop(parameter, None)
             if name in states:
-                self.optimizer.state[parameter] = quantize_state_for_optimizer(
-                    self.optimizer, parameter, state=states[name]
-                )
+                state = quantize_state_for_optimizer(self.optimizer, parameter, state=states[name])
+                self.optimizer.state[parameter] = state
         _set_rng_states(received)
         for name in _COUNTS:
             setattr(self, name, _parse_integer(values.get(name, 0)))  # older checkpoints lack some
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
-        self.recent = RecentSteps(
-            *(_parse_floats(values.get(k, [])) for k in ("recent_losses", "recent_norms"))
-        )
+        self.recent = RecentSteps(*(_parse_floats(values.get(k)) for k in ("recent_losses", "recent_norms")))
         self.loss_scale = LossScale(
             scale=float(str(values["loss_scale"])),
             window=_parse_integer(values["loss_scale_window"]),
@@ -179,10 +170,9 @@ class TrainState:
         Returns whether there was one. Frozen parameters stay as they are.
         """
         self.run_before_update_callbacks()
-        while (
-            self.offloaded and (step := self.offloaded.newest_restorable_step(at_least=at_least)) is not None
-        ):
-            beside = self.offloaded.restore_generation(step)
+        offloaded = self.offloaded
+        while offloaded and (step := offloaded.newest_restorable_step(at_least=at_least)) is not None:
+            beside = offloaded.restore_generation(step)
             if beside is not None:
                 own = self._non_offloaded_state().tensors
                 for name in own.keys() & beside.tensors.keys():
@@ -255,11 +245,9 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     """Returns the class name that checkpoints record: only this class can load the optimizer's state."""
-    return (
-        optimizer.optimizer_name_in_checkpoint
-        if isinstance(optimizer, StreamingAdamW)
-        else type(optimizer).__name__
-    )
+    if isinstance(optimizer, StreamingAdamW):
+        return optimizer.optimizer_name_in_checkpoint
+    return type(optimizer).__name__
 
 
 def _reshard_unsharded_units(model: nn.Module) -> None:

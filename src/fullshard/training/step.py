@@ -52,6 +52,9 @@ from fullshard.training.loss import Loss
 from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.state import TrainState
 
+# Takes the nominal count, and returns the context that a backward runs in.
+_Updates = Callable[[int], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -154,12 +157,11 @@ def _backward_context(
         return nullcontext()
     state.phase.enter(RunPhase.REDUCE)
     loss_sum, count, *_ = agree()
-    if not math.isfinite(loss_sum) or count == 0:
-        return state.in_backward.update_during_backward(factor=None, learning_rate=learning_rate)
-    state.run_before_update_callbacks()
-    return state.in_backward.update_during_backward(
-        factor=nominal * plan.world_size / count, learning_rate=learning_rate
-    )
+    factor = None
+    if math.isfinite(loss_sum) and count != 0:
+        state.run_before_update_callbacks()
+        factor = nominal * plan.world_size / count
+    return state.in_backward.update_during_backward(factor=factor, learning_rate=learning_rate)
 
 
 def _all_reduce_and_check_ranks(
@@ -187,24 +189,16 @@ def _all_reduce_and_check_ranks(
 
 
 def _run_microbatches(
-    state: TrainState,
-    plan: Plan,
-    *,
-    microbatches: Iterable[Any],
-    loss: Loss,
-    sums: Tensor,
-    updates: Callable[[int], AbstractContextManager[None]],
+    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor, updates: _Updates
 ) -> int:
     """Runs forward and backward of every microbatch, and returns the nominal count.
 
     sums: receives the loss sum and the count
-    updates: takes the nominal count, and returns the context that backward runs in
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
-    for index, batch in enumerate(
-        _iterate_expected_microbatches(microbatches, plan.accumulation, where=state.phase)
-    ):
+    expected = _iterate_expected_batches(microbatches, plan.accumulation, where=state.phase)
+    for index, batch in enumerate(expected):
         if engine is not None and plan.accumulation > 1:
             _set_gradient_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
@@ -222,13 +216,11 @@ def _run_microbatches(
     return nominal
 
 
-def _iterate_expected_microbatches(
-    microbatches: Iterable[Any], expected: int, *, where: PhaseTracker
-) -> Iterator[Any]:
+def _iterate_expected_batches(batches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
     """Yields the microbatches. Raises TrainError unless there are `expected`: ranks would wait forever."""
     count = 0
     where.enter(RunPhase.DATA)
-    for batch in microbatches:
+    for batch in batches:
         if count == expected:
             raise _microbatch_count_error(f"more than {expected}", expected)
         yield batch

@@ -62,18 +62,14 @@ class StochasticAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         step = int(state["step"].item())
-        value, first, second, g = (
-            local_tensor(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
-        )
+        kept = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
+        value, first, second, g = map(local_tensor, kept)
         if value.numel() == 0:
             return
-        beta1, beta2 = group["betas"]
         generator = torch.Generator(value.device)
         generator.manual_seed(hash((self.seed, step, index, shard_index(parameter))) & (2**63 - 1))
+        beta1, beta2 = group["betas"]
+        options = AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         adamw_with_stochastic_rounding(
-            (value, first, second),
-            g,
-            step=step,
-            options=AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
-            generator=generator,
+            (value, first, second), g, step=step, options=options, generator=generator
         )

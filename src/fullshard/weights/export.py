@@ -164,10 +164,9 @@ def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
 
 def _iterate_full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.tensors().items():
-        whole_one = tensor.detach()
-        if isinstance(whole_one, DTensor):
-            whole_one = whole_one.full_tensor()
-        yield name, whole_one.cpu().contiguous()
+        own = tensor.detach()
+        whole = own.full_tensor() if isinstance(own, DTensor) else own
+        yield name, whole.cpu().contiguous()
 
 
 def names_without_wrappers(saved: Iterable[str]) -> dict[str, str]:
@@ -189,7 +188,7 @@ def _build_writer(
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
-    aliases = _tied_parameter_aliases(manifest.values) if naming is None else {}
+    metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
     source: TensorSource = SavedModel(storage.build_reader(files, manifest))
     if merging is not None:
         source = MergedModel(source, merging)
@@ -203,7 +202,6 @@ def _build_writer(
         },
         shapes=names.shapes,
     )
-    metadata = {"format": "pt", **aliases}
     return SafetensorsWriter.from_weight_map(
         source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
     )
@@ -214,9 +212,8 @@ def _make_directory_and_check_space(
 ) -> None:
     directory = target.parent if is_file else target
     make_durable_directory(directory)
-    disk.check_disk_space(
-        target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=free_bytes(directory)
-    )
+    available = free_bytes(directory)
+    disk.check_disk_space(target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=available)
 
 
 def check_holds_no_weights(directory: Path) -> None:
@@ -240,11 +237,9 @@ def _write_files_and_index(outgoing: SafetensorsWriter, directory: Path, *, shar
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         outgoing.write_file(directory / file, part)
         names |= dict.fromkeys(part, file)
-    text = json.dumps(
-        {"metadata": {"total_size": outgoing.total_tensor_bytes}, "weight_map": names}, indent=1
-    )
+    contents = {"metadata": {"total_size": outgoing.total_tensor_bytes}, "weight_map": names}
     with disk.open_atomic_replacement(index) as file:
-        file.write(text.encode())
+        file.write(json.dumps(contents, indent=1).encode())
 
 
 def _tied_parameter_aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:

@@ -99,7 +99,7 @@ def export_hf(
 
 
 @dataclass(frozen=True)
-class _TransformersDescription:
+class _HFDescription:
     """Description of a model for transformers.
 
     config: contents of config.json
@@ -114,36 +114,28 @@ class _TransformersDescription:
     meta_model: Any = None
 
 
-def _describe_for_transformers(
-    manifest: Manifest, run: Run | None, *, doing: str
-) -> _TransformersDescription:
+def _describe_for_transformers(manifest: Manifest, run: Run | None, *, doing: str) -> _HFDescription:
     recorded = manifest.values.get("huggingface")
     if recorded is None and run is not None and isinstance(run.model, DecoderConfig):
-        return _TransformersDescription(llama_config(run.model), llama_weight_map)
+        return _HFDescription(llama_config(run.model), llama_weight_map)
     if recorded is None and run is not None and isinstance(run.model, HuggingFaceModel):
         # Whoever wrote the checkpoint may have switched it on.
-        recorded = complete_transformers_config(
-            build_hf_model(run.model.model_copy(update={"trust_remote_code": False}))
-        )
+        model = run.model.model_copy(update={"trust_remote_code": False})
+        recorded = complete_transformers_config(build_hf_model(model))
     if not isinstance(recorded, dict):
+        named = None if run is None or isinstance(run.model, DecoderConfig) else run.model.setting_text
         raise CheckpointError(
             "only models that transformers knows can be exported for it.",
-            got="no run in it"
-            if run is None or isinstance(run.model, DecoderConfig)
-            else run.model.setting_text,
+            got="no run in it" if named is None else named,
             fix="--format safetensors, which writes the tensors by their own names",
         )
     twin = build_meta_model(cast(dict[str, Any], recorded), needed_for=doing)
     config: dict[str, Any] = json.loads(twin.config.to_json_string())
+    config["architectures"] = recorded["architectures"]
     generation: bytes | None = None
     if getattr(twin, "generation_config", None) is not None and twin.can_generate():
         generation = twin.generation_config.to_json_string().encode()
-    return _TransformersDescription(
-        {**config, "architectures": recorded["architectures"]},
-        partial(map_model_tensors_to_file, twin),
-        generation,
-        twin,
-    )
+    return _HFDescription(config, partial(map_model_tensors_to_file, twin), generation, twin)
 
 
 def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) -> AdapterMerging | None:
@@ -171,9 +163,8 @@ def transposed_module_names(manifest: Manifest, run: Run) -> frozenset[str]:
     """
     if isinstance(run.model, DecoderConfig):
         return frozenset()
-    return _conv1d_module_names(
-        _describe_for_transformers(manifest, run, doing="exporting adapters").meta_model
-    )
+    described = _describe_for_transformers(manifest, run, doing="exporting adapters")
+    return _conv1d_module_names(described.meta_model)
 
 
 def _conv1d_module_names(twin: Any) -> frozenset[str]:
@@ -214,11 +205,8 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
     elif run.data.source_kinds <= {"memmap", "python"}:  # tokens of the model's own tokenizer, not bytes
         tokenizer = model
     wanted = [(tokenizer, name) for name in _TOKENIZER] + [(model, _GENERATION)]
-    return {
-        name: directory / name
-        for directory, name in wanted
-        if directory is not None and (directory / name).is_file()
-    }
+    paths = [directory / name for directory, name in wanted if directory is not None]
+    return {path.name: path for path in paths if path.is_file()}
 
 
 def _read_file_to_copy(path: Path) -> bytes:

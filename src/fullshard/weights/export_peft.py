@@ -43,9 +43,8 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
     config.inference_mode = True
     config.modules_to_save = list(run.adapter.trained) or None
-    values: Mapping[str, Any] = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
-    }
+    items: Mapping[str, Any] = config.to_dict()
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
     target = Path(directory)
     export(checkpoint, target / _WEIGHTS, naming=partial(_map_trained_tensors, trained=run.adapter.trained))
 

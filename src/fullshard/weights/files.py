@@ -67,11 +67,8 @@ def encode_header(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str
     begin = 0
     for name, tensor in tensors.items():
         end = begin + tensor.size_bytes
-        header[name] = {
-            "dtype": DTYPES[tensor.torch_dtype],
-            "shape": tensor.shape,
-            "data_offsets": [begin, end],
-        }
+        dtype = DTYPES[tensor.torch_dtype]
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -129,9 +126,8 @@ def open_pretrained_files(path: Path) -> PretrainedFiles:
     found = find_weights_file(path)
     if found is None:
         raise _missing_weights_error(path)
-    return PretrainedFiles(
-        found.parent, _read_indexed_headers(found) if found.name == INDEX else read_header(found)
-    )
+    tensors = _read_indexed_headers(found) if found.name == INDEX else read_header(found)
+    return PretrainedFiles(found.parent, tensors)
 
 
 def _read_indexed_headers(index: Path) -> dict[str, FileTensor]:
@@ -166,10 +162,9 @@ def _missing_weights_error(path: Path) -> CheckpointError:
         return CheckpointError(f"{path} is not there.", fix="a directory with model.safetensors")
     several = sorted(one.name for one in path.glob("*.safetensors")) if path.is_dir() else []
     if several:
-        shown = f"{', '.join(several[:3])}{', ...' if len(several) > 3 else ''}"
         return CheckpointError(
             f"{path} holds files without their index.",
-            got=shown,
+            got=", ".join(several[:3]) + (", ..." if len(several) > 3 else ""),
             why=f"{INDEX} says which of them belong to the model",
             fix=f"fetch {INDEX} too, or give the one file",
         )

@@ -130,10 +130,7 @@ def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
 
 
 def _find_transformers_module(model: nn.Module) -> tuple[str, Any] | None:
-    """Returns (name prefix, module) of the outermost transformers module: `model` or inside wrappers.
-
-    None if there is none.
-    """
+    """Returns (name prefix, module) of the outermost transformers module in `model`; None without one."""
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and hasattr(module, "config"):
             return (f"{name}." if name else ""), module
@@ -163,10 +160,8 @@ def _apply_conversion_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape])
     converters = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     wanted, base = _state_dict_shapes(twin), twin.base_model_prefix
-    parts: dict[str, tuple[BoxCopy, ...]] = {}
-    shapes: dict[str, Shape] = {}
-    surplus: list[str] = []
-    converting: dict[str, Any] = {}
+    parts, shapes = dict[str, tuple[BoxCopy, ...]](), dict[str, Shape]()
+    surplus, converting = list[str](), dict[str, Any]()
     for source in sorted(saved, key=core.dot_natural_key):
         name, pattern = core.rename_source_key(source, renamings, converters, base, wanted)
         if name not in wanted and source in wanted:  # renamed, although it was already the model's name
@@ -190,7 +185,7 @@ def _apply_conversion_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape])
 
 @contextmanager
 def _convert_untraced_errors(twin: Any) -> Generator[None]:
-    """Converts UntracedError, raised in the block, into CheckpointError."""
+    """Converts UntraceableOperationError, raised in the block, into CheckpointError."""
     try:
         yield
     except UntraceableOperationError as error:

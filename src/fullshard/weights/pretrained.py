@@ -108,25 +108,20 @@ def load_pretrained(
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
-        initialise_parameters(
-            model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init
-        )
+        names = [name for name in missing if parameters[name] not in elsewhere]
+        initialise_parameters(model, names, plan=plan, init=init)
     for own in iterate_parameters_to_load(outside) if outside is not None and elsewhere else ():
         load_selected_tensors(model, directory, wanted=own.__contains__)
         if plan is not None:
-            initialise_parameters(
-                model, [name for name in missing if parameters[name] in own], plan=plan, init=init
-            )
+            names = [name for name in missing if parameters[name] in own]
+            initialise_parameters(model, names, plan=plan, init=init)
     if loaded.missing_tensors_message and rank() == 0:
         logger.warning("%s: %s", directory, loaded.missing_tensors_message)
     return loaded
 
 
 def load_selected_tensors(
-    model: nn.Module,
-    directory: str | Path,
-    *,
-    wanted: Callable[[Tensor], bool] = lambda _tensor: True,
+    model: nn.Module, directory: str | Path, *, wanted: Callable[[Tensor], bool] = lambda _tensor: True
 ) -> LoadReport:
     """Fills those parameters and buffers of `model` for which `wanted` returns True. Collective.
 
@@ -157,7 +152,6 @@ class _TensorAssignment:
 
     map: parts of the file tensors for each model tensor
     filled: tensors to fill; one with several names is listed by the name that the files have
-
     missing, tied: see `LoadReport`
     """
 
@@ -170,14 +164,13 @@ class _TensorAssignment:
     def fill_tensors(self, wanted: Callable[[Tensor], bool]) -> int:
         """Fills the tensors for which `wanted` returns True. Returns the bytes that this rank read."""
         filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
+        shards = {name: detached_local_tensor(tensor) for name, tensor in filled.items()}
         moves = (
             move
-            for name, tensor in filled.items()
-            for move in iterate_copies_into(
-                detached_local_tensor(tensor), self.map.parts[name], offsets=shard_offsets(tensor)
-            )
+            for name, shard in shards.items()
+            for move in iterate_copies_into(shard, self.map.parts[name], offsets=shard_offsets(filled[name]))
         )
-        held = sum(detached_local_tensor(tensor).numel() for tensor in filled.values())
+        held = sum(shard.numel() for shard in shards.values())
         every = sum(tensor.numel() for tensor in filled.values())
         return copy_from_files(moves, self.files, cached=held * world_size() > _COPIES * every)
 
@@ -188,9 +181,7 @@ class _TensorAssignment:
     def count_dtype_conversions(self) -> Mapping[str, int]:
         """Returns the number of tensors per conversion of dtype, such as "bfloat16 → float32"."""
         pairs = ((self.source_dtype(name), tensor.dtype) for name, tensor in self.filled.items())
-        return Counter(
-            f"{source} → {dtype}".replace("torch.", "") for source, dtype in pairs if source != dtype
-        )
+        return Counter(f"{old} → {new}".replace("torch.", "") for old, new in pairs if old != new)
 
 
 def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAssignment:
@@ -204,9 +195,7 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
     names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    filled: dict[str, Tensor] = {}
-    missing: list[str] = []
-    tied: list[tuple[str, str]] = []
+    filled, missing, tied = dict[str, Tensor](), list[str](), list[tuple[str, str]]()
     for own in names.values():
         name = next((one for one in own if one in found.parts), None)
         if name is None:

@@ -108,9 +108,8 @@ class _ReadAheadReader:
             descriptor = self._open_descriptor(read.file)
             if hasattr(os, "posix_fadvise") and self.cached:  # not on macOS
                 os.posix_fadvise(descriptor, read.begin, read.end - read.begin, os.POSIX_FADV_WILLNEED)
-            waiting.append(
-                (read, buffer, self.threads.submit(self._fill_buffer, read, buffer, descriptor=descriptor))
-            )
+            filled = self.threads.submit(self._fill_buffer, read, buffer, descriptor=descriptor)
+            waiting.append((read, buffer, filled))
         while waiting:
             self._copy_out_of_buffer(waiting.popleft())
 

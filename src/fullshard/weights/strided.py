@@ -35,10 +35,8 @@ class StridedCopy:
     def is_contiguous(self) -> bool:
         """True if the elements are adjacent in both source and target, in the same order."""
         wanted = row_major_strides(tuple(self.target.shape))
-        agree = all(
-            size == 1 or stride == step
-            for size, stride, step in zip(self.target.shape, self.strides, wanted, strict=True)
-        )
+        dims = zip(self.target.shape, self.strides, wanted, strict=True)
+        agree = all(size == 1 or stride == step for size, stride, step in dims)
         return agree and self.target.is_contiguous()
 
     def narrow(self, dim: int, begin: int, *, length: int) -> "StridedCopy":

@@ -57,10 +57,7 @@ class SavedModel:
         self._places = _locate_model_pieces(reader, manifest)
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
-        """Fills the flat `target` with elements of the tensor `name` from `begin` on, row-major.
-
-        Raises DamagedCheckpointError, CheckpointError.
-        """
+        """Fills `target`, see `TensorSource.read_into`. Raises DamagedCheckpointError, CheckpointError."""
         if not target.numel():
             return
         shape = self.tensors[name].shape or (1,)
@@ -68,9 +65,8 @@ class SavedModel:
         first, last = begin // row, -(-(begin + target.numel()) // row)
         start = begin - first * row
         whole_rows = start == 0 and target.numel() % row == 0
-        rows = (target if whole_rows else torch.empty((last - first) * row, dtype=target.dtype)).view(
-            last - first, *shape[1:]
-        )
+        block = (last - first, *shape[1:])
+        rows = target.view(block) if whole_rows else torch.empty(block, dtype=target.dtype)
         places = self._places[name]
         parts = [
             BoxCopy(str(number), 0, row_major_strides(box), one.piece.index or (0,), box)
@@ -112,14 +108,12 @@ def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dic
                 got=f"{held} of {math.prod(tensor.shape)} elements",
                 why="the tables of its pieces do not cover the tensor",
             )
-    return {
-        name: sorted(places.values(), key=lambda place: place.piece.index) for name, places in found.items()
-    }
+    return {name: sorted(places.values(), key=lambda one: one.piece.index) for name, places in found.items()}
 
 
 @dataclass(frozen=True)
 class _LoraAdapter:
-    """A LoRA adapter of the weight `base`, which becomes base + scale · B A (transposed if `turned`).
+    """A LoRA adapter of the weight `base`, which becomes base + scale · B A (transposed if `is_transposed`).
 
     base, a, b: saved names of the base weight and of the factors A and B
     is_transposed: whether the weight is (in, out)
@@ -136,8 +130,7 @@ class AdapterMerging:
     """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + `scale` · B A.
 
     scale: factor of the product B A
-    transposed_modules: saved names of modules whose weight is (in, out), as in GPT-2; embeddings need not be
-        listed
+    transposed_modules: saved names of modules, except embeddings, whose weight is (in, out), as in GPT-2
     """
 
     scale: float
@@ -156,9 +149,7 @@ class MergedModel:
         self._adapters = _lora_adapters_by_base(source.tensors, turned=merging.transposed_modules)
         # Merged name -> saved name.
         self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
-        self.tensors: Mapping[str, SavedTensor] = {
-            name: source.tensors[saved] for name, saved in self._saved.items()
-        }
+        self.tensors = {name: source.tensors[saved] for name, saved in self._saved.items()}
         self._loaded: tuple[str, Tensor, Tensor] | None = None
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
@@ -178,11 +169,8 @@ class MergedModel:
     def _read_lora_factors(self, adapter: _LoraAdapter) -> tuple[Tensor, Tensor]:
         """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
         if self._loaded is None or self._loaded[0] != adapter.base:
-            self._loaded = (
-                adapter.base,
-                self._read_whole_tensor(adapter.a),
-                self._read_whole_tensor(adapter.b),
-            )
+            a, b = self._read_whole_tensor(adapter.a), self._read_whole_tensor(adapter.b)
+            self._loaded = (adapter.base, a, b)
         return self._loaded[1], self._loaded[2]
 
     def _read_whole_tensor(self, name: str) -> Tensor:

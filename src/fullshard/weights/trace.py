@@ -18,7 +18,7 @@ _ATEN = torch.ops.aten
 
 
 class UntraceableOperationError(Exception):
-    """Raised for an operation on a `Traced` that computes values, or that is not supported here."""
+    """Raised for an operation on a `TracedTensor` that computes values, or that is not supported here."""
 
 
 class TracedTensor(Tensor):
@@ -62,6 +62,12 @@ def _copy_traced_tensor(tensor: TracedTensor) -> TracedTensor:
 def _replace_entry(values: Sequence[int], dim: int, *new: int) -> tuple[int, ...]:
     """Returns `values` with the entry of `dim` replaced by `new`, which may be none or several entries."""
     return (*values[:dim], *new, *values[dim + 1 :])
+
+
+def _edit_dims(tensor: TracedTensor, edit: Callable[[Sequence[int]], Shape]) -> TracedTensor:
+    """Applies `edit`, which reorders or drops the entries per dim, to the shape and to every part."""
+    parts = [replace(p, strides=edit(p.strides), at=edit(p.at), shape=edit(p.shape)) for p in tensor.parts]
+    return make_traced_tensor(edit(tensor.shape), parts)
 
 
 def _narrow(tensor: TracedTensor, dim: int, *, begin: int, length: int) -> TracedTensor:
@@ -113,41 +119,28 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
         return _copy_traced_tensor(tensor)
-    parts = [
-        BoxCopy(
-            p.source,
-            p.begin,
-            _replace_entry(p.strides, dim),
-            _replace_entry(p.at, dim),
-            _replace_entry(p.shape, dim),
-        )
-        for p in tensor.parts
-    ]
-    return make_traced_tensor(_replace_entry(tensor.shape, dim), parts)
+    return _edit_dims(tensor, lambda values: _replace_entry(values, dim))
 
 
 def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim + 1
 
-    def insert_entry(values: Sequence[int], new: int) -> tuple[int, ...]:
+    def insert(values: Sequence[int], new: int) -> tuple[int, ...]:
         return (*values[:dim], new, *values[dim:])
 
     parts = [
-        BoxCopy(
-            p.source, p.begin, insert_entry(p.strides, 0), insert_entry(p.at, 0), insert_entry(p.shape, 1)
-        )
+        replace(p, strides=insert(p.strides, 0), at=insert(p.at, 0), shape=insert(p.shape, 1))
         for p in tensor.parts
     ]
-    return make_traced_tensor(insert_entry(tensor.shape, 1), parts)
+    return make_traced_tensor(insert(tensor.shape, 1), parts)
 
 
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     dim %= tensors[0].ndim
     across = {_replace_entry(t.shape, dim) for t in tensors}
     if len(across) > 1:
-        raise UntraceableOperationError(
-            f"joining tensors of shapes {', '.join(str(list(s)) for s in sorted(across))}"
-        )
+        shapes = ", ".join(str(list(s)) for s in sorted(across))
+        raise UntraceableOperationError(f"joining tensors of shapes {shapes}")
     parts, begin = list[BoxCopy](), 0
     for tensor in tensors:
         parts += [replace(p, at=_replace_entry(p.at, dim, p.at[dim] + begin)) for p in tensor.parts]
@@ -161,17 +154,7 @@ def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
 
 def _permute(tensor: TracedTensor, dims: Sequence[int]) -> TracedTensor:
     order = [dim % tensor.ndim for dim in dims]
-
-    def permute_entries(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values[dim] for dim in order)
-
-    parts = [
-        BoxCopy(
-            p.source, p.begin, permute_entries(p.strides), permute_entries(p.at), permute_entries(p.shape)
-        )
-        for p in tensor.parts
-    ]
-    return make_traced_tensor(permute_entries(tensor.shape), parts)
+    return _edit_dims(tensor, lambda values: tuple(values[dim] for dim in order))
 
 
 def _transpose(tensor: TracedTensor, dim0: int, dim1: int) -> TracedTensor:  # signature: aten's
@@ -182,11 +165,10 @@ def _transpose(tensor: TracedTensor, dim0: int, dim1: int) -> TracedTensor:  # s
 
 def _reshape(tensor: TracedTensor, size: Sequence[int]) -> TracedTensor:
     """Reshapes a traced tensor to `size`, which may contain one -1, box by box."""
-    given = torch.empty(tuple(tensor.shape), device="meta").reshape(tuple(size)).shape
-    parts = [
-        part for old in tensor.parts for part in _reshape_part(old, tuple(tensor.shape), new=tuple(given))
-    ]
-    return make_traced_tensor(tuple(given), parts)
+    old = tuple(tensor.shape)
+    new = tuple(torch.empty(old, device="meta").reshape(tuple(size)).shape)
+    boxes = [box for part in tensor.parts for box in _reshape_part(part, old, new=new)]
+    return make_traced_tensor(new, boxes)
 
 
 @dataclass(frozen=True)
@@ -213,9 +195,7 @@ def _reshape_part(part: BoxCopy, old: Shape, *, new: Shape) -> list[BoxCopy]:
     front = _count_equal_leading_dims(old, new)
     back = _count_equal_leading_dims(old[front:][::-1], new[front:][::-1])
     low, high = slice(front, len(old) - back), slice(front, len(new) - back)
-    runs = _flatten_box_into_runs(
-        part.at[low], shape=part.shape[low], strides=part.strides[low], sizes=old[low]
-    )
+    runs = _flattened_box_runs(part.at[low], shape=part.shape[low], strides=part.strides[low], sizes=old[low])
     return [
         BoxCopy(
             part.source,
@@ -235,7 +215,7 @@ def _count_equal_leading_dims(one: Shape, other: Shape) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _flatten_box_into_runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_ElementRun]:
+def _flattened_box_runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_ElementRun]:
     """Returns the runs of a box in the flattened tensor of shape `sizes`, with `begin` relative to the box.
 
     at, shape: position and shape of the box

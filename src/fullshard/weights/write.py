@@ -1,6 +1,5 @@
 """Writes tensors of a checkpoint to safetensors files, piece by piece."""
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,6 @@ from fullshard.weights.tensor_source import TensorSource
 
 # Piece size for larger tensors: much more than a checkpoint's digest block of 16 MiB.
 _PIECE_BYTES = 128 << 20
-
-logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class SafetensorsWriter:
     ) -> "SafetensorsWriter":
         """Builds the writer for the tensors of `names`.
 
-        what: name of the checkpoint for messages
         dtype: dtype of all floating-point tensors; None keeps each as saved
         shard_bytes: size limit per file, which also limits the size of a piece
 
@@ -87,8 +83,7 @@ class SafetensorsWriter:
 
     def group_tensors_into_files(self, shard_bytes: int) -> list[list[str]]:
         """Returns the tensor names of each file, which has at most `shard_bytes`, or one larger tensor."""
-        files: list[list[str]] = []
-        room = 0
+        files, room = list[list[str]](), 0
         for name, tensor in self.tensors.items():
             if tensor.size_bytes > room or not files:
                 files.append([])
@@ -130,9 +125,8 @@ class SafetensorsWriter:
         if move.is_contiguous and move.target.dtype == dtype:
             self.source.read_into(move.target.view(-1), move.source, begin=move.begin)
             return
-        for part in split_copy(
-            move, most=max(1, self.piece_bytes // dtype.itemsize), itemsize=dtype.itemsize
-        ):
+        most = max(1, self.piece_bytes // dtype.itemsize)
+        for part in split_copy(move, most=most, itemsize=dtype.itemsize):
             elements = torch.empty(part.source_span, dtype=dtype)
             self.source.read_into(elements, part.source, begin=part.begin)
             part.fill_target(elements)
