@@ -223,7 +223,8 @@ class _RecomputeTracer:
                         self._single_differs = not can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
-                        traces += [build(single, single, microbatch=1)] if self._single_differs else []
+                        alone = build(single, single, microbatch=1)
+                        traces += [alone] if self._single_differs else []
                     return traces
             own = record(plan.microbatch)
             if _has_equal_periods(own.recording, shortened.repeats):
