@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.spec.measurement import model_flops_per_token
-from fullshard.spec.presets import find_preset
+from fullshard.spec.presets import preset_or_none
 from fullshard.spec.pretrained import read_config
 from fullshard.spec.run import Run
 
@@ -26,7 +26,7 @@ def figures(page: str) -> set[int]:
 
 
 def test_the_config_is_the_presets():
-    config, preset = read_config(EXAMPLE / "config.json"), find_preset("smollm3-3b")
+    config, preset = read_config(EXAMPLE / "config.json"), preset_or_none("smollm3-3b")
     assert preset is not None
     model = preset.model
     assert (config["num_hidden_layers"], config["hidden_size"]) == (model.layers, model.d_model)

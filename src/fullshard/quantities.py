@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
         raise SpecError(
             "not a number of bytes.", got=repr(text), fix=f"a number and one of {', '.join(_BYTE_FACTORS)}"
         )
-    return int(_parse_scaled_number(match[1], factors[match[2].lower()], text=text))
+    return int(_scale_within_64_bits(match[1], factors[match[2].lower()], text=text))
 
 
 def format_count(count: float) -> str:
@@ -50,10 +50,10 @@ def parse_count(text: str) -> int:
     factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
     if match is None or match[2].lower() not in factors:
         raise SpecError("not a count.", got=repr(text), fix="a number, with k, M, B, T or P behind it or not")
-    return round(_parse_scaled_number(match[1], factors[match[2].lower()], text=text))
+    return round(_scale_within_64_bits(match[1], factors[match[2].lower()], text=text))
 
 
-def _parse_scaled_number(digits: str, factor: int, *, text: str) -> float:
+def _scale_within_64_bits(digits: str, factor: int, *, text: str) -> float:
     """Returns the number in `digits` times `factor`. Raises SpecError, with `text`, from 2**63 on."""
     count = float(digits) * factor
     if count >= 2**63:

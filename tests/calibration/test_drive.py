@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.calibration.drive import create_filled_files, measure_drive_bandwidth
+from fullshard.calibration.drive import open_two_random_files, read_plus_write_bandwidth
 
 
 def rate_of(directory: Path) -> float | None:
-    return measure_drive_bandwidth(directory, pieces=1)
+    return read_plus_write_bandwidth(directory, pieces=1)
 
 
 def test_all_ranks_find_the_same_and_leave_nothing(ranks, tmp_path: Path):
@@ -30,5 +30,5 @@ def test_there_is_none_where_one_rank_cannot_write(ranks, tmp_path: Path):
 
 def test_a_process_that_is_killed_while_it_measures_leaves_nothing(tmp_path: Path):
     with ExitStack() as open_files:
-        create_filled_files(tmp_path, open_files, pieces=1)
+        open_two_random_files(tmp_path, open_files, pieces=1)
         assert not list(tmp_path.iterdir())

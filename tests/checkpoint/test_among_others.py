@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.weights.export import export
@@ -123,7 +123,7 @@ def test_a_link_to_a_checkpoint_is_one_by_its_own_path_alone_and_is_never_remove
     for step in (10, 11):
         saved(directory, step, keep=1)
     assert sorted(one.name for one in directory.iterdir()) == [".lock", "step-00000009", "step-00000011"]
-    assert not list(find_damage(elsewhere))
+    assert not list(iterate_damage(elsewhere))
 
 
 def dangling_link_inside(path: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_manifest_that_is_a_directory_sends_to_the_older_step(tmp_path):
 def test_a_copy_under_the_name_of_another_step_is_not_whole(tmp_path):
     path = saved(tmp_path, 1)
     shutil.copytree(path, tmp_path / "step-00000002")
-    (damage,) = find_damage(tmp_path / "step-00000002")
+    (damage,) = iterate_damage(tmp_path / "step-00000002")
     assert (damage.file, damage.what) == ("manifest.json", "the manifest of step 1")
     shutil.copytree(path, tmp_path / "backup")
-    assert not list(find_damage(tmp_path / "backup"))
+    assert not list(iterate_damage(tmp_path / "backup"))
 
 
 class Overtaken(State):

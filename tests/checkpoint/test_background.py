@@ -30,7 +30,7 @@ class Training(State):
 
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def register_before_update(self, act: Callable[[], None]) -> None:
+    def register_before_next_update(self, act: Callable[[], None]) -> None:
         self.waiting.append(act)
 
     def update(self) -> None:

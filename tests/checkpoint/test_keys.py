@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fullshard.checkpoint.digests import KeyFile, compute_digest
+from fullshard.checkpoint.digests import KeyFile, xxh3_or_blake2b
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import CheckpointLocation, latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory, gather_node_checkpoints
+from fullshard.checkpoint.per_node import NodeLocalDirectory, merge_node_checkpoints
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import ShardFileTable
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
 from fullshard.weights.export import export
@@ -47,7 +47,7 @@ def test_a_signed_checkpoint_loads_with_its_key_and_without_one(tmp_path, key, l
     place = signed(tmp_path / "checkpoints", key)
     path = Path(save(State(1, numbers(1)), place, layout=layout))
     assert load_step(place) == load_step(tmp_path / "checkpoints") == load_step(signed(path, key)) == 1
-    assert not list(find_damage(place.list_checkpoints()[0][1]))
+    assert not list(iterate_damage(place.list_checkpoints()[0][1]))
     assert key.read_text().strip().encode() not in b"".join(one.read_bytes() for one in path.iterdir())
 
 
@@ -70,7 +70,7 @@ def forged_manifest(path: Path) -> None:
     manifest = read_manifest(path)
     forged = manifest.model_copy(update={"values": manifest.values | {"tokens": 7}, "digest": "0" * 32})
     text = forged.model_dump_json(indent=1).encode() + b"\n"
-    (path / MANIFEST).write_bytes(text.replace(b"0" * 32, compute_digest(text).encode()))
+    (path / MANIFEST).write_bytes(text.replace(b"0" * 32, xxh3_or_blake2b(text).encode()))
 
 
 def forged_table(path: Path) -> None:
@@ -80,7 +80,7 @@ def forged_table(path: Path) -> None:
     data = (path / "__0_0.distcp").read_bytes()
     pieces = [
         one.model_copy(
-            update={"digests": (compute_digest(data[one.offset : one.offset + one.length], strong=True),)}
+            update={"digests": (xxh3_or_blake2b(data[one.offset : one.offset + one.length], strong=True),)}
         )
         for one in table.pieces
     ]
@@ -94,7 +94,7 @@ def test_what_is_changed_without_the_key_is_not_loaded(tmp_path, key, forge: Cal
     path = Path(saved(place, 1))
     forge(path)
     with suppress(CheckpointError):
-        assert list(find_damage(place.list_checkpoints()[0][1])), "verify did not see it"
+        assert list(iterate_damage(place.list_checkpoints()[0][1])), "verify did not see it"
     with pytest.raises(CheckpointError):
         load_step(place)
     with pytest.raises(CheckpointError):
@@ -169,8 +169,8 @@ def save_on_nodes(directory: Path, key: Path) -> int:
 def test_nodes_sign_what_they_save_and_what_is_gathered(ranks, tmp_path, key):
     assert ranks(2).run(save_on_nodes, tmp_path, key) == [3, 3]
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
-    path = gather_node_checkpoints(nodes, tmp_path / "all", key_file=key)
-    assert not list(find_damage(signed(path, key).as_checkpoint()))
+    path = merge_node_checkpoints(nodes, tmp_path / "all", key_file=key)
+    assert not list(iterate_damage(signed(path, key).root_as_checkpoint()))
     (tmp_path / "other").write_text("another secret of some length")
     with pytest.raises(CheckpointError, match="no step is there of all its nodes"):
-        gather_node_checkpoints(nodes, tmp_path / "again", key_file=tmp_path / "other")
+        merge_node_checkpoints(nodes, tmp_path / "again", key_file=tmp_path / "other")

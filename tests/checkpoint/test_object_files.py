@@ -101,7 +101,7 @@ def reads(store: FakeS3) -> int:
 
 def test_a_store_that_reports_no_md5_is_read_back(store, caplog):
     store.reports = "nothing"
-    object_files._warn_no_checksum_reported.cache_clear()
+    object_files._warn_objects_are_read_back.cache_clear()
     saved(URL, 1)
     saved(URL, 2)
     assert caplog.text.count("reports no checksum") == 1
@@ -173,7 +173,7 @@ def test_another_store_is_held_to_the_md5_that_it_reports():
 
 
 def test_a_store_that_reports_nothing_is_read_back(caplog):
-    object_files._warn_no_checksum_reported.cache_clear()
+    object_files._warn_objects_are_read_back.cache_clear()
     saved("memory://bucket/run", 1)
     assert caplog.text.count("reports no checksum") == 1
     assert_loads("memory://bucket/run", 1)

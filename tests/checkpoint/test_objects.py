@@ -28,7 +28,7 @@ from fullshard.checkpoint.object_files import ObjectFiles
 from fullshard.checkpoint.object_store import ObjectStore
 from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
@@ -181,7 +181,7 @@ def test_a_flipped_byte_is_found_and_an_older_checkpoint_loaded(url, caplog):
     saved(url, 1)
     path = saved(url, 2)
     flip(data_file(path), at=3000)
-    (damage,) = find_damage(path)
+    (damage,) = iterate_damage(path)
     assert len(damage.tensors) == 1
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         state = loaded(url)
@@ -250,7 +250,7 @@ class _Loses(ObjectLocation):
     """The store takes a file, and does not have it."""
 
     def commit(self, draft: Any, manifest: Any) -> Any:
-        ObjectStore(self.url).remove_objects([f"{draft}/{manifest.data_files[0]}"])
+        ObjectStore(self.url).remove_objects([f"{draft}/{manifest.data_file_names_on_this_disk[0]}"])
         return super().commit(draft, manifest)
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory, gather_node_checkpoints
+from fullshard.checkpoint.per_node import NodeLocalDirectory, merge_node_checkpoints
 from fullshard.checkpoint.save import Layout, save
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
     State,
@@ -75,14 +75,14 @@ def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_pa
         path = tmp_path / f"node-{node}" / STEP
         manifest = read_manifest(path)
         assert (manifest.nodes, manifest.node) == (2, node)
-        assert not list(find_damage(path))
+        assert not list(iterate_damage(path))
         here = {name for name in os.listdir(path) if not name.endswith(".json")}
         assert here == {name for name in manifest.files_on_this_disk if not name.endswith(".json")}
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, mesh_shape), 3)
 
-    path = gather_node_checkpoints([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")
+    path = merge_node_checkpoints([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")
     assert path == tmp_path / "all" / STEP
-    assert not list(find_damage(path))
+    assert not list(iterate_damage(path))
     if layout == "sharded":
         for _, whole in ranks(3).run(loaded_sharded, tmp_path / "all", (3,)):
             assert_same({n: t for n, t in whole.items() if ".rank" not in n}, numbers(3))
@@ -125,7 +125,7 @@ def test_parts_of_two_saves_are_no_checkpoint(ranks, tmp_path):
     (message, *_) = ranks(4).run(refused, tmp_path / "a", (4,), 2)
     assert "is whole on all of them" in message
     with pytest.raises(CheckpointError, match="no step is there of all its nodes"):
-        gather_node_checkpoints([tmp_path / "a" / "node-0", tmp_path / "a" / "node-1"], tmp_path / "all")
+        merge_node_checkpoints([tmp_path / "a" / "node-0", tmp_path / "a" / "node-1"], tmp_path / "all")
 
 
 def test_a_byte_that_one_node_lost_sends_all_to_the_older_step(ranks, tmp_path):

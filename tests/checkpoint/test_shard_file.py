@@ -12,7 +12,7 @@ from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.shard_file import (
     ShardFileTable,
     ShardFileWriter,
-    read_verified_part,
+    read_verified_part_into,
     verify_padding,
     verify_piece,
 )
@@ -75,7 +75,7 @@ def test_each_piece_is_what_torch_saves_and_has_its_digests():
         verify_piece(io.BytesIO(data), piece, scratch=scratch)
         found = torch.zeros_like(tensors[piece.name])
         offsets = (0,) * found.ndim
-        read_verified_part(io.BytesIO(data), piece, offsets=offsets, target=found, scratch=scratch)
+        read_verified_part_into(io.BytesIO(data), piece, offsets=offsets, target=found, scratch=scratch)
         assert torch.equal(found, tensors[piece.name])
 
 

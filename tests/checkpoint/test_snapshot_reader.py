@@ -30,7 +30,7 @@ def of(copied: list[str], failing: str = "") -> Callable[[str, Tensor], Tensor]:
 
 
 def read(held: LiveShardReader, name: str, shard: Tensor) -> Tensor:
-    with held.read_shard(name, shard, last=True) as found:
+    with held.open_shard(name, shard, last=True) as found:
         return found.clone()
 
 
@@ -59,7 +59,7 @@ def test_nothing_changes_while_it_is_read() -> None:
         shards["b"].fill_(9)
 
     training = threading.Thread(target=change)
-    with held.read_shard("b", shards["b"], last=True) as found:
+    with held.open_shard("b", shards["b"], last=True) as found:
         training.start()
         training.join(0.1)
         assert torch.equal(found, some()["b"])
@@ -72,7 +72,7 @@ def test_nothing_changes_while_it_is_read() -> None:
 def test_a_shard_that_is_read_again_is_still_the_one_of_before() -> None:
     shards = some()
     held = LiveShardReader(shards, copied=of([]))
-    with held.read_shard("c", shards["c"], last=False):
+    with held.open_shard("c", shards["c"], last=False):
         pass
     held.copy_unwritten_shards()
     shards["c"].fill_(9)

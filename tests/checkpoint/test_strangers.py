@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.digests import compute_digest
+from fullshard.checkpoint.digests import xxh3_or_blake2b
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
-from fullshard.checkpoint.per_node import gather_node_checkpoints
+from fullshard.checkpoint.per_node import merge_node_checkpoints
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.verify import find_damage, iterate_differences
+from fullshard.checkpoint.verify import iterate_damage, iterate_differences
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved
@@ -58,7 +58,7 @@ def replace(path: Path, contents: dict[str, bytes]) -> None:
     files = dict(manifest.files)
     for name, data in contents.items():
         (path / name).write_bytes(data)
-        files[name] = SavedFile(size_bytes=len(data), digest=compute_digest(data))
+        files[name] = SavedFile(size_bytes=len(data), digest=xxh3_or_blake2b(data))
     (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encode_and_sign())
 
 
@@ -77,7 +77,7 @@ def test_no_pickle_of_a_checkpoint_is_ever_read(tmp_path, attack: Callable[[Path
     assert_same(loaded(path).held, numbers(1))
     export(path, tmp_path / "model.safetensors")
     assert not list(iterate_differences(path, path))
-    assert not list(find_damage(path))
+    assert not list(iterate_damage(path))
     assert not marker.exists()
 
 
@@ -86,7 +86,7 @@ def rewritten_manifest(path: Path, change: Callable[[str], str]) -> None:
     manifest = read_manifest(path)
     blank = manifest.model_copy(update={"digest": "0" * 32}).model_dump_json(indent=1) + "\n"
     blank = change(blank)
-    (path / MANIFEST).write_text(blank.replace("0" * 32, compute_digest(blank.encode())))
+    (path / MANIFEST).write_text(blank.replace("0" * 32, xxh3_or_blake2b(blank.encode())))
 
 
 OUTSIDE = [
@@ -112,7 +112,7 @@ def test_a_name_that_is_not_a_file_of_the_directory_is_damage(tmp_path, name):
 
 def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
     paths = [saved(tmp_path / node / "deep", 1) for node in ("one", "two")]
-    digest = compute_digest(b"bytes")
+    digest = xxh3_or_blake2b(b"bytes")
     entry = f'"../../payload": {{"size_bytes": 5, "digest": "{digest}", "node": 1}}, "writer.json"'
     for number, path in enumerate(paths):
         (path.parents[1] / "payload").write_text("bytes")
@@ -124,7 +124,7 @@ def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
 
         rewritten_manifest(path, of_two_nodes)
     with suppress(CheckpointError):
-        gather_node_checkpoints([path.parent for path in paths], tmp_path / "far" / "away" / "target")
+        merge_node_checkpoints([path.parent for path in paths], tmp_path / "far" / "away" / "target")
     assert not list((tmp_path / "far").rglob("payload"))
 
 
@@ -134,7 +134,7 @@ def test_no_link_is_followed_out_of_a_checkpoint(tmp_path, name):
     path = saved(tmp_path / "checkpoints", 2)
     (path / name).rename(tmp_path / name)
     (path / name).symlink_to(tmp_path / name)
-    ((file, what),) = [(damage.file, damage.what) for damage in find_damage(path)]
+    ((file, what),) = [(damage.file, damage.what) for damage in iterate_damage(path)]
     assert (file, what.partition(";")[0]) == (name, "a link")
     assert loaded(tmp_path / "checkpoints").step == 1
 
@@ -145,7 +145,7 @@ def test_a_fifo_is_refused_and_not_read(tmp_path, name):
     path = saved(tmp_path, 2)
     (path / name).unlink()
     os.mkfifo(path / name)
-    assert [damage.what.partition(";")[0] for damage in find_damage(path)] == ["not a regular file"]
+    assert [damage.what.partition(";")[0] for damage in iterate_damage(path)] == ["not a regular file"]
     assert loaded(tmp_path).step == 1
 
 
@@ -171,7 +171,7 @@ def test_an_index_that_does_not_cover_the_tensors_is_damage(tmp_path):
     path = saved(tmp_path, 1)
     for index in indexes(path):
         replace(path, {"shards.json": index.model_dump_json().encode()})
-        assert {damage.file for damage in find_damage(path)} == {"shards.json"}
+        assert {damage.file for damage in iterate_damage(path)} == {"shards.json"}
         with pytest.raises(CheckpointError):
             load(State(0, numbers(0)), path)
 
@@ -182,6 +182,6 @@ def test_an_index_that_points_at_another_tensor_is_damage(tmp_path):
     offset = index.shards["model.everywhere"][0].offset
     shards = index.shards | {"optimizer.count": (index.shards["optimizer.count"][0]._replace(offset=offset),)}
     replace(path, {"shards.json": index.model_copy(update={"shards": shards}).model_dump_json().encode()})
-    assert [damage.tensors for damage in find_damage(path)] == [("optimizer.count",)]
+    assert [damage.tensors for damage in iterate_damage(path)] == [("optimizer.count",)]
     with pytest.raises(CheckpointError, match="differ"):
         load(State(0, numbers(0)), path)

@@ -11,7 +11,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import BLOCK_BYTES, ShardFileTable
-from fullshard.checkpoint.verify import find_damage, iterate_differences
+from fullshard.checkpoint.verify import iterate_damage, iterate_differences
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
@@ -48,7 +48,7 @@ def test_any_flipped_bit_is_found_and_an_older_checkpoint_loaded(tmp_path, name)
         path = saved(directory, 2)
         bit = rng.randrange((path / name).stat().st_size * 8)
         flip(path / name, bit)
-        found = list(find_damage(path))
+        found = list(iterate_damage(path))
         assert [damage.file for damage in found] == [name], f"bit {bit}"
         if name not in NOT_READ:
             state = loaded(directory)
@@ -63,10 +63,10 @@ def test_a_flipped_bit_names_its_tensor(tmp_path):
     for piece in table.pieces:
         whole = (path / "__0_0.distcp").read_bytes()
         flip(path / "__0_0.distcp", 8 * (piece.offset + piece.length - 1))
-        (damage,) = find_damage(path)
+        (damage,) = iterate_damage(path)
         assert damage.tensors == (piece.name,)
         (path / "__0_0.distcp").write_bytes(whole)
-    assert not list(find_damage(path))
+    assert not list(iterate_damage(path))
     assert sum(piece.length for piece in table.pieces) == (path / "__0_0.distcp").stat().st_size
 
 
@@ -81,7 +81,7 @@ def test_a_part_of_many_blocks_is_verified_block_by_block(tmp_path):
     assert torch.equal(target.held["model.large"], state.held["model.large"])
     begin = piece.offset + 2 * BLOCK_BYTES
     flip(path / "__0_0.distcp", 8 * (begin + 7))
-    (damage,) = find_damage(path)
+    (damage,) = iterate_damage(path)
     assert f"bytes {begin} to {begin + BLOCK_BYTES}" in damage.what
 
 
@@ -91,7 +91,7 @@ def test_a_flipped_bit_between_the_pieces_is_found_and_harms_nothing(tmp_path):
     small, large = pieces(path).pieces
     assert large.offset > small.length
     flip(path / "__0_0.distcp", 8 * (large.offset - 1) + 3)
-    (damage,) = find_damage(path)
+    (damage,) = iterate_damage(path)
     assert f"bytes {small.length} to {large.offset}, before model.large, are not all zero" in damage.what
     target = State(0, {name: torch.zeros_like(tensor) for name, tensor in state.held.items()})
     assert load(target, tmp_path)
@@ -114,7 +114,7 @@ def test_other_damage_is_found_too(ranks, tmp_path, act):
         os.replace(other / file.name, file)
     else:
         (path / "notes.txt").write_text("")
-    found = list(find_damage(path))
+    found = list(iterate_damage(path))
     assert {damage.file for damage in found} == {"notes.txt" if act == "stranger" else file.name}
     if act != "stranger":
         assert {"model.uneven", "random.rank1"} <= {name for damage in found for name in damage.tensors}
@@ -172,7 +172,7 @@ def refused_by_ranks(directory: Path, mesh_shape: tuple[int, ...]) -> str:
 def test_each_ranks_own_file_loads_on_the_same_ranks_alone(ranks, tmp_path):
     ranks(2).run(saved_by_ranks, tmp_path, (2,))
     (path,) = tmp_path.glob("step-*")
-    assert sorted(read_manifest(path).data_files) == ["rank-0.shards", "rank-1.shards"]
+    assert sorted(read_manifest(path).data_file_names_on_this_disk) == ["rank-0.shards", "rank-1.shards"]
     for rank, (state, whole) in enumerate(ranks(2).run(loaded_sharded, tmp_path, (2,))):
         assert state.step == 4
         own = {f"random.rank{rank}": torch.full((16,), 40 + rank, dtype=torch.uint8)}
@@ -182,4 +182,4 @@ def test_each_ranks_own_file_loads_on_the_same_ranks_alone(ranks, tmp_path):
     (message, *_) = ranks(2).run(refused_by_ranks, tmp_path, (2, 1))
     assert "sharded as those that saved it" in message
     flip(path / "rank-1.shards", 8 * 5000)
-    assert [damage.file for damage in find_damage(path)] == ["rank-1.shards"]
+    assert [damage.file for damage in iterate_damage(path)] == ["rank-1.shards"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.launch.request import LaunchRequest
-from fullshard.planning.for_run import plan_run
+from fullshard.planning.for_run import request_with_plan
 from fullshard.planning.spec_cache import SHIPPED_FILE, read_shipped_specs, version_without_build
 from fullshard.spec.run import Run
 from tests.planning.test_describe_run import gpt2
@@ -15,10 +15,10 @@ from tests.planning.test_describe_run import gpt2
 PLAN = "import sys; from fullshard.cli.main import main; assert not main(sys.argv[1:])"
 TRAIN = """
 import sys
-from fullshard.planning.for_run import plan_run
+from fullshard.planning.for_run import request_with_plan
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.run import Run
-print(plan_run(LaunchRequest(run=Run.load(overrides=sys.argv[1:]))).plan.model_dump_json())
+print(request_with_plan(LaunchRequest(run=Run.load(overrides=sys.argv[1:]))).plan.model_dump_json())
 """
 MODULES = "\nprint([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
 
@@ -57,6 +57,6 @@ def test_a_config_is_planned_without_torch_the_second_time(tmp_path: Path, capsy
 
 def test_training_is_planned_without_torch_the_second_time() -> None:
     settings = ("model.layers=2", "run.device=cpu", "precision.mode=fp32")
-    first = plan_run(LaunchRequest(run=Run.load(overrides=settings))).plan
+    first = request_with_plan(LaunchRequest(run=Run.load(overrides=settings))).plan
     assert first is not None
     assert printed(TRAIN, *settings) == [first.model_dump_json()]

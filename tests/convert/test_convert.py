@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fullshard.convert.conversion import Conversion, convert_config
 from fullshard.convert.reader import ConfigFormat, KeyVerdict, default_run_setting
-from fullshard.convert.rules import read_rules
+from fullshard.convert.rules import load_rules
 from fullshard.convert.source import parse_config
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
@@ -137,7 +137,7 @@ def test_what_sets_nothing_says_why(path):
 
 @pytest.mark.parametrize("name", ["accelerate", "deepspeed", "fsdp", "lightning", "torchtitan"])
 def test_every_rule_of_a_table_says_one_thing_and_sets_a_key_that_exists(name):
-    for key, rule in read_rules(name).items():
+    for key, rule in load_rules(name).items():
         assert sum(map(bool, (rule.not_needed, rule.unsupported, rule.sets))) == 1, key
         assert "$" not in rule.not_needed + rule.unsupported + rule.why + rule.instead, key
         if rule.sets:

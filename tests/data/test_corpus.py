@@ -37,7 +37,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 def expected(path: str, texts: list[str]) -> list[list[int]]:
     tokenizer = open_tokenizer(path)
-    return [[*tokens.tolist(), *tokenizer.tokens_after_document] for tokens in tokenizer.encode(texts)]
+    return [[*tokens.tolist(), *tokenizer.tokens_after_document] for tokens in tokenizer.encode_texts(texts)]
 
 
 def write_source(kind: str, directory: Path) -> tuple[list[str], dict[str, object]]:

@@ -11,7 +11,7 @@ from fullshard.data.packing import (
     Rows,
     TokenSpans,
     build_rows_from_arrays,
-    count_packed_tokens,
+    count_tokens_in_row_arrays,
     pack_best_fit_decreasing,
     pack_spans_into_rows,
     split_long_spans,
@@ -31,7 +31,7 @@ def spans_of(sizes: list[int]) -> TokenSpans:
 def rows_of(spans: TokenSpans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
     arrays = pack_spans_into_rows(spans, packing=packing, sequence_length=length)
     return build_rows_from_arrays(
-        arrays, tokens=count_packed_tokens(arrays), sequence_length=length, masked=masked
+        arrays, tokens=count_tokens_in_row_arrays(arrays), sequence_length=length, masked=masked
     )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.sampling import permute_pseudorandomly, shuffled_row_numbers
+from fullshard.data.sampling import permute_pseudorandomly, shuffled_rows_at
 
 laws = settings(max_examples=50)
 lengths = st.one_of(st.integers(1, 70), st.integers(71, 2000))
@@ -23,26 +23,26 @@ def test_permute_is_a_permutation(length: int, key: str):
 @given(st.integers(1, 300), seeds, st.integers(0, 10**6))
 def test_every_epoch_shows_every_window_once(windows: int, seed: int, epoch: int):
     samples = np.arange(epoch * windows, (epoch + 1) * windows)
-    assert np.array_equal(np.sort(shuffled_row_numbers(samples, rows=windows, seed=seed)), np.arange(windows))
+    assert np.array_equal(np.sort(shuffled_rows_at(samples, rows=windows, seed=seed)), np.arange(windows))
 
 
 @laws
 @given(st.integers(1, 300), seeds, st.integers(0, 10**9), st.integers(1, 700))
 def test_a_sample_does_not_depend_on_the_samples_beside_it(windows: int, seed: int, first: int, count: int):
     samples = np.arange(first, first + count)
-    together = shuffled_row_numbers(samples, rows=windows, seed=seed)
+    together = shuffled_rows_at(samples, rows=windows, seed=seed)
     some = samples[:: max(count // 5, 1)]
-    alone = [int(shuffled_row_numbers(np.array([i]), rows=windows, seed=seed)[0]) for i in some]
+    alone = [int(shuffled_rows_at(np.array([i]), rows=windows, seed=seed)[0]) for i in some]
     assert together[:: max(count // 5, 1)].tolist() == alone
 
 
 def test_order_is_the_same_on_every_machine():
-    assert shuffled_row_numbers(np.arange(10), rows=10, seed=0).tolist() == [3, 6, 0, 1, 9, 7, 4, 2, 5, 8]
+    assert shuffled_rows_at(np.arange(10), rows=10, seed=0).tolist() == [3, 6, 0, 1, 9, 7, 4, 2, 5, 8]
 
 
 def test_epochs_and_seeds_differ():
-    first, second = shuffled_row_numbers(np.arange(200), rows=100, seed=0).reshape(2, 100)
-    other = shuffled_row_numbers(np.arange(100), rows=100, seed=1)
+    first, second = shuffled_rows_at(np.arange(200), rows=100, seed=0).reshape(2, 100)
+    other = shuffled_rows_at(np.arange(100), rows=100, seed=1)
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, other)
 

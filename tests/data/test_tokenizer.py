@@ -16,7 +16,7 @@ def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok")
     plain = Tokenizer.from_file(f"{path}/tokenizer.json")
     tokenizer = open_tokenizer(path)
-    found = tokenizer.encode([text(3), ""])
+    found = tokenizer.encode_texts([text(3), ""])
     assert [one.tolist() for one in found] == [plain.encode(text(3)).ids, []]
     assert (tokenizer.tokens_before_document, tokenizer.tokens_after_document) == (
         (),
@@ -52,12 +52,12 @@ def test_what_the_tokenizer_puts_around_a_text_stands_around_a_document(tmp_path
 
 def test_bytes_are_their_own_tokens():
     tokenizer = ByteTokenizer()
-    assert tokenizer.encode(["é"])[0].tolist() == [0xC3, 0xA9]
+    assert tokenizer.encode_texts(["é"])[0].tolist() == [0xC3, 0xA9]
     assert (tokenizer.vocabulary_size, tokenizer.tokens_after_document) == (256, (0,))
     with pytest.raises(DataError, match=r"(?s)NUL.*data\.tokenizer"):
-        tokenizer.encode(["a\0b"])
+        tokenizer.encode_texts(["a\0b"])
     with pytest.raises(DataError, match="UTF-8"):
-        tokenizer.encode(["\ud800"])
+        tokenizer.encode_texts(["\ud800"])
 
 
 def test_tokens_follow_from_all_files_of_a_directory(tmp_path: Path):

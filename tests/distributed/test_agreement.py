@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from fullshard.distributed.agreement import (
     all_gather_object,
+    run_alone_or_raise,
     run_on_all_ranks,
     run_on_rank_zero,
-    run_on_this_rank,
 )
 from fullshard.errors import CheckpointError, DataError
 
@@ -56,4 +56,4 @@ def test_an_interrupt_is_not_kept():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_on_this_rank(interrupted, doing="anything")
+        run_alone_or_raise(interrupted, doing="anything")

@@ -14,13 +14,13 @@ EVENTS = [
 
 def test_the_highest_moment_is_the_first_with_the_most_bytes():
     peak = compute_peak_moment(EVENTS)
-    assert (peak.after, peak.live_bytes, peak.live) == (2, 30, {1: 10, 2: 20})
-    assert compute_peak_moment([*EVENTS, AllocateEvent(4, 30)]).after == 2
+    assert (peak.event_count, peak.live_bytes, peak.live) == (2, 30, {1: 10, 2: 20})
+    assert compute_peak_moment([*EVENTS, AllocateEvent(4, 30)]).event_count == 2
 
 
 def test_what_was_there_before_counts():
     peak = compute_peak_moment(EVENTS, start=3)
-    assert (peak.after, peak.live) == (4, {2: 20, 3: 5})
+    assert (peak.event_count, peak.live) == (4, {2: 20, 3: 5})
     assert compute_peak_moment(EVENTS, start=3, end=3).live == {2: 20}
     assert compute_peak_moment(EVENTS, start=len(EVENTS)).live_bytes == 0
 

@@ -102,7 +102,7 @@ def test_whoever_asks_for_a_value_gets_one():
 def test_noted_tensors_are_counted_once():
     def act(recorder):
         tensor = torch.empty(10)
-        assert recorder.track_tensors([tensor, tensor[1:]]) == recorder.track_tensors([tensor])
+        assert recorder.track_and_get_blocks([tensor, tensor[1:]]) == recorder.track_and_get_blocks([tensor])
 
     recorder = recorded(act)
     assert [type(event) for event in recorder.events] == [AllocateEvent, FreeEvent]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fullshard.spec.model import (
     Event,
     Kernel,
-    KernelLaunches,
+    KernelIndexAndCount,
     LinearInMicrobatch,
     LiveTensorBytes,
     MicrobatchTrace,
@@ -225,7 +225,7 @@ class _Tracer:
                 unit=unit,
                 peaks=(peak,),
                 end=live,
-                work=tuple(KernelLaunches(*one) for one in work),
-                fused=tuple(KernelLaunches(*one) for one in fused or work),
+                work=tuple(KernelIndexAndCount(*one) for one in work),
+                fused=tuple(KernelIndexAndCount(*one) for one in fused or work),
             )
         )

@@ -4,7 +4,7 @@ import random
 import shutil
 from pathlib import Path
 
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import assert_same, loaded, numbers
 from tests.faults.crowd import litter
@@ -48,7 +48,7 @@ def damaged_start(sound: Path, directory: Path, *, act: str, files: str, rng: ra
     if not where:
         shutil.rmtree(directory)
         return "nothing changed"
-    found = list(find_damage(newer))
+    found = list(iterate_damage(newer))
     assert found, f"verify did not see {act} of {where}"
     # What this process does not read (another rank's random state, who wrote it) it does not verify either.
     unread = all(name.startswith("random.rank") for one in found for name in one.tensors)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import DamagedOffloadError, OffloadError
 from tests.faults.course import (
     Course,
@@ -79,7 +79,7 @@ def test_a_drive_that_fails_is_told_and_the_next_start_goes_on(ranks, tmp_path: 
     assert caught.value.fix
     assert isinstance(caught.value, DamagedOffloadError) == fault.damages
     for one in checkpoints.glob("step-*"):
-        assert not list(find_damage(one))
+        assert not list(iterate_damage(one))
     whole, saved = last_committed(record), last_acknowledged(record)
     assert saved, "it came after a checkpoint"
     started = next_start(ranks, course)

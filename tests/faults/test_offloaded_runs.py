@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import OffloadError
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
@@ -102,7 +102,7 @@ def test_a_full_drive_is_told_with_its_exit_code_and_costs_nothing(ranks, tmp_pa
     ):
         assert word in full.said
     assert "restart 1" not in full.said
-    assert [list(find_damage(one)) for one in (run / "checkpoints").glob("step-*")] == [[]]
+    assert [list(iterate_damage(one)) for one in (run / "checkpoints").glob("step-*")] == [[]]
     ranks(2).run(trained, str(run), tier, True)
     ranks(2).run(trained, str(tmp_path / "undisturbed"), (FEW_STEPS,), False)
     assert len(losses(run)) == 10

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.digests import compute_digest
+from fullshard.checkpoint.digests import xxh3_or_blake2b
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
 from fullshard.data.cache import make_cache_directory, no_heartbeat
@@ -35,7 +35,7 @@ from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.data_section import DataSourceFields
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import convert_to_decoder, find_decoder_incompatibility, read_config
+from fullshard.spec.pretrained import approximate_by_decoder, find_decoder_incompatibility, read_config
 from fullshard.spec.run import Run
 from fullshard.weights.export import export
 from fullshard.weights.files import open_pretrained_files
@@ -186,13 +186,13 @@ def sign(path: Path, contents: dict[str, bytes]) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, data in contents.items():
-            manifest["files"][name] |= {"size_bytes": len(data), "digest": compute_digest(data)}
+            manifest["files"][name] |= {"size_bytes": len(data), "digest": xxh3_or_blake2b(data)}
     except (ValueError, RecursionError, TypeError, KeyError):
         return
     if isinstance(manifest, dict):
         blank = json.dumps({**manifest, "digest": "0" * 32})
         text = blank.replace(
-            '"digest": "' + "0" * 32 + '"}', f'"digest": "{compute_digest(blank.encode())}"' + "}"
+            '"digest": "' + "0" * 32 + '"}', f'"digest": "{xxh3_or_blake2b(blank.encode())}"' + "}"
         )
         (path / MANIFEST).write_text(text)
 
@@ -201,7 +201,7 @@ def read_checkpoint(directory: Path) -> None:
     checkpoints = directory / "checkpoints"
     for path in sorted(checkpoints.glob("step-*")):
         if path.is_dir():
-            list(find_damage(path))
+            list(iterate_damage(path))
     each(
         lambda: export(checkpoints, directory / "model.safetensors"),
         lambda: load(Anything(), checkpoints),
@@ -255,7 +255,7 @@ def make_config(seeds: Path, directory: Path, rng: Random) -> None:
 def read_model(directory: Path) -> None:
     config = read_config(directory / "config.json")
     if find_decoder_incompatibility(config) is None:
-        convert_to_decoder(config, source="config.json")
+        approximate_by_decoder(config, source="config.json")
     build_hf_model(HuggingFaceModel(hf=str(directory)))
 
 
@@ -300,7 +300,7 @@ def read_tokenizer(directory: Path) -> None:
             template.encode_conversation([{"role": "user", "content": "the cat"}], train_on="all")
 
     each(
-        lambda: open_tokenizer(str(directory)).encode("the cat"),
+        lambda: open_tokenizer(str(directory)).encode_texts("the cat"),
         write_out,
     )
 

@@ -9,7 +9,7 @@ from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.training.loop import train
-from fullshard.training.resume import checkpoint_location
+from fullshard.training.resume import make_checkpoint_location
 from tests.checkpoint import flipping_memory
 from tests.checkpoint.states import saved
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
@@ -32,7 +32,7 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
     right = []
     unsaved = [line.split(":")[0] for line in said if "NOT SAVED" in line]
     for index, expected in bits.items():
-        where = checkpoint_location(directory / f"step-{index:08d}", plan)
+        where = make_checkpoint_location(directory / f"step-{index:08d}", plan)
         if f"step {index}" not in unsaved:
             load(fresh, where)
             right.append(same_bits(local_bits(fresh), expected))
@@ -84,7 +84,7 @@ def save_where_bits_change(mode: str) -> tuple[list[str], object]:
     with RunCheckpointSaver(flipping_memory.URL, plan, say=said.append) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait_for_saves()
-    return said, checkpoint_location(flipping_memory.URL, plan)
+    return said, make_checkpoint_location(flipping_memory.URL, plan)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -18,7 +18,7 @@ from fullshard.jobs.leftovers import (
 )
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity, find_saved_run_state
+from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, find_saved_run_state
 from fullshard.offload.generations import GenerationFiles
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -27,13 +27,13 @@ from tests.fakes.sampling import sampled
 from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
 
-RECORDS = [DataFileRecord(name="0", offset_bytes=0, length_bytes=4096)]
+RECORDS = [DataFileRegion(name="0", offset_bytes=0, length_bytes=4096)]
 
 
 def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes = b"beside") -> Path:
     """What a run over so many ranks that died after these steps has in `directory`."""
     for rank in range(world_size):
-        identity = OwnerIdentity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
+        identity = RunRankIdentity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
         own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
         with GenerationFiles(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
             for step in steps:

@@ -67,7 +67,7 @@ def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
     file = io.StringIO()
     with show_progress(steps=95, every=20, world_size=2, file=file) as shown:
         for step in range(1, 96):
-            shown.show_step(metrics(step))
+            shown.show_step_if_due(metrics(step))
         shown.print_line("saved")
     lines = file.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/95", "20/95", "40/95", "60/95", "80/95", "95/95"]
@@ -82,14 +82,14 @@ def test_a_skipped_step_is_shown_when_it_happens():
     file = io.StringIO()
     with show_progress(steps=95, every=20, world_size=1, file=file) as shown:
         for step in range(1, 10):
-            shown.show_step(metrics(step, skipped=step == 7))
+            shown.show_step_if_due(metrics(step, skipped=step == 7))
     assert "SKIPPED" in file.getvalue().splitlines()[1]
 
 
 def test_a_terminal_has_its_line_redrawn_and_what_is_said_above(terminal: Terminal):
     with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
         for step in (1, 2, 3):
-            shown.show_step(metrics(step))
+            shown.show_step_if_due(metrics(step))
         shown.print_line("saved [step] 3")
     written = terminal.shown()
     assert "step 1/3" in written
@@ -103,7 +103,7 @@ def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: 
 
     def run() -> None:
         with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
-            shown.show_step(metrics(1))
+            shown.show_step_if_due(metrics(1))
             raise how
 
     with pytest.raises(type(how)):
@@ -117,7 +117,7 @@ def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: 
 def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
     line = LiveProgressLine(RunProgress(steps=3, world_size=1), file=terminal.file)
     line.start()
-    line.show_step(metrics(1))
+    line.show_step_if_due(metrics(1))
     assert cursor_is_visible(terminal.shown())
     line.stop()
 
@@ -126,7 +126,7 @@ def test_quick_steps_are_not_all_drawn(terminal: Terminal):
     line = LiveProgressLine(RunProgress(steps=20, world_size=1), file=terminal.file, now=lambda: 7.0)
     line.start()
     for step in range(1, 21):
-        line.show_step(metrics(step))
+        line.show_step_if_due(metrics(step))
     written = terminal.shown()
     assert [step for step in range(1, 21) if f"step {step}/20" in written] == [1, 20]
     line.stop()
@@ -137,7 +137,7 @@ def test_a_reader_that_has_left_does_not_end_the_run(tmp_path: Path):
     os.close(read)
     file = os.fdopen(write, "w")
     with show_progress(steps=3, every=1, world_size=1, file=file) as shown:
-        shown.show_step(metrics(1))
+        shown.show_step_if_due(metrics(1))
         shown.print_line("saved")
     with pytest.raises(BrokenPipeError):
         file.close()

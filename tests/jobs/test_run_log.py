@@ -77,7 +77,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
     log = RunLog(every=3, trackers=[tracker])
     for index in range(1, 8):
         log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
-    log.close(exit_code=1)
+    log.close_trackers(exit_code=1)
     assert tracker.steps == [3, 4, 6]
     assert tracker.exit_code == 1
 

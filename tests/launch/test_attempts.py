@@ -17,7 +17,7 @@ from fullshard.errors import (
     SpecError,
     TrainError,
 )
-from fullshard.launch.attempts import RankOutcome, RestartPolicy
+from fullshard.launch.attempts import RankOutcome, RestartBudget
 from fullshard.launch.outcome import ProcessOutcome
 
 
@@ -53,8 +53,8 @@ def killed(number: signal.Signals) -> list[RankOutcome]:
     ],
 )
 def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOutcome]) -> None:
-    attempts = RestartPolicy(restarts=2)
-    first, second, third = (attempts.decide_restart(ranks) for _ in range(3))
+    attempts = RestartBudget(restarts=2)
+    first, second, third = (attempts.decide_restart_or_end(ranks) for _ in range(3))
     assert (first.exit_code, second.exit_code) == (None, None)
     assert "restart 1 of 2" in first.messages[-1]
     assert "rank " in first.messages[0]
@@ -67,7 +67,7 @@ def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOut
     [SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError, ForeignOffloadError],
 )
 def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> None:
-    conclusion = RestartPolicy(restarts=3).decide_restart(ended(error("no.")))
+    conclusion = RestartBudget(restarts=3).decide_restart_or_end(ended(error("no.")))
     assert conclusion.exit_code == error.exit_code
     assert conclusion.messages[-1] == "not restarted: it would fail again"
 
@@ -75,17 +75,17 @@ def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> N
 @pytest.mark.parametrize("error", [None, SystemExit(INTERRUPTED_EXIT_CODE)])
 def test_a_run_that_is_through_or_interrupted_is_not_started_again(error: BaseException | None) -> None:
     expected = 0 if error is None else INTERRUPTED_EXIT_CODE
-    assert RestartPolicy(restarts=3).decide_restart(ended(error)).exit_code == expected
+    assert RestartBudget(restarts=3).decide_restart_or_end(ended(error)).exit_code == expected
 
 
 def test_without_restarts_nothing_is_said_of_them() -> None:
-    conclusion = RestartPolicy(restarts=0).decide_restart(killed(signal.SIGKILL))
+    conclusion = RestartBudget(restarts=0).decide_restart_or_end(killed(signal.SIGKILL))
     assert conclusion.exit_code == LaunchError.exit_code
     assert len(conclusion.messages) == 1
 
 
 def test_a_signal_leaves_the_restart_to_whoever_sent_it() -> None:
-    conclusion = RestartPolicy(restarts=3).decide_restart(
+    conclusion = RestartBudget(restarts=3).decide_restart_or_end(
         killed(signal.SIGKILL), interrupted_by=signal.SIGTERM
     )
     assert conclusion.exit_code == INTERRUPTED_EXIT_CODE
@@ -96,6 +96,6 @@ def test_a_signal_leaves_the_restart_to_whoever_sent_it() -> None:
 def test_a_signal_before_training_asks_to_be_requeued_only_where_there_was_an_attempt(
     done: int, exit_code: int
 ) -> None:
-    attempts = RestartPolicy(restarts=3, done=done)
-    conclusion = attempts.decide_restart(killed(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM)
+    attempts = RestartBudget(restarts=3, done=done)
+    conclusion = attempts.decide_restart_or_end(killed(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM)
     assert conclusion.exit_code == exit_code

@@ -16,7 +16,7 @@ from fullshard.offload.gradients import DeviceGradients
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import HostMemoryStore
-from fullshard.spec.groups import ShardSize, group_shards
+from fullshard.spec.groups import ShardSizes, group_shards
 from fullshard.training.stochastic_adamw import StochasticAdamW
 
 SIZES = {"a": (643, 5), "b": (5,), "c": (1,), "d": (40, 33)}
@@ -33,7 +33,7 @@ class InMemory:
     ) -> None:
         self.names_of = {parameter: name for name, parameter in parameters.items()}
         held = [
-            ShardSize(n, p.numel(), p.numel(), str(p.dtype).removeprefix("torch."))
+            ShardSizes(n, p.numel(), p.numel(), str(p.dtype).removeprefix("torch."))
             for n, p in parameters.items()
         ]
         self.groups = group_shards(held, sub_group_parameters=sub_group_parameters)
@@ -54,7 +54,7 @@ class InMemory:
         for name in self.names:
             release(name)
 
-    live_tensors = parameter_state_tensors
+    always_current_tensors = parameter_state_tensors
 
     def iterate_tensors_to_fill(self, *, keep: bool) -> Iterator[dict[str, dict[str, Tensor]]]:
         for name in self.names:

@@ -12,7 +12,7 @@ import pytest
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import DataFileRecord
+from fullshard.offload.generation_manifest import DataFileRegion
 from tests.faults.disks import powerless_disk
 from tests.offload.processes import keeping_on
 from tests.offload.systems import Cut, PowerCut, Watched, failing
@@ -135,7 +135,7 @@ def test_a_flipped_bit_is_never_taken_for_what_was_written(directory: Path, chec
 def test_a_large_record_is_held_against_its_digest_wherever_it_is_damaged(directory: Path) -> None:
     """It is read and digested piece by piece."""
     length = (40 << 20) + 1
-    large = [DataFileRecord(name="large", offset_bytes=4096, length_bytes=length)]
+    large = [DataFileRegion(name="large", offset_bytes=4096, length_bytes=length)]
     with opened(directory, records=large, check="always") as generations:
         newest = put(generations, 1)
         assert holds(generations, newest)

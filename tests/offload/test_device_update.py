@@ -19,7 +19,7 @@ from fullshard.offload.device_update import (
     iterate_group_pieces,
 )
 from fullshard.offload.store import HostMemoryStore
-from fullshard.spec.groups import CUT_ELEMENTS, ShardSize, copy_chunk_elements, group_shards
+from fullshard.spec.groups import CUT_ELEMENTS, ShardSizes, copy_chunk_elements, group_shards
 from tests.offload.test_adamw import (
     BF16,
     OPTIONS,
@@ -77,7 +77,7 @@ class LateLane:
         self.device.put.append(pending)
         return pending
 
-    def make_memory_safe_to_use(self, memory: Tensor) -> None:
+    def make_memory_usable_in_stream(self, memory: Tensor) -> None:
         self.memory.append(memory)
 
     def synchronize(self) -> None:
@@ -169,7 +169,7 @@ HELD = st.lists(st.integers(1, 6000), min_size=1, max_size=6)
 def test_pieces_have_every_element_once_at_its_place(
     sizes: list[int], sub_group_parameters: int, elements: int
 ) -> None:
-    held = [ShardSize(str(i), size, size, "float32") for i, size in enumerate(sizes)]
+    held = [ShardSizes(str(i), size, size, "float32") for i, size in enumerate(sizes)]
     for group in group_shards(held, sub_group_parameters=sub_group_parameters):
         found = {one.name: list[tuple[int, int]]() for one in group.segments}
         offsets = {one.name: one.offset - one.begin for one in group.segments}
@@ -187,7 +187,7 @@ def test_pieces_have_every_element_once_at_its_place(
 
 def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     """16 bytes an element of fp32, 12 with moments in bf16; every lane knows of both."""
-    groups = group_shards([ShardSize("a", 10**6, 10**6, "float32")], sub_group_parameters=10**6)
+    groups = group_shards([ShardSizes("a", 10**6, 10**6, "float32")], sub_group_parameters=10**6)
     for moments, itemsize in ((None, 16), (BF16, 12)):
         device = Device(0)
         lanes = [LateLane(device) for _ in DeviceUpdateStreams._fields]
@@ -199,7 +199,7 @@ def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
 
 def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
     groups = group_shards(
-        [ShardSize(name, 2048, 2048, "float32") for name in "ab"], sub_group_parameters=4096
+        [ShardSizes(name, 2048, 2048, "float32") for name in "ab"], sub_group_parameters=4096
     )
     store, seen = HostMemoryStore(groups, moments=None, pinned=False), list[str]()
     through = DeviceUpdate(groups, device=CPU, moments=None)
@@ -227,7 +227,7 @@ class Full(LateLane):
 def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
     """Or copies would go on in memory that is somebody else's by then."""
     device = Device(0)
-    groups = group_shards([ShardSize("a", 8192, 8192, "float32")], sub_group_parameters=8192)
+    groups = group_shards([ShardSizes("a", 8192, 8192, "float32")], sub_group_parameters=8192)
     store = HostMemoryStore(groups, moments=None, pinned=False)
     lanes = DeviceUpdateStreams(LateLane(device), Full(device), LateLane(device))
     through = DeviceUpdate(groups, device=CPU, moments=None, streams=lanes)

@@ -82,7 +82,7 @@ def test_what_is_read_is_what_was_written(place, system, moves, seed):
     rng, model = random.Random(seed), bytearray(SIZE)
     with (
         tempfile.TemporaryDirectory(dir=place) as made,
-        DriveFile.create(
+        DriveFile.open_or_create(
             Path(made) / "file", SIZE, system=replace(SYSTEMS[system](), fdatasync=_quick)
         ) as file,
     ):
@@ -102,7 +102,7 @@ def test_what_is_read_is_what_was_written(place, system, moves, seed):
 def test_large_transfers_are_whole_at_any_address(directory: Path) -> None:
     size = (5 << 20) + 3 * ALIGNMENT
     data = random.Random(0).randbytes(size)
-    with DriveFile.create(directory / "file", size) as file:
+    with DriveFile.open_or_create(directory / "file", size) as file:
         for misaligned_by in (0, 1, 2048):
             file.write(memory(data, misaligned_by=misaligned_by), 0)
             target = memory(bytes(size), misaligned_by=misaligned_by)
@@ -115,7 +115,7 @@ def test_large_transfers_are_whole_at_any_address(directory: Path) -> None:
 def test_threads_that_touch_different_blocks_do_not_disturb_each_other(directory: Path, system: str) -> None:
     """Half of them write and read whole blocks, half parts of blocks, each block by one thread."""
     blocks_, threads = 64, 4
-    with DriveFile.create(directory / "file", blocks_ * ALIGNMENT, system=SYSTEMS[system]()) as file:
+    with DriveFile.open_or_create(directory / "file", blocks_ * ALIGNMENT, system=SYSTEMS[system]()) as file:
 
         def work(thread: int) -> dict[int, bytes]:
             rng, written = random.Random(thread), {}
@@ -142,7 +142,7 @@ def test_threads_that_touch_different_blocks_do_not_disturb_each_other(directory
 
 
 def test_a_file_is_allocated_whole_when_it_is_made(directory: Path) -> None:
-    with DriveFile.create(directory / "file", 1 << 20) as file:
+    with DriveFile.open_or_create(directory / "file", 1 << 20) as file:
         status = file.path.stat()
     assert status.st_size == 1 << 20
     assert status.st_blocks * 512 >= 1 << 20
@@ -150,15 +150,15 @@ def test_a_file_is_allocated_whole_when_it_is_made(directory: Path) -> None:
 
 
 def test_one_that_is_there_keeps_its_bytes(directory: Path) -> None:
-    with DriveFile.create(directory / "file", SIZE) as file:
+    with DriveFile.open_or_create(directory / "file", SIZE) as file:
         file.write(memory(b"x" * SIZE), 0)
-    with DriveFile.create(directory / "file", SIZE) as file:
+    with DriveFile.open_or_create(directory / "file", SIZE) as file:
         target = memory(bytes(SIZE))
         file.read(target, 0)
     assert target == b"x" * SIZE
 
 
-@pytest.mark.parametrize("make", [DriveFile.create, DriveFile.open])
+@pytest.mark.parametrize("make", [DriveFile.open_or_create, DriveFile.open])
 @pytest.mark.parametrize(("found", "word"), [(SIZE - 1, "truncated"), (SIZE + 1, "not of the size")])
 def test_one_of_another_size_is_refused_and_stays(tmp_path: Path, make, found: int, word: str) -> None:
     (tmp_path / "file").write_bytes(b"x" * found)
@@ -175,24 +175,24 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
 def test_where_nothing_can_be_allocated_zeros_are_written(tmp_path: Path, number: int) -> None:
     size = (3 << 20) + ALIGNMENT
-    with DriveFile.create(tmp_path / "file", size, system=failing("posix_fallocate", number)) as file:
+    with DriveFile.open_or_create(tmp_path / "file", size, system=failing("posix_fallocate", number)) as file:
         status = file.path.stat()
     assert (status.st_size, status.st_blocks * 512 >= size) == (size, True)
 
 
 def test_a_full_drive_shows_when_the_file_is_made_and_nothing_is_left(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", size_bytes=1 << 20) as disk:
-        DriveFile.create(disk / "fits", 512 << 10).close()
+        DriveFile.open_or_create(disk / "fits", 512 << 10).close()
         with pytest.raises(
             OffloadError, match=r"(?s)No space left.*ENOSPC.*1\.00 MiB to allocate.*disk is full"
         ):
-            DriveFile.create(disk / "file", 1 << 20)
+            DriveFile.open_or_create(disk / "file", 1 << 20)
         assert [path.name for path in disk.iterdir()] == ["fits"]
 
 
 def test_a_file_that_is_made_can_be_filled_on_a_drive_that_got_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", size_bytes=2 << 20) as disk:
-        with DriveFile.create(disk / "file", 1 << 20) as file:
+        with DriveFile.open_or_create(disk / "file", 1 << 20) as file:
             with (disk / "rest").open("wb", buffering=0) as rest, suppress(OSError):
                 while True:
                     rest.write(bytes(64 << 10))
@@ -211,12 +211,12 @@ def test_an_error_names_the_file_the_offset_and_what_the_system_said(
 ) -> None:
     data = memory(bytes(2 * ALIGNMENT))
     for call, doing in [("preadv", "read"), ("pwritev", "written")]:
-        with DriveFile.create(directory / call, SIZE, system=failing(call, number)) as file:
+        with DriveFile.open_or_create(directory / call, SIZE, system=failing(call, number)) as file:
             with pytest.raises(OffloadError) as caught:
                 (file.read if doing == "read" else file.write)(data, 3 * ALIGNMENT)
             assert f"{directory / call} cannot be {doing}" in str(caught.value)
             assert f"{word}, 8.00 KiB at offset {3 * ALIGNMENT}" in str(caught.value)
-    DriveFile.create(directory / "flush", SIZE).close()
+    DriveFile.open_or_create(directory / "flush", SIZE).close()
     with DriveFile.open(directory / "flush", SIZE, system=failing("fdatasync", number)) as file:
         with pytest.raises(OffloadError) as caught:
             file.flush()
@@ -231,7 +231,7 @@ def test_an_error_after_a_part_names_where_it_came(tmp_path: Path) -> None:
         return os.pwritev(descriptor, [buffers[0][:ALIGNMENT]], offset)
 
     with (
-        DriveFile.create(tmp_path / "file", SIZE, system=replace(SYSTEM, pwritev=pwritev)) as file,
+        DriveFile.open_or_create(tmp_path / "file", SIZE, system=replace(SYSTEM, pwritev=pwritev)) as file,
         pytest.raises(OffloadError, match=f"at offset {ALIGNMENT}"),
     ):
         file.write(memory(bytes(SIZE)), 0)
@@ -240,7 +240,7 @@ def test_an_error_after_a_part_names_where_it_came(tmp_path: Path) -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("left", [0, 1000, 5 * ALIGNMENT, SIZE - 512, SIZE - 1])
 def test_a_file_that_was_cut_off_is_never_read_past_its_end(directory: Path, system: str, left: int) -> None:
-    with DriveFile.create(directory / "file", SIZE, system=SYSTEMS[system]()) as file:
+    with DriveFile.open_or_create(directory / "file", SIZE, system=SYSTEMS[system]()) as file:
         os.truncate(file.path, left)
         for offset in (0, 1, SIZE - ALIGNMENT):
             with pytest.raises(DamagedOffloadError, match=f"(?s)truncated.*{left} bytes, {SIZE} expected"):
@@ -251,7 +251,7 @@ def test_a_file_that_was_cut_off_is_never_read_past_its_end(directory: Path, sys
     ("offset", "length"), [(SIZE, 1), (SIZE - 1, 2), (0, SIZE + 1), (-1, 1), (2 * SIZE, 1)]
 )
 def test_nothing_past_the_planned_end_is_touched(directory: Path, offset: int, length: int) -> None:
-    with DriveFile.create(directory / "file", SIZE) as file:
+    with DriveFile.open_or_create(directory / "file", SIZE) as file:
         with pytest.raises(OffloadError, match=f"{length} bytes at offset {offset} of {SIZE}"):
             file.write(memory(bytes(length)), offset)
         with pytest.raises(OffloadError, match="past the end"):
@@ -265,7 +265,7 @@ def test_that_there_is_no_direct_io_is_said_once(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         for name in ("one", "other"):
-            with DriveFile.create(tmp_path / name, SIZE, system=SYSTEMS[system]()) as file:
+            with DriveFile.open_or_create(tmp_path / name, SIZE, system=SYSTEMS[system]()) as file:
                 file.write(memory(bytes(SIZE)), 0)
                 file.read(memory(bytes(SIZE)), 0)
                 assert not file.direct
@@ -275,7 +275,7 @@ def test_that_there_is_no_direct_io_is_said_once(
 
 
 def test_what_is_unaligned_in_memory_only_stays_direct(tmp_path: Path) -> None:
-    with DriveFile.create(tmp_path / "file", SIZE) as file:
+    with DriveFile.open_or_create(tmp_path / "file", SIZE) as file:
         if not file.direct:
             pytest.skip("no direct I/O here")
         file.write(memory(bytes(SIZE), misaligned_by=1), 0)
@@ -285,8 +285,8 @@ def test_what_is_unaligned_in_memory_only_stays_direct(tmp_path: Path) -> None:
 
 def test_a_closed_file_is_not_another_one(tmp_path: Path) -> None:
     """The number of its descriptor may be that of a file which was opened since."""
-    file = DriveFile.create(tmp_path / "file", SIZE)
+    file = DriveFile.open_or_create(tmp_path / "file", SIZE)
     file.close()
-    with DriveFile.create(tmp_path / "other", SIZE), pytest.raises(OffloadError, match="EBADF"):
+    with DriveFile.open_or_create(tmp_path / "other", SIZE), pytest.raises(OffloadError, match="EBADF"):
         file.write(memory(b"x" * SIZE), 0)
     assert set((tmp_path / "other").read_bytes()) == {0}

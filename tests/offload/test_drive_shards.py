@@ -56,7 +56,7 @@ def values(unit: int, *, update: int = 0) -> Tensor:
 
 
 def publish(shards: DriveShards, unit: int, *, update: int = 0) -> None:
-    shards.write_shard_elements(str(unit), 0, values=values(unit, update=update))
+    shards.publish_shard_elements(str(unit), 0, values=values(unit, update=update))
 
 
 def is_given(shards: DriveShards, unit: int, *, update: int = 0) -> bool:
@@ -125,8 +125,8 @@ def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: P
 
 def test_what_a_load_that_was_broken_off_had_begun_is_made_anew(tmp_path: Path) -> None:
     with shards_on(tmp_path, SYSTEM) as shards:
-        shards.write_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
-        shards.prepare_for_update()
+        shards.publish_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
+        shards.announce_update()
         with shards.expedite_publishing(None):
             for unit in range(UNITS):
                 publish(shards, unit, update=1)
@@ -159,7 +159,7 @@ class Update:
     )
 
     def __post_init__(self) -> None:
-        self.shards.prepare_for_update()
+        self.shards.announce_update()
         self.thread = threading.Thread(target=self._make)
         self.thread.start()
 

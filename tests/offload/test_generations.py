@@ -13,7 +13,7 @@ import pytest
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
 from fullshard.offload.directories import LOCK, list_leftover_directories, rank_directory
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.generation_manifest import DataFileRecord, data_file_bytes
+from fullshard.offload.generation_manifest import DataFileRegion, data_file_bytes
 from fullshard.offload.generations import discard_rank_directory
 from tests.faults.disks import small_disk
 from tests.offload.processes import killed_at_the_end, running, wait_for
@@ -113,7 +113,7 @@ def test_a_dropped_generation_stays_dropped_and_the_older_one_is_kept(directory:
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)
-        generations.remove_generation(generations.list_complete_generations()[0].slot)
+        generations.invalidate_generation(generations.list_complete_generations()[0].slot)
         assert steps(generations) == [1]
     with opened(directory) as generations:
         assert steps(generations) == [1]
@@ -156,7 +156,7 @@ def test_a_rank_without_any_record_keeps_its_payload(directory: Path) -> None:
 
 
 def test_threads_write_and_read_records_at_once(directory: Path) -> None:
-    records = [DataFileRecord(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
+    records = [DataFileRegion(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
     with opened(directory, records=records, check="always") as generations, ThreadPoolExecutor(4) as pool:
         for step in (1, 2, 3):
             before = generations.list_complete_generations()

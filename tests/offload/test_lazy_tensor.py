@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.offload.lazy_tensor import LazyTensor, make_lazy_tensor
+from fullshard.offload.lazy_tensor import RereadingTensor, make_lazy_tensor
 
 
 class File:
@@ -22,7 +22,7 @@ class File:
         self.reads += 1
         return self.numbers.clone()
 
-    def tensor(self) -> LazyTensor:
+    def tensor(self) -> RereadingTensor:
         return make_lazy_tensor(torch.Size([12]), self.numbers.dtype, read=self.read)
 
 
@@ -32,7 +32,7 @@ def test_what_it_is_is_known_without_reading_it() -> None:
     shaped = one.view(3, 4).detach().view(-1).view(2, 6)
     assert (one.shape, one.dtype, one.numel(), one.nbytes) == ((12,), torch.bfloat16, 12, 24)
     assert (shaped.shape, shaped.dtype, shaped.is_contiguous()) == ((2, 6), torch.bfloat16, True)
-    assert isinstance(shaped, LazyTensor)
+    assert isinstance(shaped, RereadingTensor)
     assert not shaped.requires_grad
     assert "(2, 6)" in repr(shaped)
     assert file.reads == 0

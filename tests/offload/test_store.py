@@ -20,18 +20,18 @@ from torch import Tensor
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_store import GROUP_BUFFERS, DriveStore
-from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity
+from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
 from fullshard.offload.generations import Check, GenerationFiles
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments
-from fullshard.planner.offload import state_slot_bytes
-from fullshard.spec.groups import OffloadGroup, ShardSize, group_shards
+from fullshard.planner.offload import slot_bytes_at_update_start
+from fullshard.spec.groups import OffloadGroup, ShardSizes, group_shards
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 SIZES = [("a", 2500), ("b", 700), ("c", 1), ("d", 3100), ("e", 64), ("f", 1024), ("g", 900)]
 GROUPS = group_shards(
-    [ShardSize(name, size, size, "float32") for name, size in SIZES], sub_group_parameters=1
+    [ShardSizes(name, size, size, "float32") for name, size in SIZES], sub_group_parameters=1
 )
 FEW = {n: GROUPS[:n] for n in (0, 1, 2, 3)}
 BF16 = torch.bfloat16
@@ -46,13 +46,13 @@ def drive_store(
     check: Check = "asked",
     system: DriveSystemCalls = SYSTEM,
 ) -> Iterator[DriveStore]:
-    records: list[DataFileRecord] = []
+    records: list[DataFileRegion] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(DataFileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(DataFileRegion(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
-    identity = OwnerIdentity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
+    identity = RunRankIdentity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
     generations = GenerationFiles(
         directory / "rank", records, identity=identity, check=check, payload_bytes=4096, system=system
     )
@@ -221,12 +221,12 @@ def test_fewer_groups_than_slots_go_through_as_well(n: int, where: str, tmp_path
 def test_room_is_for_one_parameter_of_each_dtype(tmp_path: Path) -> None:
     with drive_store(tmp_path, moments=BF16) as drive:
         for store in (drive, HostMemoryStore(GROUPS, moments=BF16, pinned=False)):
-            room = store.allocate_parameter_state("a")
+            room = store.parameter_state_to_fill("a")
             assert room is not None
             assert [(one.shape, one.dtype) for one in room] == [
                 ((2500,), d) for d in (torch.float32, BF16, BF16)
             ]
-            assert store.allocate_parameter_state("nobody") is None
+            assert store.parameter_state_to_fill("nobody") is None
 
 
 # What it takes
@@ -296,7 +296,7 @@ def test_steps_read_what_is_planned(count: int, tmp_path: Path) -> None:
             store.prefetch_first_groups()
             put(store, groups, time_=time_, before=time_ - 1)
         store.wait_for_writes()
-        assert counted.read_bytes == 4 * (sum(sizes) - state_slot_bytes(plan, sizes).kept)
+        assert counted.read_bytes == 4 * (sum(sizes) - slot_bytes_at_update_start(plan, sizes).kept)
         assert counted.written_bytes >= 5 * sum(sizes)
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
-from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity
+from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
 from fullshard.offload.generations import Check, Generation, GenerationFiles
 from tests.offload.systems import without_direct
 
-IDENTITY = OwnerIdentity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
+IDENTITY = RunRankIdentity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
 RECORDS = (
-    DataFileRecord(name="group 0", offset_bytes=0, length_bytes=100_000),
-    DataFileRecord(name="group 1", offset_bytes=102_400, length_bytes=65_536),
-    DataFileRecord(name="group 2", offset_bytes=167_936, length_bytes=1),
+    DataFileRegion(name="group 0", offset_bytes=0, length_bytes=100_000),
+    DataFileRegion(name="group 1", offset_bytes=102_400, length_bytes=65_536),
+    DataFileRegion(name="group 2", offset_bytes=167_936, length_bytes=1),
 )
 PAYLOAD_BYTES = 64 << 10
 
@@ -26,8 +26,8 @@ PAYLOAD_BYTES = 64 << 10
 def opened(
     directory: Path,
     *,
-    records: Sequence[DataFileRecord] = RECORDS,
-    identity: OwnerIdentity = IDENTITY,
+    records: Sequence[DataFileRegion] = RECORDS,
+    identity: RunRankIdentity = IDENTITY,
     check: Check = "asked",
     system: DriveSystemCalls = SYSTEM,
 ) -> GenerationFiles:

@@ -11,7 +11,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.candidates import iterate_candidates
 from fullshard.planner.explain import explain_plan
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.offload import ActivationCopies
+from fullshard.planner.offload import ActivationIoTicks
 from fullshard.planner.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
@@ -91,8 +91,8 @@ def played(copy: int, *, computing: int = 10) -> StreamClocks:
     acts = [("pre_forward", 0), ("pre_forward", 1), ("pre_forward", 2)]
     acts += [("pre_backward", 2), ("pre_backward", 1), ("pre_backward", 0)]
     moved = (
-        *(ActivationCopies(copy, 0, False), ActivationCopies(copy, 0, True), ActivationCopies(0, 0, True)),
-        *(ActivationCopies(0, copy, False), ActivationCopies(0, copy, True), ActivationCopies(0, 0, True)),
+        *(ActivationIoTicks(copy, 0, False), ActivationIoTicks(copy, 0, True), ActivationIoTicks(0, 0, True)),
+        *(ActivationIoTicks(0, copy, False), ActivationIoTicks(0, copy, True), ActivationIoTicks(0, 0, True)),
     )
     steps = tuple(ScheduledPhase(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
     program = MicrobatchSchedule((ScheduleSegment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
@@ -137,7 +137,7 @@ def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: fl
     assert terms.copy_seconds == pytest.approx(2 * 8 * plan.accumulation * (3_000_000 + (1 << 20)) / rate)
     assert terms.copy_seconds <= total * (1 + 1e-9)
     bound = timer.lower_bound_seconds(
-        timer.compute_ticks(plan), timer.least_ticks(plan), inline=plan.run.prefetch.mode == "none"
+        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
     )
     assert bound <= total
 

@@ -52,7 +52,7 @@ def runs(plan: Plan, cap: int) -> bool:
     lasting += [t for one in state.optimizer.state.values() for t in one.values()]
     try:
         with torch.autograd.set_multithreading_enabled(False), allocator.record_resizes_and_random_states():
-            allocator.track_tensors(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
+            allocator.track_and_get_blocks(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
             with allocator:
                 step()
     except MemoryError:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.unit_bytes import padded_numel, shard_numel
+from fullshard.planner.unit_bytes import padded_numel, unpadded_shard_numel
 from fullshard.spec.prediction import MemoryTerms
 from tests.planner.measured import described, measured, meta_model, plan_of, predicted
 
@@ -228,7 +228,7 @@ def test_an_optimizer_of_unknown_state_is_refused():
 def test_shards_are_torchs_chunks(rows, columns, degree):
     chunks = torch.empty(rows, columns).chunk(degree)
     sizes = [chunk.numel() for chunk in chunks] + [0] * (degree - len(chunks))
-    assert [shard_numel((rows, columns), degree, rank=rank) for rank in range(degree)] == sizes
+    assert [unpadded_shard_numel((rows, columns), degree, rank=rank) for rank in range(degree)] == sizes
     assert padded_numel((rows, columns), degree) == degree * sizes[0]
 
 

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from fullshard.planner.candidates import build_plan, iterate_candidates
 from fullshard.planner.memory import (
-    PeakMemoryTraits,
+    PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
-    trace_dependent_bytes,
+    trace_dependent_peak_bytes,
 )
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -26,14 +26,14 @@ SHAPES = st.builds(
 
 
 def bound_of(spec: ModelSpec, plan: Plan) -> int:
-    traits = PeakMemoryTraits(
+    traits = PeakLowerBoundSettings(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
     return peak_lower_bound(
-        trace_dependent_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
     )
 
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import WhatIfSettings, build_plan, iterate_candidates
 from fullshard.planner.memory import (
-    PeakMemoryTraits,
+    PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
-    trace_dependent_bytes,
+    trace_dependent_peak_bytes,
 )
 from fullshard.planner.offload import TIERS, device_update_buffer_bytes, with_infinitely_fast_drive
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
-from fullshard.planner.step_time import StepTimePredictor, step_seconds
+from fullshard.planner.step_time import StepTimePredictor, predict_terms
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
@@ -110,7 +110,7 @@ def test_a_slower_host_or_drive_is_never_a_shorter_step(data: st.DataObject):
     hardware = with_host(hardware_of(1, 8, scale=data.draw(st.sampled_from([0.01, 1.0]))))
     name, spec = data.draw(st.sampled_from(RATES)), decoder_spec(shape)
     slower = hardware.model_copy(update={name: getattr(hardware, name) * part})
-    before, after = (step_seconds(spec, plan, one).total for one in (hardware, slower))
+    before, after = (predict_terms(spec, plan, one).total for one in (hardware, slower))
     assert after >= before * (1 - 1e-9)
 
 
@@ -130,7 +130,7 @@ def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObj
     terms, total = offload_of(plan, hardware, shape), timer.predict_time(plan).total
     assert max(terms.disk_seconds, terms.update_seconds, terms.copy_seconds) <= total * (1 + 1e-9)
     bound = timer.lower_bound_seconds(
-        timer.compute_ticks(plan), timer.least_ticks(plan), inline=plan.run.prefetch.mode == "none"
+        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
     )
     assert bound <= total
 
@@ -153,14 +153,14 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
     plan, spec = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), decoder_spec(shape)
-    traits = PeakMemoryTraits(
+    traits = PeakLowerBoundSettings(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
     bound = peak_lower_bound(
-        trace_dependent_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
     )
     assert bound <= peak_bytes(spec, plan).total
 
@@ -223,7 +223,7 @@ def test_a_drive_that_binds_reads_and_writes_twelve_bytes_a_parameter():
     assert terms.disk_written_bytes == pytest.approx(12 * spec.numel / 8, rel=1e-6)
     assert terms.disk_seconds == pytest.approx(24 * spec.numel / 8 / 1e8, rel=1e-6)
     # The step is hardly longer: all else but the last unit's passes beside.
-    total = step_seconds(spec, plan, hardware).total / (1 + hardware.stragglers)
+    total = predict_terms(spec, plan, hardware).total / (1 + hardware.stragglers)
     assert terms.disk_seconds < total < 1.2 * terms.disk_seconds
 
 
@@ -261,7 +261,7 @@ def test_what_is_updated_where_it_is_faster(tier: Tier):
         other = found.run.offload.model_copy(update={"update": "host" if expected == "device" else "device"})
         slower = found.model_copy(update={"run": found.run.model_copy(update={"offload": other})})
         if adam in (5e8, 1e11):
-            assert prediction_of(found).time.total < step_seconds(spec, slower, hardware).total
+            assert prediction_of(found).time.total < predict_terms(spec, slower, hardware).total
         assert plan_best(spec, hardware, pinned).run.offload.update == "host"
 
 
@@ -274,8 +274,8 @@ def test_without_a_gpu_the_host_updates():
 def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
     endless = with_host(hardware_of(1, 8), copy=1e30, disk=1e30, adam=1e30)
     spec = decoder_spec(LLAMA_8B)
-    none = step_seconds(spec, plan_8b("none"), endless)
-    tier = step_seconds(spec, plan_8b("optimizer:nvme"), endless)
+    none = predict_terms(spec, plan_8b("none"), endless)
+    tier = predict_terms(spec, plan_8b("optimizer:nvme"), endless)
     assert tier.offload == pytest.approx(0, abs=1e-9)
     assert tier.optimizer == 0
     # Shards are in the dtype computed in, and need no cast.
@@ -302,7 +302,7 @@ def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
         """On the CPU the host is the device."""
         prediction = prediction_of(plan)
         return prediction.required_device_bytes + (
-            prediction.required_host_bytes if hardware.device == "cpu" else 0
+            prediction.host_bytes_per_rank if hardware.device == "cpu" else 0
         )
 
     needs = sorted(map(needed, everything))

@@ -5,7 +5,7 @@ import pytest
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import kernel_seconds, nearest_dtype_rate_curve, phase_costs
 from fullshard.spec.hardware import RatePoint
-from fullshard.spec.model import Kernel, KernelLaunches, LinearInMicrobatch, LiveTensorBytes, TracePhase
+from fullshard.spec.model import Kernel, KernelIndexAndCount, LinearInMicrobatch, LiveTensorBytes, TracePhase
 from tests.fakes.hardware import hardware_of
 
 RATES = hardware_of().rates.model_copy(
@@ -47,13 +47,13 @@ def test_a_dtype_without_a_rate_takes_the_nearest():
 
 def test_a_phase_is_the_sum_of_its_launches_eager_or_fused():
     kernels = (matmul(1e12), Kernel(kind="elementwise", dtype="bf16", bytes=LinearInMicrobatch(1e9, 0)))
-    work = (KernelLaunches(0, 2), KernelLaunches(1, 10))
+    work = (KernelIndexAndCount(0, 2), KernelIndexAndCount(1, 10))
     phase = TracePhase(
         event="start",
         peaks=(LiveTensorBytes(),),
         end=LiveTensorBytes(),
         work=work,
-        fused=(KernelLaunches(0, 2), KernelLaunches(1, 1)),
+        fused=(KernelIndexAndCount(0, 2), KernelIndexAndCount(1, 1)),
     )
     one, each = 1e12 / 5e14, 1e9 / 2e12
     (eager,) = phase_costs([phase], kernels, rates=RATES, microbatch=1, fused=False)

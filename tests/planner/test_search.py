@@ -41,7 +41,12 @@ def brute_force(
 ) -> list[tuple[Plan, str, bool, tuple[int, int]]]:
     """Every candidate: its plan, kind, whether it is another's double, and what it is ranked by."""
     return [
-        (one, c.mesh.strategy_label, c.is_duplicate, plan_sort_key(prediction_of(one).time.total, index))
+        (
+            one,
+            c.mesh.strategy_or_hpz_name,
+            c.is_duplicate,
+            plan_sort_key(prediction_of(one).time.total, index),
+        )
         for index, c in enumerate(iterate_candidates(spec, hardware, run=run))
         for one in (predict(spec, build_plan(c, run, hardware=hardware), hardware),)
     ]

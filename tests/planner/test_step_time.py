@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.planner.step_time import StepTimePredictor, step_seconds
+from fullshard.planner.step_time import StepTimePredictor, predict_terms
 from fullshard.planner.unit_costs import TICKS
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
@@ -81,7 +81,7 @@ def test_less_bandwidth_is_never_a_shorter_step(data: st.DataObject):
         update={name: slowed(hardware, name, part) for name in data.draw(st.sampled_from(LINKS))}
     )
     spec = decoder_spec(shape)
-    before, after = (step_seconds(spec, plan, one).total for one in (hardware, slower))
+    before, after = (predict_terms(spec, plan, one).total for one in (hardware, slower))
     assert after >= before * (1 - 1e-9)
 
 
@@ -106,7 +106,7 @@ def test_no_step_is_below_its_bound(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
     plan, timer = data.draw(plans(shape)), StepTimePredictor(decoder_spec(shape), hardware)
     bound = timer.lower_bound_seconds(
-        timer.compute_ticks(plan), timer.least_ticks(plan), inline=plan.run.prefetch.mode == "none"
+        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
     )
     assert bound <= timer.predict_time(plan).total
 
@@ -118,7 +118,7 @@ def block_seconds(hardware: Hardware, *overrides: str, shape: Shape = LLAMA_8B) 
     for layers in (shape.layers, shape.layers + 1):
         grown = replace(shape, layers=layers)
         plan = plan_for(grown, plain.world_size, f"train.global_batch={plain.world_size}", *overrides)
-        terms = step_seconds(decoder_spec(grown), plan, plain)
+        terms = predict_terms(decoder_spec(grown), plan, plain)
         times.append(terms.total - terms.optimizer)
     return times[1] - times[0]
 
@@ -157,7 +157,7 @@ def test_on_shared_cores_a_step_is_the_sum_of_all_that_is_done():
     hardware = cpu_of(2)
     plan = plan_for(Shape(), 2, "train.global_batch=2", "sharding.strategy=full_shard")
     timer = StepTimePredictor(decoder_spec(Shape()), hardware)
-    terms, demand, computing = timer.predict_time(plan), timer.least_ticks(plan), timer.compute_ticks(plan)
+    terms, demand, computing = timer.predict_time(plan), timer.stream_minima(plan), timer.compute_ticks(plan)
     waited = terms.exposed_all_gather + terms.exposed_reduce_scatter
     assert waited == pytest.approx(demand.network / TICKS)
     step = hardware.rates.step_seconds
@@ -178,7 +178,7 @@ def test_a_slow_host_is_what_the_step_waits_for():
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_what_is_not_sharded_is_not_gathered(ranks: int):
     plan = plan_for(Shape(), ranks, f"train.global_batch={ranks}", "sharding.strategy=no_shard")
-    terms = step_seconds(decoder_spec(Shape()), plan, hardware_of(1, ranks))
+    terms = predict_terms(decoder_spec(Shape()), plan, hardware_of(1, ranks))
     assert terms.exposed_all_gather == terms.exposed_reduce_scatter == 0
     assert (terms.exposed_all_reduce > 0) == (ranks > 1)
 
@@ -188,7 +188,7 @@ def test_replicas_are_reduced_once_a_step_and_shards_in_every_microbatch():
     over = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=8", "train.microbatch=1")
     once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
     timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
-    one, three = timer.least_ticks(once), timer.least_ticks(thrice)
+    one, three = timer.stream_minima(once), timer.stream_minima(thrice)
     assert three.network == 3 * one.network
     assert three.replicas == one.replicas > 0
 
@@ -198,13 +198,13 @@ def test_zero1_communicates_once_a_step():
     over = ("sharding.strategy=zero1", "train.microbatch=1")
     once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
     timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
-    assert timer.least_ticks(thrice).network == timer.least_ticks(once).network
+    assert timer.stream_minima(thrice).network == timer.stream_minima(once).network
 
 
 def test_recompute_is_told_apart():
     hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B)
     none, full = (
-        step_seconds(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"recompute.mode={m}"), hardware)
+        predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"recompute.mode={m}"), hardware)
         for m in ("none", "full")
     )
     assert none.recompute == 0
@@ -215,7 +215,7 @@ def test_recompute_is_told_apart():
 def test_the_compiler_saves_elementwise_traffic():
     hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B)
     eager, compiled = (
-        step_seconds(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"run.compile={c}"), hardware)
+        predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"run.compile={c}"), hardware)
         for c in ("false", "true")
     )
     assert compiled.compute < eager.compute
@@ -223,7 +223,7 @@ def test_the_compiler_saves_elementwise_traffic():
 
 def test_stragglers_are_a_part_of_everything_else():
     spec, plan = decoder_spec(LLAMA_8B), plan_for(LLAMA_8B, 16, "train.global_batch=16")
-    terms = step_seconds(spec, plan, hardware_of(2, 8))
+    terms = predict_terms(spec, plan, hardware_of(2, 8))
     assert terms.stragglers == pytest.approx(0.02 * (terms.total - terms.stragglers))
 
 
@@ -233,4 +233,4 @@ def test_no_two_collectives_over_the_same_wires_pass_beside_each_other():
     over = ("train.global_batch=8", "recompute.mode=none")
     plain = plan_for(LLAMA_8B, 8, *over, "sharding.strategy=shard_grad_op")
     hybrid = plan_for(LLAMA_8B, 8, *over, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")
-    assert step_seconds(spec, plain, hardware).total < step_seconds(spec, hybrid, hardware).total
+    assert predict_terms(spec, plain, hardware).total < predict_terms(spec, hybrid, hardware).total

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group_layout
 from fullshard.planner.memory import (
-    PeakMemoryTraits,
+    PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
-    trace_dependent_bytes,
+    trace_dependent_peak_bytes,
 )
 from fullshard.planner.search import predict
-from fullshard.planner.step_time import StepTimePredictor, step_seconds
-from fullshard.planner.tensor_parallel import hidden_width, tensor_parallel_shape
+from fullshard.planner.step_time import StepTimePredictor, predict_terms
+from fullshard.planner.tensor_parallel import hidden_width, split_parameter_shape
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
@@ -105,7 +105,7 @@ def test_a_block_sends_four_times_forward_and_four_backward(mode: str, of_a_bloc
     ]
     times = 32 * of_a_block + 4
     # One sequence each of 4 ranks' 8: what the two groups do is done four times a step by each.
-    told = step_seconds(spec, plan, hardware).tensor_parallel
+    told = predict_terms(spec, plan, hardware).tensor_parallel
     assert told == pytest.approx(times * sum(once) / 2 * plan.accumulation, rel=1e-6)
 
 
@@ -116,7 +116,7 @@ def test_less_bandwidth_is_never_a_shorter_step(data: st.DataObject):
     plan, spec, hardware = data.draw(plans(shape)), decoder_spec(shape), hardware_of(2, 4)
     name, part = data.draw(st.sampled_from(["within", "across"])), data.draw(st.floats(0.05, 1.0))
     slower = hardware.model_copy(update={name: slowed(hardware, name, part)})
-    before, after = (step_seconds(spec, plan, one).total for one in (hardware, slower))
+    before, after = (predict_terms(spec, plan, one).total for one in (hardware, slower))
     assert after >= before * (1 - 1e-9)
 
 
@@ -131,17 +131,17 @@ def test_bounds_and_skipping_hold(data: st.DataObject):
     assert seconds == StepTimePredictor(whole, hardware, skips=False).predict_time(plan)
     inline = plan.run.prefetch.mode == "none"
     assert (
-        timer.lower_bound_seconds(timer.compute_ticks(plan), timer.least_ticks(plan), inline=inline)
+        timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan), inline=inline)
         <= seconds.total
     )
-    traits = PeakMemoryTraits(
+    traits = PeakLowerBoundSettings(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=not inline,
     )
     bound = peak_lower_bound(
-        trace_dependent_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
     )
     assert bound <= peak_bytes(spec, plan).total
 
@@ -154,9 +154,9 @@ def test_ranks_that_share_matmuls_need_less_of_each_for_one_sequence():
 
 
 def test_a_matrix_is_split_by_what_divides():
-    assert tensor_parallel_shape((1024, 64), 8) == (128, 64)
-    assert tensor_parallel_shape((3, 64), 8) == (3, 8)
-    assert tensor_parallel_shape((64,), 8) == (64,)
+    assert split_parameter_shape((1024, 64), 8) == (128, 64)
+    assert split_parameter_shape((3, 64), 8) == (3, 8)
+    assert split_parameter_shape((64,), 8) == (64,)
     assert hidden_width(decoder_spec(LLAMA_8B)) == 4096
 
 

@@ -9,7 +9,7 @@ from fullshard.errors import CheckpointError, PlanError
 from fullshard.launch.request import LaunchRequest
 from fullshard.planner.search import search
 from fullshard.planning.describe_run import describe_run
-from fullshard.planning.for_run import plan_run
+from fullshard.planning.for_run import request_with_plan
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -36,7 +36,7 @@ def request(*overrides: str) -> LaunchRequest:
 
 
 def planned(*overrides: str) -> Plan:
-    plan = plan_run(request(*overrides)).plan
+    plan = request_with_plan(request(*overrides)).plan
     assert plan is not None
     return plan
 
@@ -79,7 +79,7 @@ def test_what_is_pinned_is_kept_and_predicted() -> None:
 def test_a_plan_that_is_given_is_only_predicted() -> None:
     run = request("sharding.strategy=full_shard").run
     given = Plan.from_run(run, world_size=2)
-    found = plan_run(LaunchRequest(run=given.run, plan=given)).plan
+    found = request_with_plan(LaunchRequest(run=given.run, plan=given)).plan
     assert found is not None
     assert found.prediction is not None
     assert found.model_copy(update={"prediction": None}) == given
@@ -96,26 +96,26 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
     hardware.model_copy(update={"chip": chip}).save(tmp_path / "tiny.toml")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "tiny.toml"))
     with pytest.raises(PlanError, match="no plan fits") as raised:
-        plan_run(request("recompute.mode=none"))
+        request_with_plan(request("recompute.mode=none"))
     assert "closest: " in str(raised.value)
     assert "try: " in str(raised.value)
 
 
 def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
     with pytest.raises(PlanError, match=r"train.global_batch = 10 or 15"):
-        plan_run(request("run.ranks=5"))
+        request_with_plan(request("run.ranks=5"))
     of_four = Plan.from_run(request().run, world_size=4)
     with pytest.raises(PlanError, match="the plan is for 4 ranks"):
-        plan_run(LaunchRequest(run=request("run.ranks=2").run, plan=of_four))
+        request_with_plan(LaunchRequest(run=request("run.ranks=2").run, plan=of_four))
 
 
 def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
     pin = "sharding.tensor_parallel=2"
     with pytest.raises(PlanError, match="not yet run"):
-        plan_run(request(pin))
+        request_with_plan(request(pin))
     what_if = Plan.from_run_for_prediction(request(pin).run, world_size=2, device="cpu")
     with pytest.raises(PlanError, match="not yet run"):
-        plan_run(request().model_copy(update={"plan": what_if}))
+        request_with_plan(request().model_copy(update={"plan": what_if}))
 
 
 def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
@@ -138,7 +138,7 @@ def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
 def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
     with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
         # One recompute mode: each is traced by itself.
-        plan_run(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
+        request_with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
 
 
 def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +146,10 @@ def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
     assert planned("offload.tier=optimizer:cpu").prediction is None
     with pytest.raises(PlanError, match="cannot be held to"):
-        plan_run(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
+        request_with_plan(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
 
 
 def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
     for name in ("sgd", "torch.optim.Adagrad"):
         with pytest.raises(PlanError, match="only AdamW's state is kept outside"):
-            plan_run(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))
+            request_with_plan(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))

@@ -7,12 +7,12 @@ import pytest
 from fullshard.errors import SpecError
 from fullshard.profiler.detect import (
     DetectedGpus,
-    cpu_model_and_core_count,
-    describe_machine,
+    catalog_hardware_of_machine,
+    cpu_name_with_core_count,
     detect_hardware,
     user_hardware_path,
 )
-from fullshard.spec.catalog import find_catalog_entry
+from fullshard.spec.catalog import find_catalog_entry_of_chip
 from fullshard.spec.hardware_text import hardware_on
 
 
@@ -22,7 +22,7 @@ def environment(path: Path, **more: str) -> dict[str, str]:
 
 def test_ranks_on_the_cpu_share_its_cores_and_memory(tmp_path: Path):
     one, four = (detect_hardware("cpu", ranks=n, environment=environment(tmp_path)) for n in (1, 4))
-    assert (one.device, one.chip.name, four.ranks_per_node) == ("cpu", cpu_model_and_core_count(), 4)
+    assert (one.device, one.chip.name, four.ranks_per_node) == ("cpu", cpu_name_with_core_count(), 4)
     assert four.chip.memory_bytes == one.chip.memory_bytes // 4
     assert four.rates.memory[-1].rate == pytest.approx(one.rates.memory[-1].rate / 4)
     assert four.overlap == 0
@@ -50,7 +50,7 @@ def test_a_saved_file_of_another_chip_is_left_alone(tmp_path: Path):
     path = tmp_path / "other.toml"
     hardware_on("8xH100").save(path)
     found = detect_hardware("cpu", ranks=1, environment={"FULLSHARD_HARDWARE": str(path)})
-    assert found.chip.name == cpu_model_and_core_count()
+    assert found.chip.name == cpu_name_with_core_count()
     assert "H100" in found.source
 
 
@@ -61,12 +61,12 @@ def test_a_file_that_is_named_but_absent_is_an_error(tmp_path: Path):
 
 def test_a_gpu_is_known_by_the_name_and_memory_that_the_driver_tells():
     gpus = DetectedGpus(8, "NVIDIA H100 80GB HBM3", 84_942_979_072)
-    found = describe_machine(gpus, ranks=8, ranks_per_node=8)
+    found = catalog_hardware_of_machine(gpus, ranks=8, ranks_per_node=8)
     assert found.host_memory_bytes, "a rank has its share of this machine's"
     assert found.model_copy(update={"host_memory_bytes": None}) == hardware_on("8xH100")
 
 
 def test_a_gpu_that_nobody_knows_is_described_for_calibration():
-    found = describe_machine(DetectedGpus(1, "NVIDIA X1", 2**36), ranks=1, ranks_per_node=1)
+    found = catalog_hardware_of_machine(DetectedGpus(1, "NVIDIA X1", 2**36), ranks=1, ranks_per_node=1)
     assert (found.device, found.chip.name, found.chip.memory_bytes) == ("cuda", "NVIDIA X1", 2**36)
-    assert find_catalog_entry(found.chip) is None
+    assert find_catalog_entry_of_chip(found.chip) is None

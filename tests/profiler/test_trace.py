@@ -15,7 +15,7 @@ from fullshard.profiler.trace import (
     divide_time_among_kinds,
     host_intervals,
     profile_step,
-    step_seconds_from_events,
+    step_seconds_by_term,
 )
 
 SPANS = st.lists(
@@ -66,7 +66,7 @@ def host(*events: tuple[str, int, int]) -> list[TraceEvent]:
 
 
 def test_on_the_host_the_inner_range_counts_and_casts_are_the_models():
-    seconds = step_seconds_from_events(
+    seconds = step_seconds_by_term(
         host(
             ("fullshard::step", 0, 1000),
             ("fullshard::data", 10, 30),
@@ -108,7 +108,7 @@ def test_an_all_reduce_lasts_to_the_next_operation_or_the_end_of_its_range(
 def test_another_thread_of_the_host_takes_no_time_of_the_step():
     events = host(("fullshard::step", 0, 100), ("fullshard::compute", 0, 100))
     worker = TraceEvent("fullshard::all_gather", 0, 100, thread=2, id=9)
-    assert step_seconds_from_events([*events, worker]).compute == pytest.approx(100e-9)
+    assert step_seconds_by_term([*events, worker]).compute == pytest.approx(100e-9)
 
 
 def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
@@ -136,7 +136,7 @@ def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
 
 
 def test_a_step_on_a_device_ends_with_its_last_kernel():
-    seconds = step_seconds_from_events(
+    seconds = step_seconds_by_term(
         [
             *host(("fullshard::step", 0, 100), ("fullshard::data", 0, 20), ("fullshard::compute", 20, 90)),
             TraceEvent("gemm", 30, 80, launched_by=3, on_device=True),

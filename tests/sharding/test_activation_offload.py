@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.apply import shard
-from fullshard.sharding.host_copy import CpuHostCopier, FakeHostCopier, HostCopier, choose_host_copier
+from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier, HostCopier, choose_host_copier
 from fullshard.sharding.units import find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
@@ -43,7 +43,7 @@ class LateLane:
         flats = [torch.full_like(host, torch.nan, device=device) for host in hosts]
         return self._issued("fetch", flats, [(weakref.ref(a), b) for a, b in zip(flats, hosts, strict=True)])
 
-    def wait_for_copies(self, ticket: Any) -> None:
+    def make_stream_wait(self, ticket: Any) -> None:
         self.log.append("wait")
         for job in self._jobs[self._done : ticket]:
             job()
@@ -96,7 +96,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
     """What a forward and backward move. The copier brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
-    twin = offloaded(model, FakeHostCopier(lambda way, size: moves.append((way, size))), least=least)
+    twin = offloaded(model, FakeReportingCopier(lambda way, size: moves.append((way, size))), least=least)
     gradients(twin, twin)
     return moves
 
@@ -137,7 +137,7 @@ def test_a_few_rows_do_not_send_weights_along() -> None:
     model = blocks(2, Flat)
     moves: list[tuple[str, int]] = []
     offload_activations(
-        list(model), least=0.0, device="cpu", copier=FakeHostCopier(lambda *one: moves.append(one))
+        list(model), least=0.0, device="cpu", copier=FakeReportingCopier(lambda *one: moves.append(one))
     )
     model(torch.ones(1, 9)).sum().backward()
     assert {size for way, size in moves if way == "out"} == {9 * 4}
@@ -342,7 +342,7 @@ def test_what_a_compiled_block_saves_moves_too() -> None:
     moves: list[tuple[str, int]] = []
     copier = LateLane()
     model = blocks(3)
-    for twin_copier in (FakeHostCopier(lambda *one: moves.append(one)), copier):
+    for twin_copier in (FakeReportingCopier(lambda *one: moves.append(one)), copier):
         twin = copy.deepcopy(model)
         for block in twin:
             block.forward = torch.compile(block.forward)
@@ -370,7 +370,7 @@ def test_without_gradients_nothing_moves() -> None:
 def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
     assert isinstance(choose_host_copier("cpu", torch.device("cpu")), CpuHostCopier)
     assert isinstance(
-        choose_host_copier("cuda", torch.device("cpu")), FakeHostCopier
+        choose_host_copier("cuda", torch.device("cpu")), FakeReportingCopier
     )  # fake tensors, of a dry run
 
 

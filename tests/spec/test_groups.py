@@ -10,16 +10,16 @@ from fullshard.errors import PlanError
 from fullshard.spec.groups import (
     CUT_ELEMENTS,
     OffloadGroup,
-    ShardSize,
+    ShardSizes,
     group_shards,
-    iterate_whole_parameter_groups,
+    join_groups_of_split_parameters,
 )
 
 VECTOR = 64  # elements: the widest that a processor takes at once, of the narrowest dtype
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[list[ShardSize]]:
+def worlds(draw: st.DrawFn) -> list[list[ShardSizes]]:
     """What each of some ranks holds of the same parameters: each has as many elements at most."""
     ranks = draw(st.integers(1, 4))
     sizes = st.integers(1, 200) | st.integers(900, 1100) | st.integers(1, 9000)
@@ -27,7 +27,7 @@ def worlds(draw: st.DrawFn) -> list[list[ShardSize]]:
     dtypes = draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=len(most), max_size=len(most)))
     return [
         [
-            ShardSize(
+            ShardSizes(
                 f"p{i}",
                 numel=draw(st.sampled_from([0, size, draw(st.integers(0, size))])),
                 max_numel=size,
@@ -47,7 +47,7 @@ def limit_of(sub_group_parameters: int) -> int:
 
 
 @given(worlds(), LIMITS)
-def test_every_element_is_in_one_group(world: list[list[ShardSize]], limit: int) -> None:
+def test_every_element_is_in_one_group(world: list[list[ShardSizes]], limit: int) -> None:
     for held in world:
         groups = group_shards(held, sub_group_parameters=limit)
         for one in held:
@@ -60,7 +60,7 @@ def test_every_element_is_in_one_group(world: list[list[ShardSize]], limit: int)
 
 @given(worlds(), LIMITS)
 def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
-    world: list[list[ShardSize]], limit: int
+    world: list[list[ShardSizes]], limit: int
 ) -> None:
     for held in world:
         for index, group in enumerate(group_shards(held, sub_group_parameters=limit)):
@@ -72,7 +72,7 @@ def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
 
 @given(worlds(), LIMITS)
 def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
-    world: list[list[ShardSize]], limit: int
+    world: list[list[ShardSizes]], limit: int
 ) -> None:
     for held in world:
         groups = group_shards(held, sub_group_parameters=limit)
@@ -84,7 +84,7 @@ def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
 
 
 @given(worlds(), LIMITS)
-def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSize]], limit: int) -> None:
+def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSizes]], limit: int) -> None:
     def told(groups: tuple[OffloadGroup, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
         return [(group.index, group.dtype, group.names) for group in groups]
 
@@ -97,7 +97,7 @@ def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSize]], limit: i
 
 
 @given(worlds(), LIMITS)
-def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSize]], limit: int) -> None:
+def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSizes]], limit: int) -> None:
     """A rank that has fewer rows has the first ones: so nothing that is kept beside them moves."""
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for held in world:
@@ -111,10 +111,10 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSize]
 
 @given(worlds(), LIMITS)
 def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
-    world: list[list[ShardSize]], limit: int
+    world: list[list[ShardSizes]], limit: int
 ) -> None:
     groups = group_shards(world[0], sub_group_parameters=limit)
-    found = list(iterate_whole_parameter_groups(groups))
+    found = list(join_groups_of_split_parameters(groups))
     assert [group for portion in found for group in portion] == list(groups)
     names = [name for portion in found for name in {name for group in portion for name in group.names}]
     assert len(names) == len(set(names))
@@ -123,6 +123,6 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
 
 
 def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_made() -> None:
-    held = [ShardSize("p", numel=10**18, max_numel=10**18, dtype="float32")]
+    held = [ShardSizes("p", numel=10**18, max_numel=10**18, dtype="float32")]
     with pytest.raises(PlanError, match="too many groups"):
         group_shards(held, sub_group_parameters=64_000_000)

@@ -34,7 +34,7 @@ def test_a_text_names_a_chip_and_its_layout(text: str, chip: str, nodes: int, ra
     layout = (hardware.chip.name, hardware.nodes, hardware.ranks_per_node)
     assert layout == (chip, nodes, ranks_per_node)
     assert hardware.across is not None
-    assert hardware.usable_device_bytes < hardware.chip.memory_bytes
+    assert hardware.device_bytes_limit < hardware.chip.memory_bytes
 
 
 @pytest.mark.parametrize(

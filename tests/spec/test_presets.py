@@ -4,7 +4,7 @@ import pytest
 
 from fullshard.errors import SpecError
 from fullshard.spec.model_section import DecoderConfig
-from fullshard.spec.presets import QK_NORMS, QKV_BIASES, find_preset, read_presets, similar_preset_names
+from fullshard.spec.presets import QK_NORMS, QKV_BIASES, preset_or_none, read_presets, similar_preset_names
 
 # The number of parameters that each repository's page on huggingface.co shows (the safetensors' header).
 # Missing: qwen3-1.7b, whose file holds its tied table twice.
@@ -45,7 +45,7 @@ def parameters(model: DecoderConfig) -> int:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_parameters_but_for_what_it_leaves_out(name):
-    preset = find_preset(name)
+    preset = preset_or_none(name)
     assert preset is not None
     model = preset.model
     head = model.d_model // model.heads
@@ -61,17 +61,17 @@ def test_names_and_repositories_are_distinct_and_found_whatever_their_case():
         {preset.repository for preset in read_presets()}
     )
     for preset in read_presets():
-        assert find_preset(preset.name.upper()) is find_preset(preset.repository) is preset
+        assert preset_or_none(preset.name.upper()) is preset_or_none(preset.repository) is preset
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "google/gemma-2-9b", "Qwen3-4B", "mixtral-8x7b"])
 def test_a_model_that_cannot_be_expressed_says_why(name):
     with pytest.raises(SpecError, match="reference decoder cannot express it: ") as raised:
-        find_preset(name)
+        preset_or_none(name)
     assert "fullshard[hf]" in str(raised.value)
 
 
 def test_a_name_that_is_nearly_one_is_answered_with_it():
-    assert find_preset("lama3-8b") is None
+    assert preset_or_none("lama3-8b") is None
     assert "llama3-8b" in similar_preset_names("lama3-8b")
     assert similar_preset_names("#") == [preset.name for preset in read_presets()]

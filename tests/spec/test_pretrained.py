@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS, find_preset
+from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS, preset_or_none
 from fullshard.spec.pretrained import (
-    convert_to_decoder,
+    approximate_by_decoder,
     find_cached_config,
     find_decoder_incompatibility,
     locate_config_file,
@@ -33,9 +33,9 @@ LLAMA3_8B = {
 
 
 def test_a_llama_config_is_the_preset():
-    preset = find_preset("llama3-8b")
+    preset = preset_or_none("llama3-8b")
     assert preset is not None
-    found = convert_to_decoder(LLAMA3_8B, source="config.json")
+    found = approximate_by_decoder(LLAMA3_8B, source="config.json")
     assert (found.model, found.differs) == (preset.model, ())
 
 
@@ -54,7 +54,7 @@ def test_a_llama_config_is_the_preset():
     ],
 )
 def test_what_is_left_out_is_said(changed, differs):
-    assert convert_to_decoder(LLAMA3_8B | changed, source="config.json").differs == differs
+    assert approximate_by_decoder(LLAMA3_8B | changed, source="config.json").differs == differs
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_what_is_left_out_is_said(changed, differs):
 def test_what_cannot_be_expressed_says_why(changed, why):
     assert why in str(find_decoder_incompatibility(LLAMA3_8B | changed))
     with pytest.raises(SpecError, match="cannot express"):
-        convert_to_decoder(LLAMA3_8B | changed, source="config.json")
+        approximate_by_decoder(LLAMA3_8B | changed, source="config.json")
 
 
 def test_a_config_without_a_size_is_refused():
     with pytest.raises(SpecError, match="no layers and no d_ff"):
-        convert_to_decoder(
+        approximate_by_decoder(
             {k: v for k, v in LLAMA3_8B.items() if k not in ("num_hidden_layers", "intermediate_size")},
             source="config.json",
         )

@@ -9,7 +9,7 @@ import pytest
 from fullshard.errors import SpecError
 from fullshard.spec.model_section import MOST_LAYERS
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import check_config_sizes, read_config
+from fullshard.spec.pretrained import check_config_limits, read_config
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import check_nesting_depth, parse_json, parse_toml, read_bytes
 
@@ -120,7 +120,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_config_has_no_number_that_no_model_has() -> None:
-    check_config_sizes(
+    check_config_limits(
         {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**63 - 1, "rope_theta": 1e300}, source="it"
     )
     for config, name in (
@@ -131,4 +131,4 @@ def test_a_config_has_no_number_that_no_model_has() -> None:
         ({"x": 10**5000}, "x"),
     ):
         with pytest.raises(SpecError, match=f"it: {name} is too large"):
-            check_config_sizes(config, source="it")
+            check_config_limits(config, source="it")

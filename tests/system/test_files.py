@@ -55,7 +55,7 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
         ".identity.json.tmp",
         lambda root: replace_file_atomically(root / "identity.json", b"new", system=SYSTEM),
     ),
-    (".data.tmp", lambda root: DriveFile.create(root / "data", 4096).close()),
+    (".data.tmp", lambda root: DriveFile.open_or_create(root / "data", 4096).close()),
     ("data", lambda root: DriveFile.open(root / "data", 4096).close()),
 ]
 

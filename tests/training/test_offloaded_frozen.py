@@ -18,7 +18,7 @@ from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError, ShardError
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.state import OffloadedState, attach_offloaded_state, find_offloaded_state
+from fullshard.offload.state import OffloadedState, find_offloaded_state, set_offload_attribute
 from fullshard.profiler.memory import storage_bytes_of_tensors
 from fullshard.sharding import apply
 from fullshard.spec.groups import PAGE_BYTES
@@ -43,7 +43,7 @@ def shard_on(tier: str, model: nn.Module, plan: Plan, *, unset: bool = False) ->
     if tier != HOST:
         return shard(model, plan, init=init)
     keeper = OffloadedState(replace(offload_settings(plan, SYSTEM), shards_on_drive=None))
-    attach_offloaded_state(apply.shard(model, plan, init=init, keeper=keeper), keeper)
+    set_offload_attribute(apply.shard(model, plan, init=init, keeper=keeper), keeper)
     return model
 
 

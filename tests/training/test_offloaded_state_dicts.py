@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError, SpecError
 from fullshard.offload.drive_store import GROUP_BUFFERS
-from fullshard.offload.lazy_tensor import LazyTensor, make_lazy_tensor
+from fullshard.offload.lazy_tensor import RereadingTensor, make_lazy_tensor
 from fullshard.offload.state import find_offloaded_state
 from fullshard.training.state import TrainState
 from tests.training.runs import BATCH, local_bits, mean_square, pairs, run_of, same_bits, sharded
@@ -197,7 +197,7 @@ def let_go(directory: str) -> None:
     advance(state, 0, AT)
     state_dict = state.optimizer.state_dict()
     living: DTensor = state_dict["state"][first_outside(state_dict)]["exp_avg"]
-    assert isinstance(living.to_local(), LazyTensor)
+    assert isinstance(living.to_local(), RereadingTensor)
     living.to_local().cpu()
     offloaded = find_offloaded_state(state.model)
     assert offloaded is not None

@@ -202,7 +202,7 @@ def bits_when_told() -> list[bool]:
     steps = train(state, plan, loss=mean_square)
     next(steps)
     before, told = local_bits(state), list[bool]()
-    state.register_before_update(lambda: told.append(same_bits(before, local_bits(state))))
+    state.register_before_next_update(lambda: told.append(same_bits(before, local_bits(state))))
     next(steps)
     return [*told, not same_bits(before, local_bits(state))]
 

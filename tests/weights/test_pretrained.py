@@ -18,7 +18,7 @@ from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.weights.files import open_pretrained_files
-from fullshard.weights.pretrained import LoadReport, load_pretrained, load_selected_tensors
+from fullshard.weights.pretrained import LoadReport, fill_selected_tensors, load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -131,7 +131,7 @@ def placed(directory: Path) -> dict[str, Tensor]:
         whole_weight = torch.zeros_like(module.weight)
         module.weight = nn.Parameter(distribute_tensor(whole_weight, mesh, [placement]))
     model.head.bias = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
-    load_selected_tensors(model, directory)
+    fill_selected_tensors(model, directory)
     return {n: whole(t) for n, t in model.state_dict().items()}
 
 
@@ -220,7 +220,7 @@ def import_of_large_tensors(directory: Path) -> tuple[int, int, int]:
     shard(model, plan_of(dist.get_world_size(), *settings), init="none")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident_bytes("VmRSS")
-    loaded = load_selected_tensors(model, directory)
+    loaded = fill_selected_tensors(model, directory)
     held = sum(parameter.to_local().nbytes for parameter in model.parameters())
     return resident_bytes("VmHWM") - before, held, loaded.read_bytes
 

@@ -37,7 +37,7 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
         for size in _SIZES[mesh.device_type]:
             whole = torch.ones(size // 4 // mesh.size() * mesh.size(), device=mesh.device_type)
             window = seconds / len(kinds) / len(_SIZES[mesh.device_type])
-            took = measure_call_seconds(lambda c=collective, t=whole: c(t), mesh=mesh, seconds=window)
+            took = time_call_on_all_ranks(lambda c=collective, t=whole: c(t), mesh=mesh, seconds=window)
             samples.append(CollectiveSample(whole.numel() * 4, took))
             if len(samples) >= _LEAST_SIZES and _WINDOWS * took > window:
                 break  # the next size, four times as large, would far exceed its share
@@ -86,7 +86,7 @@ def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
-def measure_call_seconds(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
+def time_call_on_all_ranks(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
     """Returns the seconds of one call of `work`, measured in about `seconds`. Collective.
 
     This is the mean over ranks of each rank's fastest window of calls: one late rank delays all, so slower
@@ -123,8 +123,8 @@ def measure_unit_hook_seconds(mesh: DeviceMesh, *, seconds: float) -> float:
     for module in (*sharded, sharded):
         remove_collectives(fully_shard(module, mesh=mesh))
     x = torch.ones(1, _WIDTH, device=mesh.device_type)
-    with_fsdp = measure_call_seconds(lambda: sharded(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
-    without = measure_call_seconds(lambda: plain(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
+    with_fsdp = time_call_on_all_ranks(lambda: sharded(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
+    without = time_call_on_all_ranks(lambda: plain(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
     return max(with_fsdp - without, 0.0) / _UNITS / _ACTS
 
 
@@ -163,8 +163,8 @@ def measure_matmul_slowdown(mesh: DeviceMesh, *, seconds: float) -> float:
     a = torch.randn(4096, 4096, device=mesh.device_type, dtype=torch.bfloat16)
     whole, side = torch.ones(2**24, device=mesh.device_type), torch.cuda.Stream()
     gather = _build_collectives(mesh)["all_gather"]
-    alone = measure_call_seconds(lambda: torch.mm(a, a), mesh=mesh, seconds=seconds / 2)
-    each = measure_call_seconds(lambda: gather(whole), mesh=mesh, seconds=seconds / 2)
+    alone = time_call_on_all_ranks(lambda: torch.mm(a, a), mesh=mesh, seconds=seconds / 2)
+    each = time_call_on_all_ranks(lambda: gather(whole), mesh=mesh, seconds=seconds / 2)
     matmuls = max(1, round(4 * each / alone))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(side):
@@ -189,13 +189,14 @@ class CollectiveSample(NamedTuple):
 def fit_collective_rate(samples: Sequence[CollectiveSample], *, ranks: int) -> tuple[CollectiveRate, float]:
     """Returns the rate of a collective, and the largest relative error of its linear fit on `samples`.
 
-    With x = B (n - 1) / n bytes received, least squares on the relative error of latency + x / rate:
+    A sample took t seconds for B bytes over n ranks, each of which received x = B (n - 1) / n bytes. The fit
+    has latency a and rate 1 / b, by least squares on the relative error:
 
         minimise  sum ((a + b x) / t - 1)^2,   a >= 0, b > 0
 
     A single number of ranks cannot separate the latency of a collective from that of its hops. All of it
     counts as hops, so that the time of more ranks is never underestimated. The curve contains the samples
-    themselves, none slower than a larger one, because other load on the machine only adds time.
+    themselves. A sample slower than a larger one gets the time of the larger one: other load only adds time.
     """
     assert samples, "nothing was measured"
     assert ranks > 1, "one rank has no collective"

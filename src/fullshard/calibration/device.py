@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
-from fullshard.profiler.clock import time_calls
+from fullshard.profiler.clock import total_seconds_of_calls
 from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -73,7 +73,7 @@ class RateMeter:
         return mean_over_ranks(sorted(rates)[-2])
 
     def _time_calls(self, work: Callable[[], object], calls: int) -> float:
-        return max(time_calls(work, calls, device=self.device), 1e-9)
+        return max(total_seconds_of_calls(work, calls, device=self.device), 1e-9)
 
     def measure_rate_curve(
         self, make: Callable[[int], BenchmarkTask], sizes: Sequence[int], *, seconds: float
@@ -219,22 +219,22 @@ def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
     return max(taken, 0.0) / (2 * _ISSUED)
 
 
-def measure_host_copy_bandwidth(meter: RateMeter, *, seconds: float) -> float | None:
+def measure_round_trip_copy_rate(meter: RateMeter, *, seconds: float) -> float | None:
     """Returns the bytes/s between pinned host memory and the device, in both directions; None on the CPU."""
     if meter.kind == "cpu":
         return None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=meter.device)
     here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def copy_both_ways() -> None:
+    def copy_there_and_back() -> None:
         there.copy_(here, non_blocking=True)
         here.copy_(there, non_blocking=True)
 
-    rate = meter.measure_calls_per_second(copy_both_ways, seconds=seconds)
+    rate = meter.measure_calls_per_second(copy_there_and_back, seconds=seconds)
     return _round_to_four_digits(2 * _COPY_BYTES * rate)
 
 
-def measure_host_adamw_rate(*, seconds: float) -> float:
+def host_adamw_params_per_second(*, seconds: float) -> float:
     """Returns the parameters per second that fused AdamW updates on the host, per rank while all ranks do.
 
     With less than a second, fewer parameters are updated, which may then fit in a cache.

@@ -16,7 +16,7 @@ from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 _PIECE_BYTES = 16 << 20
 
 
-def measure_drive_bandwidth(directory: Path, *, pieces: int = 16) -> float | None:
+def read_plus_write_bandwidth(directory: Path, *, pieces: int = 16) -> float | None:
     """Returns the bytes/s, read plus written, per rank while all ranks work. Collective.
 
     Each rank has two files in `directory`, of `pieces` × 16 MiB each. One is read while the other is written
@@ -25,20 +25,20 @@ def measure_drive_bandwidth(directory: Path, *, pieces: int = 16) -> float | Non
     files, rate = None, 0.0
     with ExitStack() as stack:
         with suppress(OSError, OffloadError):
-            files = create_filled_files(directory, stack, pieces=pieces)
+            files = open_two_random_files(directory, stack, pieces=pieces)
         mean_over_ranks(0.0)  # all ranks begin together
         if files is not None:
             with suppress(OffloadError):
-                rate = _measure_file_bandwidth(*files)
+                rate = _own_read_plus_write_rate(*files)
     everywhere, mean = mean_over_ranks(float(rate > 0)) == 1, mean_over_ranks(rate)
     return float(f"{mean:.3g}") if everywhere else None
 
 
-def create_filled_files(directory: Path, stack: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
+def open_two_random_files(directory: Path, stack: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
     """Returns two open, unlinked files of random numbers. (Zeros may be faster, and holes are not read.)"""
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
         one, other = (
-            stack.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))
+            stack.enter_context(DriveFile.open_or_create(Path(name, own), pieces * _PIECE_BYTES))
             for own in ("one", "other")
         )
     for file in (one, other):
@@ -46,7 +46,7 @@ def create_filled_files(directory: Path, stack: ExitStack, *, pieces: int) -> tu
     return one, other
 
 
-def _measure_file_bandwidth(one: DriveFile, other: DriveFile) -> float:
+def _own_read_plus_write_rate(one: DriveFile, other: DriveFile) -> float:
     data, into = _random_piece(), as_memoryview(allocate_host_memory(_PIECE_BYTES, pinned=False))
     with ThreadPoolExecutor(max_workers=1) as beside:
         started = time.perf_counter()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.calibration.collectives import measure_call_seconds, remove_collectives
+from fullshard.calibration.collectives import remove_collectives, time_call_on_all_ranks
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import RankInfo
@@ -137,13 +137,13 @@ def measure_step_overhead(mesh: DeviceMesh, *, seconds: float) -> float:
         if isinstance(module, FSDPModule):
             remove_collectives(module)
     steps = train(state, plan)
-    whole = measure_call_seconds(lambda: next(steps), mesh=mesh, seconds=seconds / 2)
+    whole = time_call_on_all_ranks(lambda: next(steps), mesh=mesh, seconds=seconds / 2)
 
     def run_forward_and_backward() -> None:
         total, _ = next_token_loss(state.model, here)
         total.backward()
 
-    bare = measure_call_seconds(run_forward_and_backward, mesh=mesh, seconds=seconds / 2)
+    bare = time_call_on_all_ranks(run_forward_and_backward, mesh=mesh, seconds=seconds / 2)
     return max(whole - bare, 0.0)
 
 

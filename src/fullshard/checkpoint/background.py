@@ -55,7 +55,7 @@ logger = logging.getLogger("fullshard")
 class UpdateNotifier(Protocol):
     """A state, such as `TrainState`, that calls hooks before it changes."""
 
-    def register_before_update(self, act: Callable[[], None]) -> None:
+    def register_before_next_update(self, act: Callable[[], None]) -> None:
         """Registers `act`, to be called once, before the next update of parameters or optimizer state."""
 
 
@@ -108,7 +108,7 @@ class BackgroundSaver:
         self._staging = _StagingBuffers()
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
-        self._pace = _SaveAndUpdateTimer()
+        self._pace = _SaveBeforeUpdatePredictor()
         self._outcomes: list[SaveResult] = []
 
     def __enter__(self) -> Self:
@@ -137,9 +137,9 @@ class BackgroundSaver:
         self.wait()
         with raise_on_all_ranks("taking the state to save"):
             mine = take_snapshot(state)
-        self._pace.start_save()
+        self._pace.predict_and_start_timing()
         live = isinstance(state, UpdateNotifier) and self._saving.place.is_local and self._pace.is_ahead
-        staged = self._staging.prepare_snapshot(mine, live=live)
+        staged = self._staging.copy_all_but_shards(mine, live=live)
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -147,13 +147,13 @@ class BackgroundSaver:
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
         if isinstance(state, UpdateNotifier):
-            register = state.register_before_update
-            register(self._pace.record_update)
-            register(lambda: self._wait_for_copies(settled))
+            register = state.register_before_next_update
+            register(self._pace.record_first_update)
+            register(lambda: self._stall_until_copied(settled))
             if self._staging.leaves_some:
-                register(lambda: register(lambda: self._wait_for_save(running)))
+                register(lambda: register(lambda: self._stall_until_saved(running)))
         else:
-            self._wait_for_copies(settled)
+            self._stall_until_copied(settled)
 
     def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
@@ -168,12 +168,12 @@ class BackgroundSaver:
             self._outcomes.append(replace(self._running.result(), stalled_seconds=self._stalled))
             self._running = None
 
-    def _wait_for_save(self, running: Future[SaveResult]) -> None:
+    def _stall_until_saved(self, running: Future[SaveResult]) -> None:
         started = time.perf_counter()
         futures.wait([running])
         self._stalled += time.perf_counter() - started
 
-    def _wait_for_copies(self, settled: threading.Event) -> None:
+    def _stall_until_copied(self, settled: threading.Event) -> None:
         started = time.perf_counter()
         settled.wait()
         self._staging.copy_before_update()
@@ -202,7 +202,7 @@ class BackgroundSaver:
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
-class _SaveAndUpdateTimer:
+class _SaveBeforeUpdatePredictor:
     """Times of the running save, and of the update after it; predicts which of the two comes first."""
 
     def __init__(self) -> None:
@@ -211,13 +211,13 @@ class _SaveAndUpdateTimer:
         self._update: float | None = None
         self._end: float | None = None
 
-    def start_save(self) -> None:
+    def predict_and_start_timing(self) -> None:
         """Starts timing a save, and sets `is_ahead` by the last save, if both of its times are known."""
         if self._update is not None and self._end is not None:
             self.is_ahead = self._update > _MARGIN * self._end
         self._began, self._update, self._end = time.perf_counter(), None, None
 
-    def record_update(self) -> None:
+    def record_first_update(self) -> None:
         if self._update is None:
             self._update = time.perf_counter() - self._began
 
@@ -239,7 +239,7 @@ class _StagingBuffers:
     def total_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def prepare_snapshot(self, mine: Snapshot, *, live: bool) -> Snapshot:
+    def copy_all_but_shards(self, mine: Snapshot, *, live: bool) -> Snapshot:
         """Returns the snapshot to save, whose shards are not copied yet.
 
         Plain tensors (buffers, random states), which forward changes, are copied now. If `live`, and all

@@ -31,7 +31,7 @@ _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH
 logger = logging.getLogger("fullshard")
 
 
-def new_hash(
+def new_xxh3_or_blake2b(
     data: bytes | bytearray | memoryview = b"", *, strong: bool
 ) -> hashlib.blake2b | xxhash.xxh3_128:
     """Returns a hash object of `data`: BLAKE2b if `strong`, else XXH3."""
@@ -43,9 +43,9 @@ def is_blake2b_digest(digest: str) -> bool:
     return len(digest) != _XXH3_DIGITS
 
 
-def compute_digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
+def xxh3_or_blake2b(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
     """Returns the digest of `data` as 32 hexadecimal digits, or 64 if `strong`."""
-    return new_hash(data, strong=strong).hexdigest()
+    return new_xxh3_or_blake2b(data, strong=strong).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class KeyFile:
     path: Path
 
     def sign(self, data: bytes) -> str:
-        """Returns the HMAC-SHA256 of `data` as 64 hexadecimal digits. Raises as `require` does."""
+        """Returns the HMAC-SHA256 of `data` as 64 hexadecimal digits. Raises as `check_usable` does."""
         return hmac.new(self._read_key(), data, "sha256").hexdigest()
 
     def check_usable(self) -> None:

@@ -66,7 +66,7 @@ class CheckpointFiles(Protocol):
         ...
 
 
-class _ReadAheadFile(FileIO):
+class _KernelReadAheadFile(FileIO):
     """A file read sequentially and unbuffered, in large parts, while the disk fetches the following ones."""
 
     def readinto(self, buffer: memoryview) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,7 +160,7 @@ class LocalFiles:
 
     @contextmanager
     def open_file(self, name: str) -> Generator[BinaryIO]:
-        with _ReadAheadFile(self.path / name, opener=open_regular_file) as file:
+        with _KernelReadAheadFile(self.path / name, opener=open_regular_file) as file:
             yield cast(BinaryIO, file)
 
     @contextmanager

@@ -74,12 +74,12 @@ def load(
             if run_on_rank_zero(is_gone, doing=f"looking for {files} again"):
                 _check_attempts_left(attempt, place)
                 continue  # see [Note: a reader beside a writer]
-            if not isinstance(error, DamagedCheckpointError) or files.name == place.as_checkpoint().name:
+            if not isinstance(error, DamagedCheckpointError) or files.name == place.root_as_checkpoint().name:
                 raise  # no other checkpoint helps, or this one was requested by name
             refused[files.name] = f"{files.name}: {error.got or error.what}"
             with raise_on_all_ranks(f"setting {files} aside"):
                 if disk.is_leader:
-                    aside = _quarantine_if_possible(place, files)
+                    aside = _quarantine_and_describe(place, files)
                     logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
             logger.info("loaded step %d from %s", manifest.step, files)
@@ -103,7 +103,7 @@ def _is_removed_or_replaced(place: CheckpointLocation, files: CheckpointFiles, *
 
     A checkpoint that is `place` itself never counts as removed.
     """
-    if files.name == place.as_checkpoint().name:
+    if files.name == place.root_as_checkpoint().name:
         return False
     try:
         return not is_checkpoint_listed(place, files) or read_manifest(files) != manifest
@@ -148,7 +148,7 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
         check_same_tensors(receivers, saved)
     with raise_on_all_ranks(doing):
         reader = storage.build_reader(files, manifest)
-    read = storage.read_rank_file if manifest.layout == "ranks" else storage.read_with_dcp
+    read = storage.fill_from_rank_shard_file if manifest.layout == "ranks" else storage.read_with_dcp
     with raise_on_all_ranks(doing):
         read(receivers, reader)
     if isinstance(state, StateLoadedInPortions):
@@ -160,7 +160,7 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
         state.load_values(manifest.values, receivers)
 
 
-def _quarantine_if_possible(place: CheckpointLocation, files: CheckpointFiles) -> str:
+def _quarantine_and_describe(place: CheckpointLocation, files: CheckpointFiles) -> str:
     try:
         return f"renamed to {place.quarantine(files)}"
     except OSError as error:  # a read-only location
@@ -173,7 +173,7 @@ def _find_newest_checkpoint(
     complete, newest = disk.complete_steps, None
     # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
     if complete is None and place.exists() and not place.list_checkpoints():
-        files = place.as_checkpoint()
+        files = place.root_as_checkpoint()
         manifest = _read_manifest_if_checkpoint(files, strays_ok=missing_ok)
         if manifest is not None:
             return files, manifest

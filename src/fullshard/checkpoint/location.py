@@ -67,7 +67,7 @@ class CheckpointLocation(Protocol):
         """Returns whether the directory exists."""
         ...
 
-    def as_checkpoint(self) -> CheckpointFiles:
+    def root_as_checkpoint(self) -> CheckpointFiles:
         """Returns the location itself as the files of one checkpoint."""
         ...
 
@@ -91,7 +91,7 @@ class CheckpointLocation(Protocol):
         """Creates a draft for the files of a step. Raises CheckpointError if `needed_bytes` are not free."""
         ...
 
-    def prepare_commit(self, draft: CheckpointFiles, manifest: Manifest) -> None:
+    def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
         """Writes the manifest into a draft. Does nothing if writing the manifest is the commit."""
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
@@ -130,7 +130,7 @@ class LocalLocation:
             raise CheckpointError(f"{self.path} is no directory of checkpoints.", got="a file")
         return self.path.is_dir()
 
-    def as_checkpoint(self) -> CheckpointFiles:
+    def root_as_checkpoint(self) -> CheckpointFiles:
         return LocalFiles(self.path, self.key)
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
@@ -174,32 +174,32 @@ class LocalLocation:
         try:
             write_file(draft, WRITER, data=WriterProcess.current().model_dump_json().encode())
         except OSError:
-            _remove_directory(draft.path)
+            _rmtree_or_warn(draft.path)
             raise
         return draft
 
-    def prepare_commit(self, draft: CheckpointFiles, manifest: Manifest) -> None:
+    def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
         write_file(draft, MANIFEST, data=manifest.encode_and_sign(self.key))
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         target = LocalFiles(self.path / step_name(manifest.step), self.key)
-        _local_path(draft).rename(target.path)
+        _path_of_local_files(draft).rename(target.path)
         fsync_path(self.path)
         return target
 
     def discard_draft(self, draft: CheckpointFiles) -> None:
-        _remove_directory(_local_path(draft))
+        _rmtree_or_warn(_path_of_local_files(draft))
 
     def quarantine(self, checkpoint: CheckpointFiles) -> str:
-        path = _local_path(checkpoint)
+        path = _path_of_local_files(checkpoint)
         return str(path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")))
 
     def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
-        path = _local_path(checkpoint)
+        path = _path_of_local_files(checkpoint)
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
         fsync_path(self.path)
-        _remove_directory(condemned)
+        _rmtree_or_warn(condemned)
 
 
 def location_of(
@@ -230,7 +230,7 @@ def location_of(
         from fullshard.checkpoint.object_store import ObjectStore
         from fullshard.checkpoint.objects import ObjectLocation
 
-        ObjectStore(directory).check_usable()
+        ObjectStore(directory).check_url_and_package()
         return ObjectLocation(directory.rstrip("/"), key=key)
     return LocalLocation(Path(str(directory).removeprefix("file://")), key=key)
 
@@ -270,7 +270,7 @@ def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> b
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
     """Returns the path or URL of the complete checkpoint of the highest step, or None."""
     complete = iterate_complete_checkpoints(location_of(directory))
-    return next((path_or_url(files) for files, _ in complete), None)
+    return next((path_or_url_of(files) for files, _ in complete), None)
 
 
 def newest_complete_step(directory: str | Path | CheckpointLocation) -> int | None:
@@ -278,12 +278,12 @@ def newest_complete_step(directory: str | Path | CheckpointLocation) -> int | No
     return next((manifest.step for _, manifest in iterate_complete_checkpoints(location_of(directory))), None)
 
 
-def path_or_url(files: CheckpointFiles) -> Path | str:
+def path_or_url_of(files: CheckpointFiles) -> Path | str:
     """Returns the path of a checkpoint on a file system, or the URL of another."""
     return files.path if isinstance(files, LocalFiles) else str(files)
 
 
-def remove_old_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
+def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
     """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
     keep: number of checkpoints to keep; 0 keeps all
@@ -310,12 +310,12 @@ def _is_complete(files: CheckpointFiles) -> bool:
     return True
 
 
-def _local_path(files: CheckpointFiles) -> Path:
+def _path_of_local_files(files: CheckpointFiles) -> Path:
     assert isinstance(files, LocalFiles), f"{files} lies elsewhere"
     return files.path
 
 
-def _remove_directory(path: Path) -> None:
+def _rmtree_or_warn(path: Path) -> None:
     """Removes a directory, and logs a warning if a part of it remains."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
@@ -329,7 +329,7 @@ def _remove_leftovers(directory: Path) -> None:
     without any shard cannot belong to a running save.
     """
     for path in list_directories(directory, ".del-*"):
-        _remove_directory(path)
+        _rmtree_or_warn(path)
     for path in list_directories(directory, ".tmp-*"):
         try:
             writer = WriterProcess.model_validate_json(LocalFiles(path).read_file(WRITER))
@@ -337,11 +337,11 @@ def _remove_leftovers(directory: Path) -> None:
             writer = None
         if writer is not None and writer.is_certainly_dead():
             logger.info("removing %s: its process %d is dead", path, writer.pid)
-            _remove_directory(path)
+            _rmtree_or_warn(path)
         elif writer is None and {one.name for one in path.iterdir()} <= {WRITER}:
             # Its process died before it recorded its identity, and so before it wrote any shard.
             logger.info("removing %s: nothing was written there", path)
-            _remove_directory(path)
+            _rmtree_or_warn(path)
         else:
             who = f"process {writer.pid} on {writer.host}" if writer else "an unknown process"
             logger.warning("leaving %s alone: %s may still be writing it", path, who)

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
-from fullshard.checkpoint.digests import KeyFile, compute_digest, is_blake2b_digest
+from fullshard.checkpoint.digests import KeyFile, is_blake2b_digest, xxh3_or_blake2b
 from fullshard.checkpoint.files import (
     MANIFEST,
     CheckpointFiles,
@@ -152,12 +152,12 @@ class Manifest(FrozenModel):
         return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
 
     @property
-    def data_files(self) -> list[str]:
+    def data_file_names_on_this_disk(self) -> list[str]:
         """Names of the data files on the same disk as this manifest; each has a table of pieces."""
-        return [name for name in self.all_data_files if name in self.files_on_this_disk]
+        return [name for name in self.all_data_file_names if name in self.files_on_this_disk]
 
     @property
-    def all_data_files(self) -> list[str]:
+    def all_data_file_names(self) -> list[str]:
         """Names of the data files on all disks; each has a table of pieces."""
         return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
@@ -185,7 +185,7 @@ class Manifest(FrozenModel):
         text = self.model_copy(update=unsigned).model_dump_json(indent=1).encode() + b"\n"
         if key is not None:
             text = _replace_last_json_string(text, before=_NO_SIGNATURE, after=key.sign(text))
-        return _replace_last_json_string(text, before=_NO_DIGEST, after=compute_digest(text))
+        return _replace_last_json_string(text, before=_NO_DIGEST, after=xxh3_or_blake2b(text))
 
 
 def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
@@ -207,7 +207,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     except OSError as error:
         raise read_failure_error(error, f"{files} cannot be read.", name=MANIFEST) from error
     where = f"{files}/{MANIFEST}"
-    data = _parse_manifest_json(text, where)
+    data = _verify_and_parse_manifest(text, where)
     if files.key is not None:
         _check_signature(text, data, key=files.key, where=where)
     if data.get("format") != FORMAT:
@@ -270,7 +270,7 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
     except OSError as error:
         raise read_failure_error(error, f"{files} is not whole.", name=name) from error
     saved = manifest.files[name].digest if name in manifest.files else None
-    if saved is None or compute_digest(data, strong=is_blake2b_digest(saved)) != saved:
+    if saved is None or xxh3_or_blake2b(data, strong=is_blake2b_digest(saved)) != saved:
         other = f"{files}/{name} holds other bytes than were saved."
         raise DamagedCheckpointError(other, got="its digest is another")
     return data
@@ -284,7 +284,7 @@ def write_small_file(draft: CheckpointFiles, name: str, *, data: bytes) -> Saved
 
 def small_file_entry(draft: CheckpointFiles, data: bytes) -> SavedFile:
     """Returns the manifest's entry (size and digest) for a small file of `draft` with the content `data`."""
-    return SavedFile(size_bytes=len(data), digest=compute_digest(data, strong=draft.key is not None))
+    return SavedFile(size_bytes=len(data), digest=xxh3_or_blake2b(data, strong=draft.key is not None))
 
 
 def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointError:
@@ -315,7 +315,7 @@ def parse_step_name(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
 
-def _parse_manifest_json(text: bytes, where: str) -> dict[str, Any]:
+def _verify_and_parse_manifest(text: bytes, where: str) -> dict[str, Any]:
     """Returns the JSON object in the bytes of a manifest, after checking its digest. Errors name `where`."""
     try:
         data: Any = parse_json(text)
@@ -326,7 +326,7 @@ def _parse_manifest_json(text: bytes, where: str) -> dict[str, Any]:
     fields = cast(dict[str, Any], data)
     stated = str(fields.get("digest"))
     digested = _replace_last_json_string(text, before=stated, after=_NO_DIGEST)
-    if fields.get("format") != 1 and compute_digest(digested) != stated:  # format 1 had no digest
+    if fields.get("format") != 1 and xxh3_or_blake2b(digested) != stated:  # format 1 had no digest
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
     return fields
 

@@ -98,12 +98,12 @@ class ObjectFiles:
     @cached_property
     def _attempt_prefix_url(self) -> str:
         """URL of the prefix of the attempt's files: `url` itself if they were copied from a file system."""
-        attempt = self.attempt or parse_manifest_attempt(self.read_file(MANIFEST))
+        attempt = self.attempt or attempt_id_in_manifest(self.read_file(MANIFEST))
         below = self.attempt is not None or attempt in self.store.list_prefix(self.url).prefixes
         return f"{self.url}/{attempt}" if below else self.url
 
 
-def parse_manifest_attempt(manifest: bytes) -> str | None:
+def attempt_id_in_manifest(manifest: bytes) -> str | None:
     """Returns the attempt id in the bytes of a manifest, or None if the files are beside the manifest.
 
     Returns "unknown", which is not the id of any attempt, for a damaged manifest.
@@ -165,8 +165,8 @@ class _S3Upload:
             self._call_s3("complete_multipart_upload", whole, moved_bytes=len(self._parts) << 20)
             self._id = None
         if not self._is_confirmed:
-            _warn_no_checksum_reported(self._store.bucket_url)
-            _check_stored_bytes(self._store, self._url, parts=self._digests)
+            _warn_objects_are_read_back(self._store.bucket_url)
+            _read_back_and_compare(self._store, self._url, parts=self._digests)
 
     def abort_upload(self) -> None:
         # Skipped if the store has just timed out: it would time out again. A later save drops the parts.
@@ -239,9 +239,9 @@ class _FsspecUpload:
         with backend_errors_as_os_errors(self._url):
             self._file.close()
         md5 = self._digest.hexdigest()
-        if md5 not in self._store.reported_md5s(self._url):
-            _warn_no_checksum_reported(self._store.bucket_url)
-            _check_stored_bytes(self._store, self._url, parts=[(self._size_bytes, md5)])
+        if md5 not in self._store.possible_md5s_of_object(self._url):
+            _warn_objects_are_read_back(self._store.bucket_url)
+            _read_back_and_compare(self._store, self._url, parts=[(self._size_bytes, md5)])
 
     def abort_upload(self) -> None:
         """Discards the file object; else fsspec would finish the upload when the file object is deleted."""
@@ -263,7 +263,7 @@ def _is_receipt_proven(answer: Mapping[str, Any], data: memoryview, *, md5: str)
     return with_keys and answer.get("ChecksumCRC32") == crc32
 
 
-def _check_stored_bytes(store: ObjectStore, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
+def _read_back_and_compare(store: ObjectStore, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
     """Reads an object back. Raises AlteredBytesError if a part differs from its (size in bytes, MD5)."""
     begin = 0
     for size_bytes, md5 in parts:
@@ -276,7 +276,7 @@ def _check_stored_bytes(store: ObjectStore, url: str, *, parts: Sequence[tuple[i
 
 
 @functools.cache
-def _warn_no_checksum_reported(bucket: str) -> None:
+def _warn_objects_are_read_back(bucket: str) -> None:
     """Logs a warning, once per bucket, that the store reports no checksum and objects are read back."""
     logger.warning(
         "%s reports no checksum that can be compared with what was sent: each object is read back", bucket

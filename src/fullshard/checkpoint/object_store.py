@@ -26,7 +26,7 @@ from typing import Any
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.quantities import format_seconds
 from fullshard.spec.fault_tolerance_section import CheckpointSection
-from fullshard.system.disk import ExplainedError
+from fullshard.system.disk import ExplainedOSError
 
 ANSWER_SECONDS = CheckpointSection().store_seconds
 TRIES = 3  # how often bytes are sent that arrive altered
@@ -49,7 +49,7 @@ _ALTERED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismat
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
-class AlteredBytesError(ExplainedError):
+class AlteredBytesError(ExplainedOSError):
     """Raised if the store received or stored other bytes than those that were sent."""
 
     def __init__(self, said: str, *, place: str) -> None:
@@ -59,7 +59,7 @@ class AlteredBytesError(ExplainedError):
 
 
 @dataclass(frozen=True)
-class StoredObjectInfo:
+class ObjectSizeAndTime:
     """An object in a listing: its size, and the time of its last change by the store's clock, if reported."""
 
     size_bytes: int
@@ -70,7 +70,7 @@ class StoredObjectInfo:
 class PrefixListing:
     """Content directly below a prefix: objects by name, and the names of further prefixes."""
 
-    objects: Mapping[str, StoredObjectInfo]
+    objects: Mapping[str, ObjectSizeAndTime]
     prefixes: tuple[str, ...]
 
     @property
@@ -89,7 +89,7 @@ class ObjectStore:
     url: str
     answer_seconds: float = ANSWER_SECONDS
 
-    def check_usable(self) -> None:
+    def check_url_and_package(self) -> None:
         """Raises MissingExtraError if the store's package is missing, CheckpointError for an unusable URL."""
         protocol, _, rest = self.url.partition("://")
         if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
@@ -106,7 +106,7 @@ class ObjectStore:
         prefix = f"{path.strip('/')}/"
         by_path = {str(entry["name"]).strip("/"): entry for entry in entries}
         below = {at.removeprefix(prefix): by_path[at] for at in sorted(by_path) if at.startswith(prefix)}
-        objects = {name: _parse_object_info(one) for name, one in below.items() if one["type"] == "file"}
+        objects = {name: _parse_size_and_time(one) for name, one in below.items() if one["type"] == "file"}
         return PrefixListing(objects, tuple(name for name in below if name not in objects))
 
     def read_object(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
@@ -134,7 +134,7 @@ class ObjectStore:
         with backend_errors_as_os_errors(url):
             return self._file_system.open(self._fsspec_path(url), "wb", block_size=part_bytes)
 
-    def reported_md5s(self, url: str) -> set[str]:
+    def possible_md5s_of_object(self, url: str) -> set[str]:
         """Returns the digests that a store other than S3 reports; one may be the object's MD5, in hex."""
         path = self._fsspec_path(url)
         entry: Mapping[str, Any] = self.call_backend(url, "info", path, options={"refresh": True})
@@ -260,7 +260,7 @@ def backend_errors_as_os_errors(url: str) -> Generator[None]:
     """Converts exceptions of the backend to OSErrors that name the problem and the object `url`."""
     try:
         yield
-    except ExplainedError:
+    except ExplainedOSError:
         raise
     except (OSError, *_loaded_backend_exceptions()) as error:
         raise _as_os_error(error, url) from error
@@ -277,7 +277,7 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
     reported: OSError
     if code == "NoSuchBucket":
         fix = "make the bucket, or another URL"
-        reported = ExplainedError(errno.ENXIO, "no such bucket", place=url, fix=fix)
+        reported = ExplainedOSError(errno.ENXIO, "no such bucket", place=url, fix=fix)
     elif code in ("PreconditionFailed", "412") or isinstance(error, FileExistsError):
         reported = FileExistsError(errno.EEXIST, "it exists already", url)
     elif isinstance(error, FileNotFoundError):
@@ -285,24 +285,24 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
     elif kinds & _NO_CREDENTIALS:
         why = "the store asks for some"
         fix = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of the machine"
-        reported = ExplainedError(errno.EACCES, "no credentials", place=url, why=why, fix=fix)
+        reported = ExplainedOSError(errno.EACCES, "no credentials", place=url, why=why, fix=fix)
     elif isinstance(error, PermissionError):
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
-        reported = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
+        reported = ExplainedOSError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
     elif code in _ALTERED:
         reported = AlteredBytesError(f"{code}: {said}", place=url)
     elif kinds & _UNREACHED:
         reported = _no_answer_error(said, url)
     else:  # not EIO, which would say that the bytes are gone
-        reported = ExplainedError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
+        reported = ExplainedOSError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
     return reported
 
 
-def _no_answer_error(said: str, url: str) -> ExplainedError:
+def _no_answer_error(said: str, url: str) -> ExplainedOSError:
     why = "the store does not answer"
     address = "for another store than AWS's own, its address in AWS_ENDPOINT_URL"
     fix = f"the network; {address}; for a slow one, a longer checkpoint.store_seconds"
-    return ExplainedError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
+    return ExplainedOSError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
 
 
 def _s3_error_code(error: BaseException | None) -> str | None:
@@ -315,7 +315,7 @@ def _s3_error_code(error: BaseException | None) -> str | None:
     return None
 
 
-def _parse_object_info(entry: Mapping[str, Any]) -> StoredObjectInfo:
+def _parse_size_and_time(entry: Mapping[str, Any]) -> ObjectSizeAndTime:
     times = (entry.get(key) for key in _CHANGED_AT)
     changed = next((time for time in times if isinstance(time, datetime)), None)
-    return StoredObjectInfo(int(entry["size"]), changed)
+    return ObjectSizeAndTime(int(entry["size"]), changed)

@@ -31,14 +31,14 @@ from fullshard.checkpoint.files import (
     write_file,
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
-from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, parse_manifest_attempt
+from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_id_in_manifest
 from fullshard.checkpoint.object_store import (
     ANSWER_SECONDS,
     TRIES,
     AlteredBytesError,
+    ObjectSizeAndTime,
     ObjectStore,
     PrefixListing,
-    StoredObjectInfo,
 )
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -75,22 +75,22 @@ class ObjectLocation:
         return RanksSharingDisk()
 
     def exists(self) -> bool:
-        found = self.as_checkpoint().store.list_prefix(self.url)
+        found = self.root_as_checkpoint().store.list_prefix(self.url)
         return bool(found.objects or found.prefixes)
 
-    def as_checkpoint(self) -> ObjectFiles:
+    def root_as_checkpoint(self) -> ObjectFiles:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         """Returns (step, files) of every step that has a manifest, which uncommitted attempts do not have."""
-        found = _list_step_prefixes(self.as_checkpoint().store)
+        found = _prefix_listings_by_step(self.root_as_checkpoint().store)
         return [(step, self._step_files(step)) for step, below in found.items() if MANIFEST in below.objects]
 
     def list_drafts(self) -> list[str]:
-        return [str(draft) for draft in _list_uncommitted_attempts(self.as_checkpoint().store)]
+        return [str(draft) for draft in _list_uncommitted_attempts(self.root_as_checkpoint().store)]
 
     def list_quarantined(self) -> list[str]:
-        found = _list_step_prefixes(self.as_checkpoint().store)
+        found = _prefix_listings_by_step(self.root_as_checkpoint().store)
         return [
             f"{step_name(step)}/{name}"
             for step, below in found.items()
@@ -105,7 +105,7 @@ class ObjectLocation:
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         draft = self._step_files(step, attempt=secrets.token_hex(8))
         writer = WriterProcess.current().model_dump_json().encode()
-        store = self.as_checkpoint().store
+        store = self.root_as_checkpoint().store
         write_file(draft, WRITER, data=writer)
         try:
             store.put_new_object(f"{draft}/{WRITER}", data=writer)
@@ -120,7 +120,7 @@ class ObjectLocation:
         _remove_abandoned_attempts(store, own=draft)
         return draft
 
-    def prepare_commit(self, draft: CheckpointFiles, manifest: Manifest) -> None:
+    def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
         """Does nothing: putting the manifest is the commit."""
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
@@ -142,9 +142,9 @@ class ObjectLocation:
 
     def quarantine(self, checkpoint: CheckpointFiles) -> str:
         """Renames only the manifest, and returns its new URL; the files stay in place."""
-        store, url = self.as_checkpoint().store, _as_object_files(checkpoint).url
+        store, url = self.root_as_checkpoint().store, _as_object_files(checkpoint).url
         text = store.read_object(f"{url}/{MANIFEST}")
-        aside = f"{url}/{_REJECT}{parse_manifest_attempt(text)}-{secrets.token_hex(4)}.json"
+        aside = f"{url}/{_REJECT}{attempt_id_in_manifest(text)}-{secrets.token_hex(4)}.json"
         with suppress(FileExistsError):
             store.put_new_object(aside, data=text)
         store.remove_objects([f"{url}/{MANIFEST}"])
@@ -153,7 +153,7 @@ class ObjectLocation:
     def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
         """Removes the manifest first, so that an interrupted removal leaves only an uncommitted attempt."""
         files = _as_object_files(checkpoint)
-        store, url = self.as_checkpoint().store, files.url
+        store, url = self.root_as_checkpoint().store, files.url
         attempt, below = _committed_attempt(files), store.list_prefix(url)
         store.remove_objects([f"{url}/{MANIFEST}"])
         if attempt in below.prefixes:
@@ -163,7 +163,7 @@ class ObjectLocation:
             store.remove_objects([f"{url}/{name}" for name in copied])
 
     def _step_files(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
-        return replace(self.as_checkpoint(), url=f"{self.url}/{step_name(step)}", attempt=attempt)
+        return replace(self.root_as_checkpoint(), url=f"{self.url}/{step_name(step)}", attempt=attempt)
 
 
 def _as_object_files(files: CheckpointFiles) -> ObjectFiles:
@@ -171,7 +171,7 @@ def _as_object_files(files: CheckpointFiles) -> ObjectFiles:
     return files
 
 
-def _list_step_prefixes(store: ObjectStore) -> dict[int, PrefixListing]:
+def _prefix_listings_by_step(store: ObjectStore) -> dict[int, PrefixListing]:
     """Returns the listing of every step's prefix by step, highest step first."""
     steps = (parse_step_name(name) for name in store.list_prefix(store.url).prefixes)
     known = sorted((step for step in steps if step is not None), reverse=True)
@@ -185,7 +185,7 @@ def _quarantined_manifest_names(below: PrefixListing) -> list[str]:
 def _list_uncommitted_attempts(store: ObjectStore) -> list[ObjectFiles]:
     """Returns the attempts that no manifest names, neither a current one nor a damaged one."""
     found: list[ObjectFiles] = []
-    for step, below in _list_step_prefixes(store).items():
+    for step, below in _prefix_listings_by_step(store).items():
         at = ObjectFiles(f"{store.url}/{step_name(step)}", answer_seconds=store.answer_seconds)
         named: set[str | None] = {name.split("-")[1] for name in _quarantined_manifest_names(below)}
         if below.prefixes and MANIFEST in below.objects:
@@ -199,7 +199,7 @@ def _list_uncommitted_attempts(store: ObjectStore) -> list[ObjectFiles]:
 def _committed_attempt(files: ObjectFiles) -> str | None:
     """Returns the attempt in the manifest of a step, or None if there is no manifest or no attempt in it."""
     try:
-        return parse_manifest_attempt(files.store.read_object(f"{files.url}/{MANIFEST}"))
+        return attempt_id_in_manifest(files.store.read_object(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:
         return None
 
@@ -277,7 +277,7 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
         logger.warning("what broken-off saves left in %s could not be removed: %s", store.url, error)
 
 
-def is_attempt_abandoned(draft: ObjectFiles, now: StoredObjectInfo) -> bool:
+def is_attempt_abandoned(draft: ObjectFiles, now: ObjectSizeAndTime) -> bool:
     """Returns whether no process writes an attempt: its process is dead, or it got no object for a day.
 
     now: an object that was just put, which has the current time by the store's clock

@@ -7,7 +7,7 @@ was never acknowledged.
 
 [Note: every copy] DCP writes a replicated shard only once. With a disk per node, a rank could then not read
 its own state back. So here each rank writes all of its shards, and prefers its own copies when it reads. The
-same nodes load a step in place, each rank from its own disk. For other nodes, `gather_node_checkpoints`
+same nodes load a step in place, each rank from its own disk. For other nodes, `merge_node_checkpoints`
 copies it to one disk.
 """
 
@@ -28,14 +28,14 @@ from fullshard.checkpoint.manifest import (
     small_file_entry,
     step_name,
 )
-from fullshard.checkpoint.verify import find_damage
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
     raise_on_all_ranks,
     rank,
+    run_alone_or_raise,
     run_on_rank_zero,
-    run_on_this_rank,
 )
 from fullshard.errors import CheckpointError
 from fullshard.system.files import fsync_path, make_durable_directory
@@ -117,7 +117,7 @@ def steps_on_all_disks(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
     return sorted(((s, a) for (s, a, nodes), on in where.items() if on == set(range(nodes))), reverse=True)
 
 
-def gather_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
+def merge_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
     """Copies the newest step that all its nodes have into `target`, as one complete checkpoint.
 
     sources: directory of checkpoints of each node, in any order
@@ -128,10 +128,10 @@ def gather_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: 
     key = None if key_file is None else KeyFile(key_file)
     disks = [LocalLocation(source, key=key) for source in sources]
     one_disk = LocalLocation(target, key=key)
-    return run_on_this_rank(lambda: _gather_newest_step(disks, one_disk), doing=f"gathering into {target}")
+    return run_alone_or_raise(lambda: _merge_newest_step(disks, one_disk), doing=f"gathering into {target}")
 
 
-def _gather_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
+def _merge_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
     held = [(one, step) for one in disks for step in list_node_checkpoints(one)]
     known = steps_on_all_disks([step for _, step in held])
     if not known:
@@ -146,7 +146,7 @@ def _gather_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -
     }
     manifests = {node: read_manifest_and_check_sizes(files) for node, files in parts.items()}
     for files in parts.values():
-        for damage in find_damage(files):
+        for damage in iterate_damage(files):
             raise CheckpointError(f"{files} is damaged.", got=f"{damage.file}: {damage.what}")
     manifest = manifests[0]
     with target.lock_for_writing():
@@ -159,5 +159,5 @@ def _gather_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -
                 copied[name] = file.model_copy(update={"node": None})
         copied[WRITER] = small_file_entry(draft, draft.read_file(WRITER))
         whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
-        target.prepare_commit(draft, whole)
+        target.write_manifest_into_draft(draft, whole)
         return Path(str(target.commit(draft, whole)))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
-from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url, remove_old_checkpoints
+from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     MODEL_PREFIX,
@@ -128,9 +128,9 @@ class CheckpointSaver:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
         doing = self._action_text(mine)
         with raise_on_all_ranks(doing, group=group):
-            _check_no_nan(mine)
+            _check_no_nan_in_model(mine)
         disk = self.place.recover_and_group_ranks(group=group)
-        needed_bytes = _disk_bytes_if_ranks_agree(mine, disk, group=group)
+        needed_bytes = _check_ranks_agree_and_sum_bytes(mine, disk, group=group)
         with ExitStack() as held:
             make = partial(self._create_draft_unless_saved, held, mine, disk=disk, needed_bytes=needed_bytes)
             draft = disk.run_on_leader(make, doing=doing, group=group)
@@ -145,9 +145,7 @@ class CheckpointSaver:
                 raise
             with raise_on_all_ranks("removing old checkpoints", group=group):
                 if disk.is_leader:
-                    remove_old_checkpoints(
-                        self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step
-                    )
+                    prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return target
 
     def _action_text(self, mine: Snapshot) -> str:
@@ -162,13 +160,13 @@ class CheckpointSaver:
         """
         held.enter_context(self.place.lock_for_writing())
         there = next((files for step, files in self.place.list_checkpoints() if step == mine.step), None)
-        # A step that is not on all disks was never acknowledged, and `begin` renames it.
+        # A step that is not on all disks was never acknowledged, and `create_draft` renames it.
         is_acknowledged = disk.complete_steps is None or mine.step in disk.complete_steps
-        if there is not None and is_acknowledged and self._accept_or_quarantine(there, mine, disk=disk):
-            return path_or_url(there)
+        if there is not None and is_acknowledged and self._keep_saved_or_quarantine(there, mine, disk=disk):
+            return path_or_url_of(there)
         return self.place.create_draft(mine.step, needed_bytes=needed_bytes)
 
-    def _accept_or_quarantine(
+    def _keep_saved_or_quarantine(
         self, there: CheckpointFiles, mine: Snapshot, *, disk: RanksSharingDisk
     ) -> bool:
         """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model."""
@@ -176,11 +174,11 @@ class CheckpointSaver:
             manifest = read_manifest_and_check_sizes(there)
         except DamagedCheckpointError as error:
             if disk.node is not None:
-                raise  # it was complete when `place.join` looked, and the other disks have the step
+                raise  # it was complete after `recover_and_group_ranks`, and other disks have the step
             aside = self.place.quarantine(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
-        _check_same_model(there, manifest, mine=mine)
+        _check_same_model_as_saved(there, manifest, mine=mine)
         return True
 
     def _write_shards(
@@ -193,7 +191,7 @@ class CheckpointSaver:
         metadata: Metadata | None = None
         with raise_on_all_ranks(doing, group=group):
             if self.layout == "ranks":
-                own = storage.write_rank_file(mine.tensors, draft, held=mine.held)
+                own = storage.write_rank_shard_file(mine.tensors, draft, held=mine.held)
             else:
                 own, metadata = storage.write_with_dcp(
                     mine.tensors, draft, held=mine.held, every_copy=disk.node is not None, group=group
@@ -229,7 +227,7 @@ class CheckpointSaver:
                 if self.read_back:
                     only_index = {"files": {SHARDS: manifest.files[SHARDS]}}
                     check_written_files(draft, manifest.model_copy(update=only_index))
-            self.place.prepare_commit(draft, manifest)
+            self.place.write_manifest_into_draft(draft, manifest)
             if self.read_back and MANIFEST in draft.file_sizes_bytes():
                 check_written_manifest(draft)
             manifests.append(manifest)
@@ -239,7 +237,7 @@ class CheckpointSaver:
             # A save is not acknowledged unless the next load would find it.
             read_manifest_and_check_sizes(target)
             logger.info("saved %s (%s)", target, format_bytes(manifests[0].checkpoint_bytes))
-            return path_or_url(target)
+            return path_or_url_of(target)
 
         disk.run_on_leader(prepare_on_disk, doing=doing, group=group)
         return disk.run_on_leader(commit_on_disk, doing=doing, group=group)
@@ -281,7 +279,7 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
     return Snapshot(state.step, values, tensors)
 
 
-def _check_no_nan(mine: Snapshot) -> None:
+def _check_no_nan_in_model(mine: Snapshot) -> None:
     """Raises CheckpointError if the model contains NaN: saving it would displace the last useful checkpoint.
 
     Infinities are accepted, since masks consist of them.
@@ -291,10 +289,10 @@ def _check_no_nan(mine: Snapshot) -> None:
     sums: dict[str, Tensor] = {}
     for name, shard in shards.items():
         # A sum is the quickest check of all elements: it is NaN if one is, or if infinities cancel out.
-        with mine.held.read_shard(name, shard, last=False) as numbers:
+        with mine.held.open_shard(name, shard, last=False) as numbers:
             sums[name] = numbers.sum()
     for name in [name for name, total in sums.items() if math.isnan(total.item())]:
-        with mine.held.read_shard(name, shards[name], last=False) as numbers:
+        with mine.held.open_shard(name, shards[name], last=False) as numbers:
             if numbers.isnan().any():
                 raise CheckpointError(
                     f"{name} is not saved.",
@@ -317,11 +315,11 @@ def _unsavable_reason(tensor: object) -> str | None:
     return None
 
 
-def _disk_bytes_if_ranks_agree(mine: Snapshot, disk: RanksSharingDisk, *, group: Group) -> int:
+def _check_ranks_agree_and_sum_bytes(mine: Snapshot, disk: RanksSharingDisk, *, group: Group) -> int:
     """Returns the most bytes that go to this rank's disk. Raises CheckpointError if ranks' values differ."""
     digest = hashlib.sha256(json.dumps(mine.values, sort_keys=True).encode()).hexdigest()
     # Disks of nodes get every copy of a shard: [Note: every copy].
-    share = sum(_rank_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
+    share = sum(_tensor_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
     facts = all_gather_object((mine.step, digest, share, disk.node), group=group)
     for other, (step, values, *_) in enumerate(facts):
         if step != facts[0][0]:
@@ -336,7 +334,7 @@ def _disk_bytes_if_ranks_agree(mine: Snapshot, disk: RanksSharingDisk, *, group:
     return math.ceil(sum(share for _, _, share, node in facts if node == disk.node))
 
 
-def _rank_share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
+def _tensor_share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
     """Returns this rank's share of the bytes to write: 1/n of a shard on n ranks, or all if `every_copy`."""
     shard_bytes = detached_local_tensor(tensor).nbytes
     padding = ALIGNMENT if shard_bytes >= LARGE_BYTES else 0
@@ -350,7 +348,7 @@ def _rank_share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
     return most_bytes / world_size()
 
 
-def _check_same_model(there: CheckpointFiles, manifest: Manifest, *, mine: Snapshot) -> None:
+def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mine: Snapshot) -> None:
     model = {n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     if model != manifest.model_tensors:
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}

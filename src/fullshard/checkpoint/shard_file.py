@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fullshard.checkpoint.digests import is_blake2b_digest, new_hash
+from fullshard.checkpoint.digests import is_blake2b_digest, new_xxh3_or_blake2b
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
@@ -152,14 +152,14 @@ class ShardFileWriter:
         if data.nbytes == length > 0 and memory_address(data) == where:
             self._data_offset = len(self._around)
             if data.nbytes >= LARGE_BYTES:
-                self._pad_to_page_offset(where if self._in_step else 0)
+                self._pad_to_match_page_offset(where if self._in_step else 0)
             self._write_torch_save_overhead()
             self._write_and_digest(data.cast("B"))
         else:
             self._around += data
         return data.nbytes
 
-    def _pad_to_page_offset(self, where: int) -> None:
+    def _pad_to_match_page_offset(self, where: int) -> None:
         """Writes zeros, so that the elements get the same offset within a page as the address `where`."""
         padding = (where - self._position - self._data_offset) % ALIGNMENT
         self._file.write(bytes(padding))
@@ -206,7 +206,7 @@ class _BlockDigester:
     def __init__(self, *, strong: bool) -> None:
         self._strong = strong
         self._digests: list[str] = []
-        self._hash = new_hash(strong=strong)
+        self._hash = new_xxh3_or_blake2b(strong=strong)
         self._room = BLOCK_BYTES
 
     def update_digests(self, data: memoryview) -> None:
@@ -225,7 +225,7 @@ class _BlockDigester:
 
     def _finish_block(self) -> None:
         self._digests.append(self._hash.hexdigest())
-        self._hash = new_hash(strong=self._strong)
+        self._hash = new_xxh3_or_blake2b(strong=self._strong)
         self._room = BLOCK_BYTES
 
 
@@ -236,19 +236,19 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, scratch: memoryview) -> 
     """
     file.seek(piece.offset)
     for number, begin in enumerate(range(0, piece.length, scratch.nbytes)):
-        _read_verified_block(file, piece, number=number, parts=[scratch[: piece.length - begin]])
+        _read_verified_block_into(file, piece, number=number, parts=[scratch[: piece.length - begin]])
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
     """Raises DamagedCheckpointError unless the file's bytes from `begin` to `piece` are zeros."""
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
-    if _read_until_full(file, memoryview(padding)) < len(padding) or any(padding):
+    if _read_until_full_or_end(file, memoryview(padding)) < len(padding) or any(padding):
         found = f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero"
         raise _altered_bytes_error(file, got=found)
 
 
-def read_verified_part(
+def read_verified_part_into(
     file: BinaryIO, piece: ShardRecord, *, offsets: Sequence[int], target: Tensor, scratch: memoryview
 ) -> None:
     """Fills `target` with the part of a shard that begins at `offsets` (per dim) and has its shape.
@@ -275,23 +275,23 @@ def read_verified_part(
         low, high = number * block_bytes, min((number + 1) * block_bytes, piece.length)
         first, last = max(low, begin), min(high, stop)
         parts = [scratch[: first - low], data[first - begin : last - begin], scratch[: high - last]]
-        _read_verified_block(file, piece, number=number, parts=parts)
+        _read_verified_block_into(file, piece, number=number, parts=parts)
     if not in_place:
         for dim in range(1, len(piece.shape)):
             elements = elements.narrow(dim, offsets[dim], target.shape[dim])
         target.copy_(elements)
 
 
-def _read_verified_block(
+def _read_verified_block_into(
     file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]
 ) -> None:
     """Reads block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = new_hash(strong=is_blake2b_digest(expected))
+    found = new_xxh3_or_blake2b(strong=is_blake2b_digest(expected))
     for part in parts:
-        got = _read_until_full(file, part)
+        got = _read_until_full_or_end(file, part)
         if got < part.nbytes:
-            raise DamagedCheckpointError(f"{_file_name(file)} ends early.", got=f"its end in {piece.name}")
+            raise DamagedCheckpointError(f"{_file_label(file)} ends early.", got=f"its end in {piece.name}")
         found.update(part)
     if found.hexdigest() != expected:
         end = file.tell()
@@ -302,10 +302,10 @@ def _read_verified_block(
 
 def _altered_bytes_error(file: BinaryIO, *, got: str) -> DamagedCheckpointError:
     why = "the disk, or something on the way to it, changed them"
-    return DamagedCheckpointError(f"{_file_name(file)} holds other bytes than were saved.", got=got, why=why)
+    return DamagedCheckpointError(f"{_file_label(file)} holds other bytes than were saved.", got=got, why=why)
 
 
-def _read_until_full(file: BinaryIO, target: memoryview) -> int:
+def _read_until_full_or_end(file: BinaryIO, target: memoryview) -> int:
     """Reads until `target` is full or the file ends. Returns the number of bytes read."""
     done, read_into = 0, file.readinto  # pyright: ignore[reportAttributeAccessIssue]
     while done < target.nbytes and (count := read_into(target[done:])):
@@ -313,5 +313,5 @@ def _read_until_full(file: BinaryIO, target: memoryview) -> int:
     return done
 
 
-def _file_name(file: BinaryIO) -> str:
+def _file_label(file: BinaryIO) -> str:
     return str(getattr(file, "name", "a file"))

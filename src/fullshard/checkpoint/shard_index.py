@@ -100,7 +100,7 @@ class ShardIndex(FrozenModel):
         return Metadata(state_dict_metadata={**tensors}, storage_data=places)
 
     def _find_inconsistency(self, manifest: Manifest) -> str | None:
-        if strange := set(self.files) - set(manifest.all_data_files):
+        if strange := set(self.files) - set(manifest.all_data_file_names):
             return f"{min(strange)} is not a data file of this checkpoint"
         if other := self.shards.keys() ^ manifest.tensors.keys():
             return f"{min(other)} is in the index or in the manifest, but not in both"

@@ -18,13 +18,13 @@ from fullshard.errors import CheckpointError
 class UnchangingShardReader:
     """Reader of shards that nothing changes while they are saved.
 
-    Writes them through aligned buffers of large pages, which is faster than from malloc's small pages
+    They are written through aligned buffers of large pages, which is faster than from malloc's small pages
     (docs/log.md).
     """
 
     in_step = False  # see `shard_file.ShardFileWriter`
 
-    def read_shard(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+    def open_shard(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
         """Yields `shard` itself."""
         return nullcontext(shard)
 
@@ -52,7 +52,7 @@ class LiveShardReader:
         self._changed = threading.Condition()
 
     @contextmanager
-    def read_shard(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
+    def open_shard(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
         """Yields the shard or its copy, unchanged while the context is open; releases it if `last`.
 
         Raises CheckpointError for a shard that could not be copied.

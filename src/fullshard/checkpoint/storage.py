@@ -4,7 +4,7 @@
 metadata for DCP is built from JSON (`shard_index`). DCP's own pickle, `.metadata`, is only written.
 
 DCP pickles a rank's exception to send it to the coordinator, and hangs if pickling fails. So a failure to
-write or to read is stored in `attempt`, whose `finish` raises it. See [Note: failures are agreed on].
+write or to read is stored in `attempt`, whose `raise_captured` raises it. See [Note: failures are agreed on].
 """
 
 import itertools
@@ -40,7 +40,7 @@ from fullshard.checkpoint.shard_file import (
     ShardFileWriter,
     ShardRecord,
     parse_checkpoint_json,
-    read_verified_part,
+    read_verified_part_into,
     shard_offsets,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
@@ -50,7 +50,7 @@ from fullshard.distributed.agreement import (
     Group,
     is_distributed,
     rank,
-    run_on_this_rank,
+    run_alone_or_raise,
     world_size,
 )
 from fullshard.distributed.tensors import detached_local_tensor
@@ -61,7 +61,7 @@ T = TypeVar("T")
 GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
 
 
-def rank_file_name(rank: int) -> str:
+def rank_shard_file_name(rank: int) -> str:
     """Returns the name of a rank's file in the layout `ranks`."""
     return f"rank-{rank}.shards"
 
@@ -153,7 +153,7 @@ def write_shards(
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            with held.read_shard(tensor_name, shard, last=True) as numbers:
+            with held.open_shard(tensor_name, shard, last=True) as numbers:
                 pieces.write_tensor(tensor_name, numbers.detach().cpu(), index=index)
     table = pieces.table
     described = write_small_file(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
@@ -180,7 +180,7 @@ class DcpCheckpointReader(StorageReader):
                 data = read_verified_file(self.files, self.manifest, name=SHARDS)
                 index = parse_checkpoint_json(ShardIndex, data, source=source)
             else:  # saved by a version without an index
-                tables = {name: self.read_table(name) for name in self.manifest.all_data_files}
+                tables = {name: self.read_table(name) for name in self.manifest.all_data_file_names}
                 index = ShardIndex.from_shard_file_tables(tables)
             self._metadata = index.to_dcp_metadata(self.manifest, source=source)
         return self._metadata
@@ -209,7 +209,7 @@ class DcpCheckpointReader(StorageReader):
                     for item in group:
                         piece = pieces.get(file_and_offset(item)[1])
                         target = planner.resolve_tensor(item).detach()
-                        self.read_piece_part(file, piece, offsets=item.storage_offsets, target=target)
+                        self.read_piece_part_into(file, piece, offsets=item.storage_offsets, target=target)
                         planner.commit_tensor(item, target)
         return _completed_future(None)
 
@@ -221,7 +221,7 @@ class DcpCheckpointReader(StorageReader):
         """Returns {(tensor, position): (file, offset)} of shards on this node's disk: [Note: every copy]."""
         if self.manifest.nodes == 1:
             return {}
-        tables = {name: self.read_table(name) for name in self.manifest.data_files}
+        tables = {name: self.read_table(name) for name in self.manifest.data_file_names_on_this_disk}
         return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
 
     def read_table(self, name: str) -> ShardFileTable:
@@ -250,14 +250,14 @@ class DcpCheckpointReader(StorageReader):
         except OSError as error:
             raise read_failure_error(error, f"{self.files} cannot be read.", name=name) from error
 
-    def read_piece_part(
+    def read_piece_part_into(
         self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
-        """Fills `target` as `shard_file.read_verified_part` does. Checks the dtype of `piece`."""
+        """Fills `target` as `shard_file.read_verified_part_into` does. Checks the dtype of `piece`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
             differ = f"{SHARDS} and the tables of pieces differ"
             raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
-        read_verified_part(file, piece, offsets=offsets, target=target, scratch=self._buffer)
+        read_verified_part_into(file, piece, offsets=offsets, target=target, scratch=self._buffer)
 
 
 def write_with_dcp(
@@ -297,12 +297,12 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
     reader.attempt.raise_captured()
 
 
-def write_rank_file(
+def write_rank_shard_file(
     tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, held: ShardReader
 ) -> dict[str, SavedFile]:
     """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
     shards = ((name, (), detached_local_tensor(tensor)) for name, tensor in tensors.items())
-    _, written = write_shards(draft, rank_file_name(rank()), shards=shards, held=held)
+    _, written = write_shards(draft, rank_shard_file_name(rank()), shards=shards, held=held)
     return written
 
 
@@ -317,9 +317,9 @@ def check_rank_count(files: CheckpointFiles, manifest: Manifest) -> None:
         )
 
 
-def read_rank_file(receivers: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
+def fill_from_rank_shard_file(receivers: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
     """Fills this rank's shards from its own file: the layout `ranks`. Raises CheckpointError."""
-    name = rank_file_name(rank())
+    name = rank_shard_file_name(rank())
     table = reader.read_table(name)
     pieces = {piece.name: piece for piece in table.pieces}
     with reader.open_data_file(name) as file:
@@ -334,7 +334,7 @@ def read_rank_file(receivers: Mapping[str, Tensor], reader: DcpCheckpointReader)
                     why='its layout is "ranks": a file for each rank\'s own shards',
                     fix="the strategy that it was saved with (its manifest holds the plan)",
                 )
-            reader.read_piece_part(file, piece, offsets=(0,) * shard.ndim, target=shard)
+            reader.read_piece_part_into(file, piece, offsets=(0,) * shard.ndim, target=shard)
 
 
 def read_whole_tensor(name: str, reader: DcpCheckpointReader) -> Tensor:
@@ -342,7 +342,7 @@ def read_whole_tensor(name: str, reader: DcpCheckpointReader) -> Tensor:
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
     doing = f"reading {name} of {reader.files}"
-    run_on_this_rank(lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=doing)
+    run_alone_or_raise(lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=doing)
     return tensor
 
 

@@ -25,7 +25,7 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.checkpoint.storage import DcpCheckpointReader, build_reader, read_whole_tensor
-from fullshard.distributed.agreement import run_on_this_rank
+from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
 
@@ -44,7 +44,7 @@ class Damage:
     tensors: tuple[str, ...]
 
 
-def find_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
+def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
     """Reads every byte of a checkpoint, and yields each damage: altered, missing and additional files.
 
     Raises CheckpointError if the checkpoint cannot be read at all (permissions, another format).
@@ -53,15 +53,15 @@ def find_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
     try:
         manifest = read_manifest(files)
     except DamagedCheckpointError as error:
-        yield Damage(MANIFEST, _damage_text(error, MANIFEST), ())
+        yield Damage(MANIFEST, _damage_text_in_error(error, MANIFEST), ())
         return
     reader, sizes = DcpCheckpointReader(files, manifest), files.file_sizes_bytes()
     damaged = False
     for name in manifest.files_on_this_disk:
-        for damaged in _find_file_damage(reader, name, sizes=sizes):
+        for damaged in _iterate_file_damage(reader, name, sizes=sizes):
             yield damaged
     if not damaged:
-        yield from _find_index_damage(reader)
+        yield from _iterate_index_damage(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
@@ -95,7 +95,7 @@ def check_written_files(draft: CheckpointFiles, manifest: Manifest) -> None:
     for name in manifest.files_on_this_disk:
         _drop_from_page_cache(draft, name)
     for name in manifest.files_on_this_disk:
-        for damage in _find_file_damage(reader, name, sizes=sizes):
+        for damage in _iterate_file_damage(reader, name, sizes=sizes):
             raise _altered_file_error(draft, name, got=damage.what)
 
 
@@ -130,7 +130,7 @@ def _open_reader_for_diff(files: CheckpointFiles) -> DcpCheckpointReader:
             got='layout = "ranks"',
             why="its tensors are in parts, each a rank's own",
         )
-    return run_on_this_rank(lambda: build_reader(files, manifest), doing=f"reading {files}")
+    return run_alone_or_raise(lambda: build_reader(files, manifest), doing=f"reading {files}")
 
 
 def _tensor_difference_text(a: Tensor, b: Tensor) -> str | None:
@@ -152,7 +152,7 @@ def _shortened_text(value: JsonValue) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _find_file_damage(
+def _iterate_file_damage(
     reader: DcpCheckpointReader, name: str, *, sizes: Mapping[str, int]
 ) -> Iterator[Damage]:
     saved = reader.manifest.files[name]
@@ -160,26 +160,26 @@ def _find_file_damage(
         found = f"{sizes[name]} bytes" if name in sizes else missing_file_reason(reader.files, name)
         yield Damage(name, f"{found}; {saved.size_bytes} were saved", _affected_tensors(reader, name))
         return
-    if name in reader.manifest.data_files:
-        yield from _find_data_file_damage(reader, name)
+    if name in reader.manifest.data_file_names_on_this_disk:
+        yield from _iterate_data_file_damage(reader, name)
         return
     try:
         read_verified_file(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
-        yield Damage(name, _damage_text(error, name), _affected_tensors(reader, name))
+        yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
 
 
-def _find_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
-    """Yields damage for shards of the index that the tables of this disk's data files do not have."""
+def _iterate_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
+    """Yields the damage of an unreadable index, and of its shards that this disk's data files lack."""
     manifest = reader.manifest
     if manifest.layout == "ranks":
         return
     try:
         places = reader.read_metadata().storage_data
     except CheckpointError as error:
-        yield Damage(SHARDS, _damage_text(error, SHARDS), tuple(manifest.tensors))
+        yield Damage(SHARDS, _damage_text_in_error(error, SHARDS), tuple(manifest.tensors))
         return
-    own = manifest.data_files
+    own = manifest.data_file_names_on_this_disk
     pieces = {(name, piece.offset): piece for name in own for piece in reader.read_table(name).pieces}
     for index, (name, offset) in places.items():
         piece, dtype = pieces.get((name, offset)), manifest.tensors[index.fqn].dtype
@@ -188,7 +188,7 @@ def _find_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
             yield Damage(SHARDS, f"{index.fqn} is not where the index has it", (index.fqn,))
 
 
-def _find_data_file_damage(reader: DcpCheckpointReader, name: str) -> Iterator[Damage]:
+def _iterate_data_file_damage(reader: DcpCheckpointReader, name: str) -> Iterator[Damage]:
     try:
         table = reader.read_table(name)
     except CheckpointError:
@@ -203,13 +203,13 @@ def _find_data_file_damage(reader: DcpCheckpointReader, name: str) -> Iterator[D
                     verify_padding(file, piece, begin=begin)
                     verify_piece(file, piece, scratch=scratch)
                 except DamagedCheckpointError as error:
-                    yield Damage(name, _damage_text(error, name), (piece.name,))
+                    yield Damage(name, _damage_text_in_error(error, name), (piece.name,))
     except OSError as error:
         explained = read_failure_error(error, f"{reader.files} cannot be read.", name=name)
-        yield Damage(name, _damage_text(explained, name), _affected_tensors(reader, name))
+        yield Damage(name, _damage_text_in_error(explained, name), _affected_tensors(reader, name))
 
 
-def _damage_text(error: CheckpointError, name: str) -> str:
+def _damage_text_in_error(error: CheckpointError, name: str) -> str:
     """Returns the description of the damage in an error, without the file name at its start."""
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
@@ -217,7 +217,7 @@ def _damage_text(error: CheckpointError, name: str) -> str:
 def _affected_tensors(reader: DcpCheckpointReader, name: str) -> tuple[str, ...]:
     """Returns the tensors in the data file `name`, or in that of the table `name`; all for the index."""
     data_file = name.removesuffix(SUFFIX)
-    if data_file not in reader.manifest.data_files:
+    if data_file not in reader.manifest.data_file_names_on_this_disk:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()
     try:
         return tuple(dict.fromkeys(piece.name for piece in reader.read_table(data_file).pieces))

@@ -59,7 +59,7 @@ def calibrate(
     path = out or user_hardware_path()
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _check_output_is_writable(path)
-    _check_drive_directory(drive)
+    _check_drive_is_directory(drive)
     with temporary_private_directory() as directory:
         own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
         CalibrationSettings.model_validate(own).save(directory)
@@ -78,9 +78,9 @@ def calibrate(
 def _is_hardware_file(path: Path) -> bool:
     """Returns True if the file is a hardware.toml, written by hand or measured."""
     from fullshard.spec.toml_file import read_toml
-    from fullshard.system.targets import build_readability_predicate
+    from fullshard.system.targets import build_can_load_predicate
 
-    return build_readability_predicate(read_toml)(path) and "chip" in read_toml(path)
+    return build_can_load_predicate(read_toml)(path) and "chip" in read_toml(path)
 
 
 def _check_output_is_writable(path: Path) -> None:
@@ -96,7 +96,7 @@ def _check_output_is_writable(path: Path) -> None:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
 
 
-def _check_drive_directory(directory: Path) -> None:
+def _check_drive_is_directory(directory: Path) -> None:
     from fullshard.errors import SpecError
 
     if not os.path.isdir(directory):
@@ -115,7 +115,7 @@ def _fit_hardware_to_steps(found: "Calibration") -> "Calibration":
 
 
 def _build_calibration_request(directory: Path, *, ranks: int, device: str) -> "LaunchRequest":
-    """Returns the job that measures on all ranks, as the request that `start` takes."""
+    """Returns the job that measures on all ranks, as the request that `perform_request` takes."""
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.run import Run
 

@@ -28,7 +28,7 @@ def list_checkpoints(
     """List the checkpoints of a run, and which are complete. Exits with 6 if --key-file does not fit all."""
     from fullshard.errors import CheckpointError
 
-    place = _locate_checkpoints(directory, key_file)
+    place = _find_checkpoints_root(directory, key_file)
     rows = [_checkpoint_row(files) for _, files in reversed(place.list_checkpoints())]
     rejected = place.list_quarantined()
     if rejected:
@@ -56,8 +56,8 @@ def verify_checkpoints(
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
-    place = _locate_checkpoints(directory, key_file)
-    one = place.as_checkpoint()
+    place = _find_checkpoints_root(directory, key_file)
+    one = place.root_as_checkpoint()
     is_single = MANIFEST in one.file_sizes_bytes()
     checkpoints = [one] if is_single else [files for _, files in reversed(place.list_checkpoints())]
     if not checkpoints:
@@ -79,11 +79,11 @@ def verify_checkpoints(
 def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]]":
     """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
     from fullshard.checkpoint.manifest import MANIFEST
-    from fullshard.checkpoint.verify import Damage, find_damage
+    from fullshard.checkpoint.verify import Damage, iterate_damage
     from fullshard.errors import CheckpointError
 
     try:
-        found = list(find_damage(files))
+        found = list(iterate_damage(files))
     except CheckpointError as error:  # another key, another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
     return ("DAMAGED" if found else "whole"), found
@@ -99,7 +99,7 @@ def diff_checkpoints(
     from fullshard.checkpoint.load import resolve_checkpoint
     from fullshard.checkpoint.verify import iterate_differences
 
-    first, second = (resolve_checkpoint(_locate_checkpoints(path, key_file))[0] for path in (one, other))
+    first, second = (resolve_checkpoint(_find_checkpoints_root(path, key_file))[0] for path in (one, other))
     differs = False
     for line in iterate_differences(first, second):
         typer.echo(escape_to_single_line(line))
@@ -164,7 +164,7 @@ def export_checkpoint(
         fix = "--format hf, or neither"
         raise SpecError("--format peft takes neither --shard-size nor --dtype.", fix=fix)
     _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
-    place = _locate_checkpoints(source, key_file)
+    place = _find_checkpoints_root(source, key_file)
     if form is ExportFormat.HF:
         from fullshard.weights.export_hf import SHARD_BYTES, export_hf
 
@@ -188,14 +188,14 @@ def export_checkpoint(
 def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
     """Raises SpecError if an export would overwrite anything other than an earlier export."""
     from fullshard.system.targets import (
-        build_readability_predicate,
+        build_can_load_predicate,
         check_output_directory,
         check_output_file,
     )
     from fullshard.weights.export import check_holds_no_weights
     from fullshard.weights.files import INDEX, read_header
 
-    is_weights = build_readability_predicate(read_header, most_bytes=None)
+    is_weights = build_can_load_predicate(read_header, most_bytes=None)
     if form is ExportFormat.HF:
         check_holds_no_weights(target)
     if form is not ExportFormat.SAFETENSORS or sharded:
@@ -215,28 +215,28 @@ def gather_checkpoint(
     key_file: KeyFile = None,
 ) -> None:
     """Combine the parts that nodes saved on their own disks (checkpoint.storage = "per_node")."""
-    from fullshard.checkpoint.per_node import gather_node_checkpoints
+    from fullshard.checkpoint.per_node import merge_node_checkpoints
     from fullshard.system.targets import check_not_checkpoint_or_run_record
 
     check_not_checkpoint_or_run_record(target)
     nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]
-    typer.echo(f"{gather_node_checkpoints(nodes, target, key_file=key_file)}")
+    typer.echo(f"{merge_node_checkpoints(nodes, target, key_file=key_file)}")
 
 
-def _locate_checkpoints(directory: str, key_file: Path | None) -> "CheckpointLocation":
+def _find_checkpoints_root(directory: str, key_file: Path | None) -> "CheckpointLocation":
     """Returns the location `<directory>/checkpoints` if it exists, else `directory`.
 
     Raises CheckpointError if neither exists.
     """
     from fullshard.checkpoint.location import location_of
-    from fullshard.distributed.agreement import run_on_this_rank
+    from fullshard.distributed.agreement import run_alone_or_raise
     from fullshard.errors import CheckpointError
 
     inner = directory if "://" in directory else Path(directory) / "checkpoints"
     place = location_of(inner, key_file=key_file)
-    if not run_on_this_rank(place.exists, doing=f"looking at {place}"):
+    if not run_alone_or_raise(place.exists, doing=f"looking at {place}"):
         place = location_of(directory, key_file=key_file)
-        if not run_on_this_rank(place.exists, doing=f"looking at {place}"):
+        if not run_alone_or_raise(place.exists, doing=f"looking at {place}"):
             fix = "the run's directory, such as runs/default"
             raise CheckpointError(f"{place} is not a directory.", fix=fix)
     return place

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_app() -> typer.Typer:
-    app = _build_command_group(HELP)
+    app = _empty_command_group(HELP)
     app.callback()(_global_options)
     app.command("train")(train.train)
     app.command("plan")(plan.plan)
@@ -41,21 +41,21 @@ def _build_app() -> typer.Typer:
     app.command("init")(init.init)
     app.command("convert")(convert.convert)
     app.command("version")(version.version)
-    checkpoints = _build_command_group("List, verify, compare, gather and export checkpoints.")
+    checkpoints = _empty_command_group("List, verify, compare, gather and export checkpoints.")
     checkpoints.command("list")(checkpoint.list_checkpoints)
     checkpoints.command("verify")(checkpoint.verify_checkpoints)
     checkpoints.command("diff")(checkpoint.diff_checkpoints)
     checkpoints.command("gather")(checkpoint.gather_checkpoint)
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
-    prepared = _build_command_group("Prepare the tokens of a run in advance.")
+    prepared = _empty_command_group("Prepare the tokens of a run in advance.")
     prepared.callback()(lambda: None)  # a group without a callback and with one command is that command
     prepared.command("prepare")(data.prepare_data)
     app.add_typer(prepared, name="data")
     return app
 
 
-def _build_command_group(text: str) -> typer.Typer:
+def _empty_command_group(text: str) -> typer.Typer:
     """Returns a command group with plain help: rich would take longer than the rest of `--help`."""
     return typer.Typer(
         help=text,

@@ -116,13 +116,13 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     """Predict the memory and time of a run, and choose the fastest settings that fit."""
     from fullshard.planning.result import (
         choose_fastest_plan,
-        choose_largest_plan,
+        fewest_gpus_request,
+        plan_largest_input,
         with_dry_run,
-        with_fewest_gpus,
     )
     from fullshard.quantities import parse_count
 
-    _check_output_files(save, save_spec, force=force)
+    _check_outputs_replaceable(save, save_spec, force=force)
     pinned = list(overrides or [])
     pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
     pinned += [f"precision.mode={precision}"] if precision else []
@@ -134,13 +134,13 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         question = replace(question, hardware=_with_drive_rate(question.hardware, drive_rate))
     if save_spec is not None:
         _save_to_file(question.spec, save_spec)
-    spend = _parse_budget(budget, price=price, hardware=question.hardware)
+    spend = _parse_training_budget(budget, price=price, hardware=question.hardware)
     if fewest_gpus_in_days is not None:
-        question = with_fewest_gpus(question, days=fewest_gpus_in_days, budget=spend)
-    answer = choose_largest_plan(question, largest) if largest is not None else choose_fastest_plan(question)
+        question = fewest_gpus_request(question, days=fewest_gpus_in_days, budget=spend)
+    answer = plan_largest_input(question, largest) if largest is not None else choose_fastest_plan(question)
     if save is not None:
         _save_to_file(answer.best, save)
-        _print_note(question.saved_plan_note(save))
+        _print_note(question.plan_unusable_by_train_note(save))
     if dry_run:
         _print_note("running the real step dry, which takes a minute or more")
         answer = with_dry_run(answer)
@@ -236,7 +236,7 @@ def _check_spec_fits_run(subject: "PlanTarget", asked: "Run") -> None:
             )
 
 
-def _parse_budget(
+def _parse_training_budget(
     tokens: str | None, *, price: float | None, hardware: "Hardware"
 ) -> "TrainingBudget | None":
     from fullshard.errors import SpecError
@@ -252,15 +252,15 @@ def _parse_budget(
     return TrainingBudget.parse(figures, source="--budget and --price")
 
 
-def _check_output_files(plan: Path | None, spec: Path | None, *, force: bool) -> None:
+def _check_outputs_replaceable(plan: Path | None, spec: Path | None, *, force: bool) -> None:
     """Raises SpecError if an output file must not be replaced. This is checked before anything is planned."""
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
-    from fullshard.system.targets import build_readability_predicate, check_output_file
+    from fullshard.system.targets import build_can_load_predicate, check_output_file
 
     for path, load in ((plan, Plan.load), (spec, ModelSpec.load)):
         if path is not None:
-            check_output_file(path, is_kind=build_readability_predicate(load), force=force, streams=True)
+            check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
 
 
 def _save_to_file(value: "Plan | ModelSpec", path: Path) -> None:

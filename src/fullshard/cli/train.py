@@ -35,9 +35,9 @@ def train(
     request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
     _check_run_directory(request.run, resume=resume)
     from fullshard.launch.start import perform_request
-    from fullshard.planning.for_run import plan_run
+    from fullshard.planning.for_run import request_with_plan
 
-    request = plan_run(request).model_copy(update={"resume": resume})
+    request = request_with_plan(request).model_copy(update={"resume": resume})
     exit_code = perform_request(request)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)

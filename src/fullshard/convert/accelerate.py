@@ -2,7 +2,7 @@
 
 from fullshard.convert.fsdp import convert_sharding_and_prefetch
 from fullshard.convert.reader import ConversionState, parse_positive_integer
-from fullshard.convert.rules import apply_rules, check_zero_stage, keys_without_wildcards, read_rules
+from fullshard.convert.rules import apply_rules, keys_without_wildcards, load_rules, require_valid_zero_stage
 
 _FSDP, _MESH = "fsdp_config.", "parallelism_config."
 
@@ -10,9 +10,9 @@ _FSDP, _MESH = "fsdp_config.", "parallelism_config."
 def convert_accelerate(state: ConversionState) -> None:
     """Records a verdict on every key of an Accelerate config."""
     per_node = _convert_rank_count(state)
-    check_zero_stage(state, "deepspeed_config.zero_stage")
+    require_valid_zero_stage(state, "deepspeed_config.zero_stage")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        state.get_positive_integer(f"deepspeed_config.{name}")
+        state.checked_positive_integer(f"deepspeed_config.{name}")
     kind = str(state.get("distributed_type")).lower()
     _convert_distributed_type(state, kind)
     _convert_parallelism_config(state)
@@ -25,7 +25,7 @@ def convert_accelerate(state: ConversionState) -> None:
         path = f"deepspeed_config.offload_{part}_nvme_path"
         if state.get(path) in ("none", None):
             state.record_not_needed(path, "off, as it is here")
-    rules = read_rules("accelerate")
+    rules = load_rules("accelerate")
     apply_rules(state, rules, named=lambda key: f"fsdp.{names[key]}" if key in names else key)
     if kind == "deepspeed" and "optimizer.clip_norm" not in state.settings:
         state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
@@ -35,8 +35,8 @@ def convert_accelerate(state: ConversionState) -> None:
 
 def _convert_rank_count(state: ConversionState) -> int | None:
     """Sets `run.ranks` if there is a single machine. Returns the ranks per machine, or None if unknown."""
-    ranks = state.get_positive_integer("num_processes")
-    machines = state.get_positive_integer("num_machines") or 1
+    ranks = state.checked_positive_integer("num_processes")
+    machines = state.checked_positive_integer("num_machines") or 1
     if ranks is None:
         return None
     state.ranks = state.ranks or ranks

@@ -1,4 +1,4 @@
-"""`convert`: turns a config of another tool into a Run, with a verdict on each key."""
+"""`convert_config`: turns a config of another tool into a Run, with a verdict on each key."""
 
 import math
 from collections.abc import Callable

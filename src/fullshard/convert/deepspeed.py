@@ -7,8 +7,8 @@ from fullshard.convert.reader import (
     AUTO,
     ConversionState,
     UnevaluatedExpression,
-    is_enabled_value,
-    lowercase_last_dotted_part,
+    is_true_yes_on,
+    last_dotted_part_lower,
     parse_nonnegative_integer,
     parse_number,
 )
@@ -16,10 +16,10 @@ from fullshard.convert.rules import (
     DTYPES,
     OFFLOAD,
     apply_rules,
-    check_zero_stage,
     convert_trackers,
     keys_without_wildcards,
-    read_rules,
+    load_rules,
+    require_valid_zero_stage,
     strategy_for_zero_stage,
 )
 from fullshard.errors import SpecError
@@ -40,7 +40,7 @@ def convert_deepspeed(state: ConversionState) -> None:
     _convert_optimizer(state)
     _convert_schedule(state)
     convert_trackers(state, "{}.enabled")
-    rules = read_rules("deepspeed")
+    rules = load_rules("deepspeed")
     apply_rules(state, rules)
     if "gradient_clipping" not in state.leaves:
         state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
@@ -49,7 +49,7 @@ def convert_deepspeed(state: ConversionState) -> None:
 
 def _convert_zero_stage(state: ConversionState) -> None:
     key, mics_key, hpz_key = f"{_ZERO}.stage", f"{_ZERO}.mics_shard_size", f"{_ZERO}.zero_hpz_partition_size"
-    check_zero_stage(state, key)
+    require_valid_zero_stage(state, key)
     stage, shard_size, hpz = state.get(key), state.get(mics_key), state.get(hpz_key)
     if isinstance(state.get(_ZERO), bool):  # an older form
         key, stage = _ZERO, int(state.get(_ZERO))
@@ -85,12 +85,12 @@ def _convert_offload(state: ConversionState) -> None:
 def _convert_precision(state: ConversionState) -> None:
     """Sets `precision.mode` from `bf16.enabled`, `fp16.enabled` and the dtype of communicated gradients."""
     modes = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
-    on = [key for key in modes if is_enabled_value(state.get(key))]
+    on = [key for key in modes if is_true_yes_on(state.get(key))]
     if len(on) > 1:
         raise SpecError("two precisions are turned on at once.", got=", ".join(on), fix="leave one of them")
     wire = "communication_data_type"
-    sent = DTYPES.get(lowercase_last_dotted_part(state.get(wire)))
-    autocast = is_enabled_value(state.get("torch_autocast.enabled"))
+    sent = DTYPES.get(last_dotted_part_lower(state.get(wire)))
+    autocast = is_true_yes_on(state.get("torch_autocast.enabled"))
     for key, mode in [(key, mode) for key, mode in modes.items() if key in state.leaves]:
         value = state.get(key)
         if key in on:
@@ -116,7 +116,7 @@ def _convert_precision(state: ConversionState) -> None:
 def _convert_batch_sizes(state: ConversionState) -> None:
     """Sets the batch sizes: train_batch_size is the microbatch × the accumulation steps × the ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (state.get_positive_integer(key) for key in keys)
+    total, micro, steps = (state.checked_positive_integer(key) for key in keys)
     ranks = state.ranks
     given = [value for value in (micro, steps, ranks) if value]
     if total and total % math.prod(given):
@@ -139,7 +139,7 @@ def _convert_batch_sizes(state: ConversionState) -> None:
         state.record_setting(keys[0], "train.global_batch", value=total)
         if micro and steps and not ranks:
             state.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
-    if state.get_positive_integer(keys[1]):
+    if state.checked_positive_integer(keys[1]):
         state.record_setting(keys[1], "train.microbatch", value=micro, why="sequences a rank at once")
     if steps:
         state.record_not_needed(keys[2], "accumulation is train.global_batch / (train.microbatch × ranks)")
@@ -166,7 +166,7 @@ def _convert_optimizer(state: ConversionState) -> None:
         instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
         state.record_unsupported(key, instead)
     # The scheduler may replace the learning rate, so the optimizer's keys come first.
-    rules = read_rules("deepspeed").items()
+    rules = load_rules("deepspeed").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith("optimizer.")})
     if kind in _ADAMS:
         why = "DeepSpeed's default, which the file leaves as it is"

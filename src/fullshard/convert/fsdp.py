@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from fullshard.convert.reader import (
     ConversionState,
     UnevaluatedExpression,
-    is_enabled_value,
-    lowercase_last_dotted_part,
+    is_true_yes_on,
+    last_dotted_part_lower,
     parse_positive_integer,
 )
-from fullshard.convert.rules import DTYPES, apply_rules, keys_without_wildcards, read_rules
+from fullshard.convert.rules import DTYPES, apply_rules, keys_without_wildcards, load_rules
 
 # In the order of their numbers in FSDP1's ShardingStrategy, which begin at 1.
 _SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -55,27 +55,27 @@ def convert_fsdp_arguments(state: ConversionState, *, prefix: str = "") -> None:
         param, reduce = keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", "")
         _convert_dtypes(state, param=param, reduce=reduce)
     mixed = keys.get("mixed_precision", "")
-    if "compute_dtype" in keys and (not mixed or is_enabled_value(state.get(mixed))):
+    if "compute_dtype" in keys and (not mixed or is_true_yes_on(state.get(mixed))):
         _convert_dtypes(state, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
         state.record_not_needed(mixed, "on: precision.mode says which")
     policy = keys.get("offload_policy", "")
     if state.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
         state.record_not_needed(policy, "as it is here")
-    rules = read_rules("fsdp")
+    rules = load_rules("fsdp")
     apply_rules(state, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
 
 
 def convert_fsdp(state: ConversionState) -> None:
     """Records a verdict on every key of a config that consists of FSDP's arguments only."""
     convert_fsdp_arguments(state)
-    known = keys_without_wildcards(read_rules("fsdp"))
+    known = keys_without_wildcards(load_rules("fsdp"))
     state.record_unknown_keys([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
 
 
 def convert_lightning(state: ConversionState) -> None:
     """Records a verdict on every argument of a Fabric or Trainer and its strategy, or of a strategy alone."""
-    nodes = state.get_positive_integer("num_nodes") or 1
-    state.get_positive_integer("max_steps", unset=(-1,))
+    nodes = state.checked_positive_integer("num_nodes") or 1
+    state.checked_positive_integer("max_steps", unset=(-1,))
     devices = state.get("devices")
     each = len(devices) if isinstance(devices, list) else parse_positive_integer(devices)
     if each:
@@ -90,11 +90,11 @@ def convert_lightning(state: ConversionState) -> None:
     if strategy is not None:
         state.record_setting("strategy", "sharding.strategy", value=strategy)
     convert_fsdp_arguments(state, prefix="strategy.")
-    rules = read_rules("lightning")
+    rules = load_rules("lightning")
     apply_rules(state, rules)
     if "gradient_clip_val" not in state.leaves:
         state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
-    fsdp_keys = [f"strategy.{key}" for key in keys_without_wildcards(read_rules("fsdp"))]
+    fsdp_keys = [f"strategy.{key}" for key in keys_without_wildcards(load_rules("fsdp"))]
     state.record_unknown_keys([*keys_without_wildcards(rules), *fsdp_keys])
 
 
@@ -120,7 +120,7 @@ def _convert_mesh_shape(state: ConversionState, keys: Mapping[str, str]) -> None
 def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
     """Sets `sharding.strategy`, and for a hybrid one the shard degree: the ranks per node, if known."""
     value = state.get(key)
-    strategy = None if value is None else _STRATEGIES.get(lowercase_last_dotted_part(value))
+    strategy = None if value is None else _STRATEGIES.get(last_dotted_part_lower(value))
     if value is None:
         state.record_not_needed(key, "unset: the planner chooses, or full_shard")
     elif strategy is None:
@@ -149,7 +149,7 @@ def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
         state.record_setting(key, "sharding.reshard_after_forward", value=degree, why=why)
         state.infer_setting("sharding.strategy", "full_shard", origin=key)
         return
-    named = _STRATEGIES.get(lowercase_last_dotted_part(value)) if degree is None else None
+    named = _STRATEGIES.get(last_dotted_part_lower(value)) if degree is None else None
     flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
     strategy = named or flag
     if strategy is None:
@@ -164,9 +164,9 @@ def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
 
 def _convert_prefetch(state: ConversionState, backward: str, *, forward: str) -> None:
     """Sets `prefetch.mode` from `backward_prefetch` and `forward_prefetch`."""
-    forward_on = is_enabled_value(state.get(forward))
+    forward_on = is_true_yes_on(state.get(forward))
     if backward in state.leaves:
-        name = lowercase_last_dotted_part(state.get(backward))
+        name = last_dotted_part_lower(state.get(backward))
         mode = "none" if state.get(backward) is None else _PREFETCHES.get(name)
         if mode is None:
             state.record_unsupported(backward, "prefetch.mode: none, implicit or explicit")
@@ -186,7 +186,7 @@ def _convert_prefetch(state: ConversionState, backward: str, *, forward: str) ->
 def _convert_dtypes(state: ConversionState, *, param: str, reduce: str) -> None:
     """Sets `precision.mode` from the keys of the dtypes of gathered parameters and reduced gradients."""
     named = {
-        key: DTYPES.get(lowercase_last_dotted_part(state.get(key)))
+        key: DTYPES.get(last_dotted_part_lower(state.get(key)))
         for key in (param, reduce)
         if key in state.leaves
     }

@@ -70,18 +70,18 @@ class PythonSource:
         self._left = _MOST_VALUES
         self._assigned = _values_of_names_assigned_once(self._tree)
 
-    def find_call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
+    def fullest_call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
         """Returns (function, arguments by name, number of other calls) of the call with the most arguments.
 
         names: the functions whose calls are considered, with the names of their positional arguments
         """
         calls = [
-            one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _called_name(one) in names
+            one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _bare_callee(one) in names
         ]
         if not calls:
             return None
         best = max(calls, key=lambda one: len(one.keywords) + len(one.args))
-        name = _called_name(best)
+        name = _bare_callee(best)
         return name, self._argument_values(best, names[name]), len(calls) - 1
 
     def find_options_dict(self) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ class PythonSource:
         return UnevaluatedExpression(ast.unparse(node)) if folded is None else folded
 
     def _call_value(self, call: ast.Call) -> Any:
-        name = _called_name(call)
+        name = _bare_callee(call)
         parts = {**_PARTS, **LIGHTNING_STRATEGIES}
         if name == "dict" and not call.args:
             return self._argument_values(call, ())
@@ -145,7 +145,7 @@ class PythonSource:
         return arguments or UnevaluatedExpression(ast.unparse(call))
 
 
-def _called_name(call: ast.Call) -> str:
+def _bare_callee(call: ast.Call) -> str:
     """Returns the function's name without its module: `FSDP` for `torch.distributed.fsdp.FSDP(…)`."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr

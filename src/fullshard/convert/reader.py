@@ -72,7 +72,7 @@ class ConversionState:
 
     Only the first verdict on a key counts. A verdict on a key that the config lacks is ignored.
 
-    leaves: values of the config by dotted key (see the function `leaves`)
+    leaves: values of the config by dotted key (see `iterate_leaves`)
     key_results: verdicts by key
     settings: values by dotted key of run.toml
     origins: for each of `settings`, the key of the config or the reason that it comes from
@@ -96,7 +96,7 @@ class ConversionState:
         """Returns the keys without a verdict."""
         return [key for key in self.leaves if key not in self.key_results]
 
-    def get_positive_integer(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
+    def checked_positive_integer(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
         """Returns the whole number over 0 that `key` has; None if it is absent, "auto", or one of `unset`.
 
         Also returns None if the value is known only at run time. Raises SpecError for any other value.
@@ -204,7 +204,7 @@ def parse_positive_integer(value: Any) -> int | None:
     return parse_nonnegative_integer(value) or None
 
 
-def is_enabled_value(value: Any) -> bool:
+def is_true_yes_on(value: Any) -> bool:
     """Returns True for True and the texts `true`, `yes` and `on`, in any case."""
     return value is True or str(value).lower() in ("true", "yes", "on")
 
@@ -214,6 +214,6 @@ def is_one_of_same_type(value: Any, values: Iterable[Any]) -> bool:
     return any(type(value) is type(one) and value == one for one in values)
 
 
-def lowercase_last_dotted_part(value: Any) -> str:
+def last_dotted_part_lower(value: Any) -> str:
     """Returns the text after the last dot, in lower case: `full_shard` for `ShardingStrategy.FULL_SHARD`."""
     return str(value).rpartition(".")[2].lower()

@@ -15,9 +15,9 @@ from fullshard.convert.reader import (
     AUTO,
     ConversionState,
     UnevaluatedExpression,
-    is_enabled_value,
     is_one_of_same_type,
-    lowercase_last_dotted_part,
+    is_true_yes_on,
+    last_dotted_part_lower,
     parse_nonnegative_integer,
     parse_number,
     parse_positive_integer,
@@ -81,17 +81,17 @@ class KeyRule(FrozenModel):
         """Returns `value` converted for run.toml; None if it cannot be expressed there."""
         if self.choices is not None:
             choices = DTYPES if self.choices == "dtypes" else self.choices
-            return choices.get(lowercase_last_dotted_part(value))
+            return choices.get(last_dotted_part_lower(value))
         if value is None or self.on is None:
             return _CONVERSIONS[self.read](value)
-        return self.on if is_enabled_value(value) else self.off
+        return self.on if is_true_yes_on(value) else self.off
 
 
 Rules = Mapping[str, KeyRule]
 
 
 @cache
-def read_rules(name: str) -> Rules:
+def load_rules(name: str) -> Rules:
     """Reads the table `<name>.toml`. Returns its rules by key or pattern, in the order of the file."""
     path = Path(__file__).with_name(f"{name}.toml")
     tables = read_toml(path)
@@ -124,7 +124,7 @@ def apply_rules(
 def convert_trackers(state: ConversionState, key: str) -> None:
     """Sets `log.trackers` from the switches of tensorboard and wandb, whose keys are `key.format(name)`."""
     switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
-    wanted = [name for name, switch in switches.items() if is_enabled_value(state.get(switch))]
+    wanted = [name for name, switch in switches.items() if is_true_yes_on(state.get(switch))]
     for name in wanted:
         state.record_setting(switches[name], "log.trackers", value=wanted)
 
@@ -141,7 +141,7 @@ def _apply_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
     elif rule.unsupported:
         switch = state.get(f"{key.partition('.')[0]}.{rule.switch}")
         is_off = is_one_of_same_type(value, (None, *rule.unless))
-        asks = is_enabled_value(switch) if rule.switch else not is_off
+        asks = is_true_yes_on(switch) if rule.switch else not is_off
         if asks:
             state.record_unsupported(key, rule.unsupported)
         else:
@@ -171,7 +171,7 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
     return None if read is None else STAGES.get(read)
 
 
-def check_zero_stage(state: ConversionState, key: str) -> None:
+def require_valid_zero_stage(state: ConversionState, key: str) -> None:
     """Raises SpecError for a stage that ZeRO does not have."""
     value = state.get(key)
     open_value = value in (None, AUTO) or isinstance(value, UnevaluatedExpression)
@@ -191,7 +191,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "positive": parse_positive_integer,
     "pair": parse_number_pair,
     "power_of_two": _power_of_two,
-    "switch": lambda value: None if value is None else is_enabled_value(value),
+    "switch": lambda value: None if value is None else is_true_yes_on(value),
     "text": lambda value: value if isinstance(value, str) else None,
     "zero_stage": strategy_for_zero_stage,
     "recompute": lambda value: None if value is None else "none" if value is False else "full",

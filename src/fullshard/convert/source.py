@@ -41,7 +41,7 @@ ParsedConfig = tuple[ConfigFormat, dict[str, Any], list[str]]
 def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> ParsedConfig:
     """Returns (format, nested settings, notes) of `text`. Raises SpecError if it has no known format."""
     # The order matters: TOML's `[training]` and JSON are Python too, and JSON is YAML.
-    for read in (_parse_json_config, _parse_torchtitan_config, _parse_python_config, _parse_yaml_config):
+    for read in (_try_parse_json, _try_parse_torchtitan_toml, _try_parse_python, _try_parse_yaml):
         found = read(text, format)
         if found is not None:
             return _with_plain_values(found, text, name=name)
@@ -54,7 +54,7 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
     )
 
 
-def _parse_json_config(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
+def _try_parse_json(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     if format not in (None, ConfigFormat.DEEPSPEED, ConfigFormat.ACCELERATE):
         return None
     try:
@@ -64,7 +64,7 @@ def _parse_json_config(text: str, format: ConfigFormat | None) -> ParsedConfig |
     return _recognize_mapping_format(tree, format)
 
 
-def _parse_yaml_config(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
+def _try_parse_yaml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     """Parses YAML. YAML's references may not expand to more values than the text has characters."""
     if format not in (None, ConfigFormat.ACCELERATE, ConfigFormat.DEEPSPEED) or len(text) > _YAML_LETTERS:
         return None
@@ -117,7 +117,7 @@ def _plain_json_value(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _parse_torchtitan_config(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
+def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     if format not in (None, ConfigFormat.TORCHTITAN):
         return None
     try:
@@ -134,7 +134,7 @@ def _parse_torchtitan_config(text: str, format: ConfigFormat | None) -> ParsedCo
     return None
 
 
-def _parse_python_config(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
+def _try_parse_python(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     if format not in (None, ConfigFormat.FSDP, ConfigFormat.LIGHTNING):
         return None
     try:
@@ -145,13 +145,13 @@ def _parse_python_config(text: str, format: ConfigFormat | None) -> ParsedConfig
 
 def _settings_from_python_calls(source: PythonSource, format: ConfigFormat | None) -> ParsedConfig | None:
     if format in (None, ConfigFormat.LIGHTNING):
-        strategy, host = source.find_call(LIGHTNING_STRATEGIES), source.find_call(LIGHTNING_HOSTS)
+        strategy, host = source.fullest_call(LIGHTNING_STRATEGIES), source.fullest_call(LIGHTNING_HOSTS)
         if strategy or (host and {"strategy", "devices", "precision"} & host[1].keys()):
             tree = dict(host[1]) if host else {}
             if strategy and not isinstance(tree.get("strategy"), dict):
                 tree["strategy"] = strategy[1] or strategy[0]
             return ConfigFormat.LIGHTNING, tree, []
-    call = source.find_call(FSDP_CALLS) if format in (None, ConfigFormat.FSDP) else None
+    call = source.fullest_call(FSDP_CALLS) if format in (None, ConfigFormat.FSDP) else None
     if call is not None:
         name, arguments, others = call
         more = f"{others} other calls were not read: the one with the most arguments was, {name}(…)"

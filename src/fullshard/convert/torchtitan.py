@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from fullshard.convert.reader import ConversionState, is_enabled_value, parse_number, parse_positive_integer
-from fullshard.convert.rules import apply_rules, convert_trackers, keys_without_wildcards, read_rules
-from fullshard.spec.presets import find_preset
+from fullshard.convert.reader import ConversionState, is_true_yes_on, parse_number, parse_positive_integer
+from fullshard.convert.rules import apply_rules, convert_trackers, keys_without_wildcards, load_rules
+from fullshard.spec.presets import preset_or_none
 
 # torchtitan's defaults for keys that are left out, if the section or the file needs them.
 _DEFAULTS = {
@@ -31,7 +31,7 @@ _PRESETS = {
 def convert_torchtitan(state: ConversionState) -> None:
     """Records a verdict on every key of a torchtitan config."""
     for key in ("training.seq_len", "training.steps"):
-        state.get_positive_integer(key)
+        state.checked_positive_integer(key)
     _convert_data_parallel_degrees(state)
     _convert_batch_sizes(state)
     _convert_model_flavor(state)
@@ -41,7 +41,7 @@ def convert_torchtitan(state: ConversionState) -> None:
     _convert_precision(state)
     _convert_sections_with_switch(state)
     convert_trackers(state, "metrics.enable_{}")
-    rules = read_rules("torchtitan")
+    rules = load_rules("torchtitan")
     apply_rules(state, rules)
     why = "torchtitan's default, which the file leaves as it is"
     for target, value in _DEFAULTS.items():
@@ -56,8 +56,8 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
     shard_key = "parallelism.data_parallel_shard_degree"
     policy_key = "parallelism.fsdp_reshard_after_forward"
     # A degree of -1, or none, means all remaining ranks.
-    replicate = state.get_positive_integer(replicate_key, unset=(-1,)) or 1
-    shard = state.get_positive_integer(shard_key, unset=(-1,)) or -1
+    replicate = state.checked_positive_integer(replicate_key, unset=(-1,)) or 1
+    shard = state.checked_positive_integer(shard_key, unset=(-1,)) or -1
     never = state.get(policy_key) == "never"
     if replicate > 1 and shard == 1:
         why = "replicated over all ranks"
@@ -86,8 +86,8 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
 def _convert_batch_sizes(state: ConversionState) -> None:
     older, total_key = "training.batch_size" in state.leaves, "training.global_batch_size"
     local_key = "training.batch_size" if older else "training.local_batch_size"
-    local = state.get_positive_integer(local_key)
-    total = state.get_positive_integer(total_key, unset=(-1,))
+    local = state.checked_positive_integer(local_key)
+    total = state.checked_positive_integer(total_key, unset=(-1,))
     if local:
         state.record_setting(local_key, "train.microbatch", value=local, why="sequences a rank at once")
     if total:
@@ -100,7 +100,7 @@ def _convert_batch_sizes(state: ConversionState) -> None:
 def _convert_model_flavor(state: ConversionState) -> None:
     """Sets the sizes of the model if its name and flavor have a preset."""
     name, flavor = (str(state.get(f"model.{key}")).lower() for key in ("name", "flavor"))
-    preset = find_preset(_PRESETS.get((name, flavor), ""))
+    preset = preset_or_none(_PRESETS.get((name, flavor), ""))
     missing = (
         '[model] takes the sizes of a decoder, hf = "<directory or config.json>", or a module of Python\'s'
     )
@@ -194,14 +194,14 @@ def _convert_sections_with_switch(state: ConversionState) -> None:
     saves = "checkpoint.enable" if "checkpoint.enable" in state.leaves else "checkpoint.enable_checkpoint"
     if saves in state.leaves:
         every = parse_positive_integer(state.get("checkpoint.interval")) or 500
-        if is_enabled_value(state.get(saves)):
+        if is_true_yes_on(state.get(saves)):
             state.record_setting(saves, "checkpoint.every", value=every)
             state.record_setting("checkpoint.interval", "checkpoint.every", value=every)
         else:
             state.record_not_needed(saves, "off: saved at the end, and when interrupted")
             state.record_not_needed("checkpoint.interval", "off")
     enabled = [key for key in ("validation.enable", "validation.enabled") if key in state.leaves]
-    if enabled and is_enabled_value(state.get(enabled[0])):
+    if enabled and is_true_yes_on(state.get(enabled[0])):
         every = parse_positive_integer(state.get("validation.freq")) or 10
         for key in (enabled[0], "validation.freq"):
             state.record_setting(key, "train.validate_every", value=every)
@@ -209,4 +209,4 @@ def _convert_sections_with_switch(state: ConversionState) -> None:
         state.record_not_needed(key, "off: train.validate_every")
     compiled = [key for key in ("training.compile", "compile.enable") if key in state.leaves]
     for key in compiled:
-        state.record_setting(key, "run.compile", value=is_enabled_value(state.get(key)), why="block by block")
+        state.record_setting(key, "run.compile", value=is_true_yes_on(state.get(key)), why="block by block")

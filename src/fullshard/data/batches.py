@@ -59,7 +59,7 @@ class TrainingData(MicrobatchSource, Protocol):
         ...
 
 
-def rank_sample_numbers(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
+def microbatch_sample_numbers(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
     """Returns the numbers of the `plan.microbatch` samples in a rank's microbatch `turn`, counted from 0.
 
     All ranks together take consecutive sample numbers, microbatch after microbatch.

@@ -13,7 +13,7 @@ from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, no_he
 from fullshard.data.packed import PackedData, ShufflePool
 from fullshard.data.packing import (
     build_rows_from_arrays,
-    count_packed_tokens,
+    count_tokens_in_row_arrays,
     pack_spans_into_rows,
     shuffle_spans,
     split_training_and_held_out,
@@ -153,7 +153,7 @@ def _pack_training_and_held_out(
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
         rows = pack_spans_into_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
-        tokens[part] = count_packed_tokens(rows)
+        tokens[part] = count_tokens_in_row_arrays(rows)
     return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
 
 
@@ -202,12 +202,12 @@ def _build_user_data(run: Run) -> TrainingData:
         "byte_entropy": None,
         "validation": lambda *, rank, plan: iter(()),  # pyright: ignore[reportUnknownLambdaType]
         "encode": lambda text: [],  # pyright: ignore[reportUnknownLambdaType]
-        "decode": _join_token_numbers,
+        "decode": _token_numbers_as_text,
         "describe": lambda: f"batches of {factory}",
     }
     members = {name: getattr(batches, name, default) for name, default in members.items()}
     return cast(TrainingData, SimpleNamespace(**members))
 
 
-def _join_token_numbers(tokens: Tensor | Iterable[int]) -> str:
+def _token_numbers_as_text(tokens: Tensor | Iterable[int]) -> str:
     return " ".join(map(str, tokens.tolist() if isinstance(tokens, Tensor) else tokens))

@@ -26,7 +26,7 @@ import xxhash
 
 from fullshard.errors import DataError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.system.files import atomic_replacement_path, fsync_path
+from fullshard.system.files import atomic_replace_context, fsync_path
 from fullshard.system.lock import hold_exclusive_file_lock
 
 MANIFEST = "manifest.json"
@@ -161,7 +161,7 @@ def _find_or_compute_digest(path: Path, memory: Path, *, alive: Heartbeat) -> st
     if at - seen.st_mtime < _SETTLED_SECONDS:
         return digest
     place = _remembered_digest_path(path, memory)
-    with suppress(OSError), atomic_replacement_path(place) as draft:  # else the file is read again next time
+    with suppress(OSError), atomic_replace_context(place) as draft:  # else the file is read again next time
         draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
     return digest
 

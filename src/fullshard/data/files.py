@@ -13,7 +13,7 @@ from fullshard.errors import DataError
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def list_stdlib_files(directory: Path | None = None) -> dict[Path, int]:
+def stdlib_file_sizes(directory: Path | None = None) -> dict[Path, int]:
     """Returns the size in bytes of each *.py file of this interpreter's standard library (or `directory`).
 
     Tests are left out. Raises DataError if the library has no *.py files, as in a zipped or frozen Python.
@@ -30,7 +30,7 @@ def list_stdlib_files(directory: Path | None = None) -> dict[Path, int]:
     return sizes
 
 
-def list_matching_files(patterns: Sequence[str]) -> dict[Path, int]:
+def matching_file_sizes(patterns: Sequence[str]) -> dict[Path, int]:
     """Returns the size in bytes of each non-empty file that matches any of the globs (with `**` and `~`).
 
     Raises DataError for a pattern without a match, for a file that cannot be read, and if all are empty.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.cache import Heartbeat, cache_key, file_digests, get_or_build_entry, read_manifest
-from fullshard.data.files import list_matching_files, unreadable_path_error
+from fullshard.data.files import matching_file_sizes, unreadable_path_error
 from fullshard.data.token_store import Integers, TokenStore, memory_map_npy, memory_map_numbers
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSourceFields
@@ -31,7 +31,7 @@ def open_memmap_stores(fields: DataSourceFields, *, root: Path, alive: Heartbeat
     The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Raises
     DataError for files that are not token files or hold invalid tokens.
     """
-    files = list_matching_files(fields.paths)
+    files = matching_file_sizes(fields.paths)
     bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in files}
     return [_open_memmap_store(path, fields, root=root, alive=alive) for path in sorted(bins)]
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, rank_sample_numbers
+from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
 from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows
-from fullshard.data.sampling import SourceInterleaving, shuffled_row_numbers
+from fullshard.data.sampling import SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream
 from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count
@@ -93,7 +93,7 @@ class PackedData:
             return None
         counts = np.zeros(BYTES, dtype=np.int64)
         for begin, length in zip(rows.begins, rows.lengths, strict=True):
-            counts += np.bincount(stream.slice_tokens(begin, begin + length), minlength=BYTES)
+            counts += np.bincount(stream.slice_tokens_in_one_store(begin, begin + length), minlength=BYTES)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
 
@@ -113,11 +113,11 @@ class PackedData:
         microbatch size.
         """
         for accumulated in range(plan.accumulation):
-            samples = rank_sample_numbers(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            samples = microbatch_sample_numbers(step * plan.accumulation + accumulated, rank=rank, plan=plan)
             sources, rows = self.pattern.locate_samples(samples)
             for source in np.unique(sources).tolist():
                 pool, own = self.pools[source], sources == source
-                rows[own] = shuffled_row_numbers(rows[own], rows=pool.training.row_count, seed=pool.seed)
+                rows[own] = shuffled_rows_at(rows[own], rows=pool.training.row_count, seed=pool.seed)
             pools = [self.pools[source] for source in sources.tolist()]
             chosen = zip(pools, rows.tolist(), strict=True)
             pieces = [(pool.stream, pool.training.iterate_row_pieces(row)) for pool, row in chosen]
@@ -131,9 +131,9 @@ class PackedData:
         have IGNORED_LABEL for all labels. The rows are the same for any number of ranks. Yields nothing if no
         rows are held out.
         """
-        found = self._choose_held_out_rows(plan.run.train.validate_sequences)
+        found = self._evenly_spaced_held_out_rows(plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.world_size * plan.microbatch))):
-            numbers = rank_sample_numbers(turn, rank=rank, plan=plan).tolist()
+            numbers = microbatch_sample_numbers(turn, rank=rank, plan=plan).tolist()
             chosen = [found[min(number, len(found) - 1)] for number in numbers]
             pieces = [(pool.stream, pool.held_out.iterate_row_pieces(row)) for pool, row in chosen]
             batch = self._build_batch(pieces, plan=plan)
@@ -160,7 +160,7 @@ class PackedData:
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text` without those around a document; an empty list without a tokenizer."""
-        return [] if self.tokenizer is None else self.tokenizer.encode([text])[0].tolist()
+        return [] if self.tokenizer is None else self.tokenizer.encode_texts([text])[0].tolist()
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
         """Returns the text of `tokens`; their numbers if there is no tokenizer."""
@@ -180,7 +180,7 @@ class PackedData:
             f"{100 * self.packing_efficiency:.2f} % full{frequency}"
         )
 
-    def _choose_held_out_rows(self, asked: int) -> list[tuple[ShufflePool, int]]:
+    def _evenly_spaced_held_out_rows(self, asked: int) -> list[tuple[ShufflePool, int]]:
         """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools."""
         found: list[tuple[ShufflePool, int]] = []
         for pool, part in zip(self.pools, self.pattern.source_shares, strict=True):
@@ -206,10 +206,10 @@ def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Itera
     tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
     for document, (begin, length, label) in enumerate(pieces, start=1):
         own = slice(at, at + length)
-        tokens[own] = stream.slice_tokens(begin, begin + length)
+        tokens[own] = stream.slice_tokens_in_one_store(begin, begin + length)
         labels[at : at + length - 1] = tokens[at + 1 : at + length]
         if label != NO_LABEL:
-            labels[at + length - 1] = stream.slice_tokens(label, label + 1)[0]
+            labels[at + length - 1] = stream.slice_tokens_in_one_store(label, label + 1)[0]
         if stream.has_loss_mask:
             _ignore_untrained_labels(labels[own], stream, begin=begin, label=label)
         if "documents" in row:
@@ -227,10 +227,10 @@ def _ignore_untrained_labels(labels: Int64, stream: TokenStream, *, begin: int, 
     begin: place of the piece's first token
     label: place of the last token's label, or NO_LABEL
     """
-    trained = stream.slice_loss_mask(begin, begin + len(labels))
+    trained = stream.slice_loss_mask_in_one_store(begin, begin + len(labels))
     if trained is not None:
         labels[:-1][trained[1:] == 0] = IGNORED_LABEL
     if label != NO_LABEL:
-        behind = stream.slice_loss_mask(label, label + 1)
+        behind = stream.slice_loss_mask_in_one_store(label, label + 1)
         if behind is not None and not behind[0]:
             labels[-1] = IGNORED_LABEL

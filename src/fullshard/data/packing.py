@@ -175,7 +175,7 @@ def pack_spans_into_rows(spans: TokenSpans, *, packing: Packing, sequence_length
     return {"begins": pieces.begins, "lengths": lengths, "open": continues, "offsets": offsets}
 
 
-def count_packed_tokens(arrays: Mapping[str, Integers]) -> int:
+def count_tokens_in_row_arrays(arrays: Mapping[str, Integers]) -> int:
     """Returns the tokens in the arrays of `pack_spans_into_rows`; with `concat`, including the tail."""
     return int(arrays["lengths"].sum(dtype=np.int64) if "lengths" in arrays else arrays["offsets"][-1])
 
@@ -185,7 +185,7 @@ def build_rows_from_arrays(
 ) -> Rows:
     """Builds rows from the arrays of `pack_spans_into_rows`, which may be memory maps.
 
-    tokens: number of tokens in the arrays, see `count_packed_tokens`
+    tokens: number of tokens in the arrays, see `count_tokens_in_row_arrays`
     masked: whether labels across document boundaries are left out
     """
     if "lengths" not in arrays:

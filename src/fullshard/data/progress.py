@@ -36,7 +36,7 @@ class TokenizationProgress:
     def elapsed_seconds(self) -> float:
         return time.monotonic() - self._started
 
-    def progress_text(self) -> str:
+    def counts_and_rate_text(self) -> str:
         """Returns the counts and the rate as text, without the remaining time."""
         seconds = self.elapsed_seconds
         rate = f", {format_count(self.tokens / seconds)} tokens/s" if seconds > 0 else ""
@@ -68,7 +68,7 @@ def _show_progress_bar(name: str, progress: TokenizationProgress, *, file: TextI
         total = max(progress.total_bytes, 1)
         task = bar.add_task("", total=total, name=escape_control_characters(name), text="")
         progress.print_progress_if_due = lambda: bar.update(
-            task, completed=progress.bytes, text=progress.progress_text()
+            task, completed=progress.bytes, text=progress.counts_and_rate_text()
         )
         yield
 
@@ -82,7 +82,7 @@ def _print_progress_lines(name: str, progress: TokenizationProgress, *, file: Te
         if progress.elapsed_seconds - last >= _LINE_SECONDS:
             last = progress.elapsed_seconds
             left = (progress.total_bytes - progress.bytes) * progress.elapsed_seconds / max(progress.bytes, 1)
-            print_line(f"{name}: {progress.progress_text()}, {format_seconds(max(left, 1.0))} left")
+            print_line(f"{name}: {progress.counts_and_rate_text()}, {format_seconds(max(left, 1.0))} left")
 
     def print_line(text: str) -> None:
         with suppress(OSError):  # the reader may have closed the pipe
@@ -90,4 +90,4 @@ def _print_progress_lines(name: str, progress: TokenizationProgress, *, file: Te
 
     progress.print_progress_if_due = print_progress_if_due
     yield
-    print_line(f"{name}: {progress.progress_text()}, in {format_seconds(progress.elapsed_seconds)}")
+    print_line(f"{name}: {progress.counts_and_rate_text()}, in {format_seconds(progress.elapsed_seconds)}")

@@ -83,7 +83,7 @@ def split_file_into_parts(kind: FileKind, path: Path, *, size: int) -> list[File
 def read_records(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the records of a part of a file, in order."""
     if shard.kind in ("text", "jsonl"):
-        return (_read_text_part if shard.kind == "text" else _read_json_lines)(shard)
+        return (_read_part_as_one_text if shard.kind == "text" else _read_json_lines)(shard)
     return (_read_parquet_rows if shard.kind == "parquet" else _read_dataset_rows)(shard, fields)
 
 
@@ -166,9 +166,9 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
     return found[fields.split]
 
 
-def _read_text_part(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the lines that begin within the part, as one piece of the file's single document."""
-    data, skipped = _read_whole_lines(shard)
+    data, skipped = _read_block_of_whole_lines(shard)
     begins, text = shard.begin == 0, ""
     try:
         text = data.decode()
@@ -181,7 +181,7 @@ def _read_text_part(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
 
 
 def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    data, skipped = _read_whole_lines(shard)
+    data, skipped = _read_block_of_whole_lines(shard)
     begin = shard.begin + skipped
     for line in data.split(b"\n"):
         where = partial(_format_line_location, shard.path, begin)
@@ -224,7 +224,7 @@ def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         yield TextRecord(value, lambda row=row: f"{name} row {row}")
 
 
-def _read_whole_lines(shard: FilePart) -> tuple[bytes, int]:
+def _read_block_of_whole_lines(shard: FilePart) -> tuple[bytes, int]:
     """Returns (whole lines that begin within the part, number of bytes before them of an earlier line)."""
     path = Path(shard.path)
     try:

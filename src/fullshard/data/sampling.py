@@ -66,7 +66,7 @@ def _samples_per_period(weights: Sequence[float]) -> list[int]:
     return [max(1, round(Fraction(count, total) * LONGEST_PERIOD)) for count in counts]
 
 
-def shuffled_row_numbers(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> NDArray[np.int64]:
+def shuffled_rows_at(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> NDArray[np.int64]:
     """Returns the shuffled row number of each sample, for a source with `rows` rows.
 
     Sample i is position i % rows of epoch i // rows. An epoch contains every row once, in its own order. Each

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.cache import Heartbeat, cache_key, file_digests, get_or_build_entry
-from fullshard.data.files import list_matching_files, list_stdlib_files
+from fullshard.data.files import matching_file_sizes, stdlib_file_sizes
 from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.progress import show_tokenization_progress
 from fullshard.data.readers import (
@@ -92,12 +92,12 @@ def open_token_stores(
         store = _tokenize_in_memory(files, settings, vocabulary=tokenizer.vocabulary_size)
     else:
         digests = [*file_digests(files.paths, root=root, alive=alive), *files.fingerprints]
-        facts = {"files": digests, "kind": files.kind, **_tokenization_cache_facts(settings)}
+        facts = {"files": digests, "kind": files.kind, **_settings_cache_facts(settings)}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = section.processes or cores
 
         def write_token_files(draft: Path) -> Mapping[str, Any]:
-            facts = _write_cache_entry(draft, files, settings=settings, processes=processes, alive=alive)
+            facts = _tokenize_into_draft(draft, files, settings=settings, processes=processes, alive=alive)
             return {**facts, "vocabulary": tokenizer.vocabulary_size}
 
         entry = get_or_build_entry(root, f"tokens-{cache_key(facts)}", build=write_token_files, alive=alive)
@@ -113,7 +113,7 @@ def open_token_stores(
 
 
 def _list_source_files(source: Source, fields: DataSourceFields) -> _SourceFiles:
-    sizes = list_stdlib_files() if source == "stdlib" else list_matching_files(fields.paths)
+    sizes = stdlib_file_sizes() if source == "stdlib" else matching_file_sizes(fields.paths)
     kind = "text" if source == "stdlib" else source
     assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into parts"
     more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
@@ -151,7 +151,7 @@ def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
 def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabulary: int) -> TokenStore:
     """Tokenizes `files` in this process, and returns a store with the tokens in memory."""
     tasks: list[TokenizedTask] = []
-    offsets, facts = _tokenize_files(files, settings, processes=1, write=tasks.append)
+    offsets, facts = _tokenize_to_callback(files, settings, processes=1, write=tasks.append)
     return TokenStore(
         name=files.name,
         key=None,
@@ -165,7 +165,7 @@ def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, voca
     )
 
 
-def _write_cache_entry(
+def _tokenize_into_draft(
     draft: Path, files: _SourceFiles, *, settings: TokenizeSettings, processes: int, alive: Heartbeat
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
@@ -182,12 +182,12 @@ def _write_cache_entry(
             shown.add_finished_work(one.size, tokens=len(one.tokens), skipped=one.skipped)
             alive()
 
-        offsets, facts = _tokenize_files(files, settings, processes=processes, write=write_task_tokens)
+        offsets, facts = _tokenize_to_callback(files, settings, processes=processes, write=write_task_tokens)
     np.save(draft / OFFSETS, offsets)
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
-def _tokenize_files(
+def _tokenize_to_callback(
     files: _SourceFiles, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
@@ -214,7 +214,7 @@ def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
     return tasks
 
 
-def _tokenization_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
+def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     fields = settings.fields.model_dump(mode="json")
     facts: dict[str, Any] = {

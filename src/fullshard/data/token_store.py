@@ -90,12 +90,12 @@ class TokenStream:
         """First place of each store, and the end of the last store."""
         return [0, *accumulate(len(store.tokens) for store in self.stores)]
 
-    def slice_tokens(self, begin: int, end: int) -> Integers:
+    def slice_tokens_in_one_store(self, begin: int, end: int) -> Integers:
         """Returns the tokens from `begin` to before `end`, which must lie in one store."""
         store, base = self._locate_store(begin)
         return store.tokens[begin - base : end - base]
 
-    def slice_loss_mask(self, begin: int, end: int) -> Integers | None:
+    def slice_loss_mask_in_one_store(self, begin: int, end: int) -> Integers | None:
         """Returns the mask of the trained tokens from `begin` to before `end`; None if all are trained on."""
         store, base = self._locate_store(begin)
         return None if store.loss_mask is None else store.loss_mask[begin - base : end - base]

@@ -152,7 +152,7 @@ class TaskTokenizer:
                     good.append((record, self._record_texts(record)))
             except UntokenizableRecordError as error:
                 self._skip_or_raise(record.where, str(error))
-        for (record, _), (*prompt, last) in zip(good, self._encode_record_texts(good), strict=True):
+        for (record, _), (*prompt, last) in zip(good, self._encode_texts_by_record(good), strict=True):
             before = self._tokenizer.tokens_before_document if record.begins else ()
             after = self._tokenizer.tokens_after_document if record.ends else ()
             tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, *prompt, last, after)])
@@ -161,13 +161,13 @@ class TaskTokenizer:
                 trained[: len(tokens) - len(last) - len(after)] = False
             yield record, tokens, trained
 
-    def _encode_record_texts(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
+    def _encode_texts_by_record(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
         try:
-            found = iter(self._tokenizer.encode([text for _, texts in good for text in texts]))
+            found = iter(self._tokenizer.encode_texts([text for _, texts in good for text in texts]))
         except DataError:
             for record, texts in good:  # find the record at fault
                 try:
-                    self._tokenizer.encode(texts)
+                    self._tokenizer.encode_texts(texts)
                 except DataError as error:
                     what = f"{record.where()}: {error.what}"
                     raise DataError(what, got=error.got, why=error.why, fix=error.fix) from error

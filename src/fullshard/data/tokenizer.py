@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
     @property
     def tokens_after_document(self) -> tuple[int, ...]: ...
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Returns the tokens of each text, without those around a document."""
         ...
 
@@ -61,7 +61,7 @@ class ByteTokenizer:
     tokens_before_document: tuple[int, ...] = ()
     tokens_after_document: tuple[int, ...] = (SEPARATOR,)
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Returns the bytes of each text. Raises DataError for a SEPARATOR or half a surrogate pair."""
         return [self._encode_text(text) for text in texts]
 
@@ -97,7 +97,7 @@ class FileTokenizer:
     def vocabulary_size(self) -> int:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         with _convert_backend_errors():
             found = self.backend.encode_batch_fast([*texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in found]

@@ -81,7 +81,7 @@ def raise_on_all_ranks(doing: str, *, group: Group = None) -> Generator[None]:
     attempt = ErrorCapture()
     with attempt:
         yield
-    gathered = all_gather_object(_captured_failure(attempt, doing), group=group)
+    gathered = all_gather_object(_make_rank_failure(attempt, doing), group=group)
     if failures := [one for one in gathered if one is not None]:
         named = _choose_failure_to_report(failures)
         raise named.as_checkpoint_error() from attempt.error or named.offload
@@ -99,7 +99,7 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
     if rank() == 0:
         with attempt:
             results.append(act())
-    answer: list[Any] = [(results, _captured_failure(attempt, doing))]
+    answer: list[Any] = [(results, _make_rank_failure(attempt, doing))]
     if is_distributed():
         dist.broadcast_object_list(answer, src=0, group=group)
     results, failure = answer[0]
@@ -108,12 +108,12 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
     return results[0]
 
 
-def run_on_this_rank(act: Callable[[], T], *, doing: str) -> T:
+def run_alone_or_raise(act: Callable[[], T], *, doing: str) -> T:
     """Runs `act()` on this rank only, without any collective. Raises CheckpointError for any exception."""
     attempt = ErrorCapture()
     with attempt:
         return act()
-    failure = _captured_failure(attempt, doing)
+    failure = _make_rank_failure(attempt, doing)
     assert failure is not None, "the block returns unless it raises"
     raise failure.as_checkpoint_error() from attempt.error
 
@@ -142,8 +142,8 @@ def _choose_failure_to_report(failures: Sequence[_RankFailure]) -> _RankFailure:
     return replace(first, what=f"rank {first.rank}: {first.what}")
 
 
-def _captured_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None:
-    """Returns the captured exception as a CheckpointError's texts; None if there is no exception."""
+def _make_rank_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None:
+    """Returns the texts of `attempt`'s exception, to send to other ranks; None if it has none."""
     error: BaseException | None = attempt.error
     failed_rank = rank()
     if isinstance(error, CheckpointException):

@@ -93,7 +93,7 @@ def start_store_on_loopback(port: int = 0) -> dist.TCPStore:
 _start_store_until_exit = functools.cache(start_store_on_loopback)
 
 
-def connect_to_store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
+def start_or_join_loopback_store(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
     """Connects to a store at 127.0.0.1:`port`, which rank 0 starts and serves until its process ends.
 
     Every rank calls this. Raises OSError if the port is taken, and DistError if no store listens there.

@@ -27,7 +27,7 @@ Event = AllocateEvent | FreeEvent
 class PeakMoment:
     """First moment with the most bytes alive."""
 
-    after: int  # number of events before it
+    event_count: int  # events before the moment
     live: dict[int, int]  # bytes of each live block
 
     @property

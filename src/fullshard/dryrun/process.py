@@ -65,7 +65,7 @@ def _answer_request() -> None:
     os.dup2(2, 1)
     try:
         plan, program, rank = pickle.load(sys.stdin.buffer)
-        answer = _run_request(plan, program, rank=rank)
+        answer = _dry_run_in_this_process(plan, program, rank=rank)
     except FullshardError as error:
         error.got = None if error.got is None else str(error.got)  # may be a value that cannot be pickled
         answer = error
@@ -73,7 +73,7 @@ def _answer_request() -> None:
         pickle.dump(answer, file)
 
 
-def _run_request(plan: Plan, program: Program, *, rank: int) -> DryRunMemory | FullshardError:
+def _dry_run_in_this_process(plan: Plan, program: Program, *, rank: int) -> DryRunMemory | FullshardError:
     import torch
 
     from fullshard.dryrun.step import run_dry_step

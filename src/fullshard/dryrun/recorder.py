@@ -64,7 +64,7 @@ class StorageEventRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _scalar_one(args[0].dtype)
+            return _python_scalar_one(args[0].dtype)
         name = func.name().partition(".")[0]
         if name == _BEGIN:
             self._start_profiler_range(args[0])
@@ -74,7 +74,7 @@ class StorageEventRecorder(TorchDispatchMode):
         # inside this call, where the mode is not active.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.track_tensors(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.track_and_get_blocks(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if self.device == "cuda":
             within = transient_kernel_bytes(OpCall(func, args, kwargs))
         else:
@@ -83,7 +83,7 @@ class StorageEventRecorder(TorchDispatchMode):
             self.events.append(FreeEvent(self._record_new_block(within)))
         return result
 
-    def track_tensors(self, tensors: Iterable[Tensor]) -> set[int]:
+    def track_and_get_blocks(self, tensors: Iterable[Tensor]) -> set[int]:
         """Starts tracking the storages of `tensors`; returns their blocks."""
         with torch.no_grad():
             blocks = [self._track_storage(local_tensor(tensor)) for tensor in tensors]
@@ -107,7 +107,7 @@ class StorageEventRecorder(TorchDispatchMode):
         def get_random_state_and_record() -> Tensor:
             state = random_state()
             if self.device == "cpu":
-                self.track_tensors([state])
+                self.track_and_get_blocks([state])
             return state
 
         torch.UntypedStorage.resize_ = resize_and_record  # pyright: ignore[reportAttributeAccessIssue]
@@ -181,7 +181,7 @@ def _chunk_cat_padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str
     return sum(t.nbytes // t.size(dim) * -(-t.size(dim) // count) * count for t in uneven)
 
 
-def _scalar_one(dtype: torch.dtype) -> bool | int | float:
+def _python_scalar_one(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1

@@ -21,7 +21,7 @@ from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import apply_fully_shard, cast_buffers_and_set_prefetch, prepare_sharding
+from fullshard.sharding.apply import apply_recompute_and_fsdp, cast_buffers_and_set_prefetch, prepare_sharding
 from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
@@ -71,15 +71,15 @@ def run_dry_step(
     """
     recorder = StorageEventRecorder(plan.device)
     plan = _uncompiled_cpu_plan(plan)
-    with fake_process_group(plan.world_size, rank=rank), _dry_run_modes(recorder):
+    with fake_process_group(plan.world_size, rank=rank), _patch_torch_for_dry_run(recorder):
         with use_lazy_chunks():
             prepared = prepare_sharding(model, plan, units=units)
-            apply_fully_shard(model, prepared, plan=plan, stands_for=recorder.device)
+            apply_recompute_and_fsdp(model, prepared, plan=plan, stands_for=recorder.device)
         disable_collectives(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate_fake_shards_and_buffers(model, prepared.units)
             cast_buffers_and_set_prefetch(model, prepared.units, plan=plan)
-            recorder.track_tensors([*model.parameters(), *model.buffers()])
+            recorder.track_and_get_blocks([*model.parameters(), *model.buffers()])
             with recorder:
                 built = optimizer(model, plan)
                 gradients: set[int] = set()
@@ -126,7 +126,7 @@ def _set_gradient_sync(model: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 
 @contextmanager
-def _dry_run_modes(recorder: StorageEventRecorder) -> Generator[None]:
+def _patch_torch_for_dry_run(recorder: StorageEventRecorder) -> Generator[None]:
     """Activates the torch modes of a dry run. Backward runs on this thread, since modes are per thread."""
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -150,7 +150,7 @@ def _uncompiled_cpu_plan(plan: Plan) -> Plan:
 
 
 def _gradient_blocks(model: nn.Module, recorder: StorageEventRecorder) -> set[int]:
-    return recorder.track_tensors(p.grad for p in model.parameters() if p.grad is not None)
+    return recorder.track_and_get_blocks(p.grad for p in model.parameters() if p.grad is not None)
 
 
 def _build_dry_run_result(
@@ -160,10 +160,10 @@ def _build_dry_run_result(
     peak = compute_peak_moment(recorder.events, start=start)
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     parts = {
-        "parameter_shards": recorder.track_tensors(model.parameters()),
+        "parameter_shards": recorder.track_and_get_blocks(model.parameters()),
         "gradients": gradients,
-        "optimizer_state": recorder.track_tensors(state),
-        "buffers": recorder.track_tensors(model.buffers()),
+        "optimizer_state": recorder.track_and_get_blocks(state),
+        "buffers": recorder.track_and_get_blocks(model.buffers()),
         "units_in_flight": recorder.fsdp_blocks,
     }
     left = dict(peak.live)
@@ -171,7 +171,7 @@ def _build_dry_run_result(
     steps = [after for after, name in recorder.moments if name == OPTIMIZER_STEP]
     held = simulate_allocator(recorder.events) if recorder.device == "cuda" else AllocatorPeak(0, 0)
     return DryRunMemory(
-        moment=[name for after, name in recorder.moments if after < peak.after][-1],
+        moment=[name for after, name in recorder.moments if after < peak.event_count][-1],
         **sizes,
         rest=sum(left.values()),
         optimizer_step_bytes=compute_peak_moment(recorder.events, start=steps[-1]).live_bytes,

@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.calibration import device as meters
 from fullshard.calibration.collectives import measure_link, measure_matmul_slowdown, measure_unit_hook_seconds
 from fullshard.calibration.device import RateMeter
-from fullshard.calibration.drive import measure_drive_bandwidth
+from fullshard.calibration.drive import read_plus_write_bandwidth
 from fullshard.calibration.sample_steps import measure_sample_steps, measure_step_overhead
-from fullshard.profiler.detect import describe_machine, detect_gpus
+from fullshard.profiler.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.calibration import Calibration, CalibrationSettings
-from fullshard.spec.catalog import find_catalog_entry
+from fullshard.spec.catalog import find_catalog_entry_of_chip
 from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -46,7 +46,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     share = seconds / shares
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
-    known = describe_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
+    known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     context = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, share=share)
     links, errors = _measure_links(ranks, share=share)
@@ -56,16 +56,16 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     updated: dict[str, object] = {
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
-        "host_bytes_per_second": meters.measure_host_copy_bandwidth(meter, seconds=_COPIES * share),
-        "disk_bytes_per_second": measure_drive_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
-        "adam_per_second": meters.measure_host_adamw_rate(seconds=_HOST_ADAM * share),
+        "host_bytes_per_second": meters.measure_round_trip_copy_rate(meter, seconds=_COPIES * share),
+        "disk_bytes_per_second": read_plus_write_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
+        "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * share),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **links,
     }
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
         mesh = init_device_mesh("cuda", (ranks.world_size,))
         updated["contention"] = measure_matmul_slowdown(mesh, seconds=_COPIES * share)
-    if find_catalog_entry(known.chip) is None:  # not in the catalog, so its peak is unknown
+    if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
         measured = {"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}

@@ -10,7 +10,7 @@ from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.training.resume import checkpoint_location
+from fullshard.training.resume import make_checkpoint_location
 from fullshard.training.state import TrainState
 
 
@@ -22,7 +22,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     """
 
     def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
-        self._directory, self._plan, self._say = checkpoint_location(directory, plan), plan, say
+        self._directory, self._plan, self._say = make_checkpoint_location(directory, plan), plan, say
         section = plan.run.checkpoint
         options = section.model_dump(include={"keep", "keep_every", "layout", "read_back"})
         self._save_now = partial(save, directory=self._directory, plan=plan, **options)

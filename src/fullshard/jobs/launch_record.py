@@ -10,7 +10,7 @@ from typing import Literal, Self
 from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel
 from fullshard.system.files import write_file_atomically
-from fullshard.system.process import read_proc_stat_fields
+from fullshard.system.process import read_stat_fields_after_comm
 
 # Names that torchrun gives to a launch without a name.
 _NAMELESS = ("", "none")
@@ -115,5 +115,5 @@ def _restarting_agent_id() -> str:
 
 def _process_parent_and_start(process: int) -> tuple[int, int]:
     """Returns (parent's id, start in clock ticks since boot), or (0, 0) without /proc. man proc_pid_stat."""
-    fields = read_proc_stat_fields(process)
+    fields = read_stat_fields_after_comm(process)
     return (int(fields[1]), int(fields[19])) if fields else (0, 0)

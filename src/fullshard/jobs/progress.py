@@ -110,7 +110,7 @@ class PlainProgressLines:
         self._course, self._every, self._file = course, every, file
         self._begun = False
 
-    def show_step(self, metrics: StepMetrics) -> None:
+    def show_step_if_due(self, metrics: StepMetrics) -> None:
         self._course.add_step(metrics)
         last = metrics.step == self._course.steps
         if not self._begun or last or metrics.step % self._every == 0 or metrics.skipped:
@@ -123,7 +123,7 @@ class PlainProgressLines:
 
 
 class LiveProgressLine:
-    """Shows the last step in one line at the bottom of a terminal, which is redrawn after each step."""
+    """Shows the last step in one line at the bottom of a terminal, redrawn at most every 0.1 seconds."""
 
     def __init__(
         self, course: RunProgress, *, file: TextIO, now: Callable[[], float] = time.monotonic
@@ -131,7 +131,7 @@ class LiveProgressLine:
         self._course, self._now = course, now
         self._drawn_at = -REDRAW_SECONDS
         self._console = Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True)
-        # Only `show_step` redraws: a refresh thread would take the interpreter from the training.
+        # Only `show_step_if_due` redraws: a refresh thread would take the interpreter from the training.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -146,7 +146,7 @@ class LiveProgressLine:
     def stop(self) -> None:
         self._draw_ignoring_os_errors(self._live.stop)
 
-    def show_step(self, metrics: StepMetrics) -> None:
+    def show_step_if_due(self, metrics: StepMetrics) -> None:
         self._course.add_step(metrics)
         now = self._now()
         if now - self._drawn_at >= REDRAW_SECONDS or metrics.step == self._course.steps:

@@ -91,7 +91,7 @@ def open_run_directory(
         make_run_directory(root)
         with hold_run_lock(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
             if saved_to and not (resume or before):
-                _check_no_checkpoint(saved_to)
+                _check_no_foreign_checkpoints(saved_to)
             aside = None if resume or before else set_aside_earlier_run(root, offload_path=offload_path)
         make_run_directory(root)  # the lock moved with the directory that was set aside
         with hold_run_lock(root):
@@ -165,13 +165,13 @@ def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path 
     return place.rename(next(target for target in targets if not target.exists()))
 
 
-def _check_no_checkpoint(saved_to: str) -> None:
+def _check_no_foreign_checkpoints(saved_to: str) -> None:
     """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own."""
     from fullshard.checkpoint.location import location_of  # imports torch, which the launcher's checks avoid
-    from fullshard.distributed.agreement import run_on_this_rank
+    from fullshard.distributed.agreement import run_alone_or_raise
 
     place = location_of(saved_to)
-    steps = run_on_this_rank(place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}")
+    steps = run_alone_or_raise(place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}")
     if steps:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",

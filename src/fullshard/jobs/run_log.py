@@ -14,7 +14,7 @@ from fullshard.jobs.progress import Progress, StepMetrics, show_progress
 from fullshard.jobs.trackers import Tracker, check_trackers_installed, open_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
-from fullshard.system.files import atomic_replacement_path, open_regular_file
+from fullshard.system.files import atomic_replace_context, open_regular_file
 from fullshard.training.loop import Step
 
 FILE_NAME = "metrics.jsonl"
@@ -120,7 +120,7 @@ class RunLog:
                 if self._try_tracker_call(lambda one=one: one.log(step.index, metrics.measured_values()))
             ]
         if self._progress is not None:
-            self._progress.show_step(metrics)
+            self._progress.show_step_if_due(metrics)
         if validation_loss is not None:
             self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
 
@@ -134,7 +134,7 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.drop_steps_after(last_step)
 
-    def close(self, *, exit_code: int = 0) -> None:
+    def close_trackers(self, *, exit_code: int = 0) -> None:
         """Closes the trackers, and passes them the `exit_code` of the run."""
         for one in self._trackers:
             self._try_tracker_call(lambda one=one: one.close(exit_code=exit_code))
@@ -192,7 +192,7 @@ def open_run_log(
             exit_code = left.code if isinstance(left.code, int) else 1
             raise
         finally:
-            log.close(exit_code=exit_code)
+            log.close_trackers(exit_code=exit_code)
 
 
 def _json_value(value: Any) -> Any:
@@ -211,7 +211,7 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
         if all(map(is_kept, old)):
             return
         old.seek(0)
-        with atomic_replacement_path(path) as draft, draft.open("xb") as new:
+        with atomic_replace_context(path) as draft, draft.open("xb") as new:
             new.writelines(filter(is_kept, old))
 
 

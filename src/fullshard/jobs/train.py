@@ -47,8 +47,8 @@ from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, choose_loss, next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.resume import (
-    checkpoint_location,
     find_pretrained_directory,
+    make_checkpoint_location,
     restore_train_state,
     roll_back,
 )
@@ -105,7 +105,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         ranks = stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
         where = PhaseTracker()
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
-        plan = plan or _make_plan(run, ranks)
+        plan = plan or _plan_without_prediction(run, ranks)
         job = _prepare_job(stack, plan, ranks=ranks, where=where, resume=resume, started=command_started)
         # Signals are only noted until everything is saved, because ranks must agree on how to react.
         with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
@@ -118,7 +118,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
 
-def _make_plan(run: Run, ranks: RankInfo) -> Plan:
+def _plan_without_prediction(run: Run, ranks: RankInfo) -> Plan:
     device: DeviceType = "cuda" if ranks.device.type == "cuda" else "cpu"
     bf16 = torch.cuda.is_bf16_supported() if device == "cuda" else None
     return Plan.from_run(run, world_size=ranks.world_size, device=device, bf16_hardware=bf16)
@@ -133,7 +133,7 @@ def _prepare_job(
     where.enter(RunPhase.STARTING)
     directory = _open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
-        plan = _make_plan(run, ranks)  # nodes have left or joined: same settings, current ranks
+        plan = _plan_without_prediction(run, ranks)  # nodes have left or joined: same settings, current ranks
     model = build_model(run)
     check_sequence_length(model, run)
     check_vocabulary(run, tokens=data.vocabulary, model=model)
@@ -191,7 +191,7 @@ def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | Non
     reported = left.directory if left and unused else None
     for line in leftover_state_messages(job.plan, aside=directory.previous_run, reported=reported):
         log.print_message(line)
-    for text in (unused, _run_summary_text(job), read):
+    for text in (unused, _start_summary_text(job), read):
         if text is not None:
             log.print_message(text)
     if (attempt := directory.previous_attempt) is not None:
@@ -231,7 +231,7 @@ def _open_directory_on_rank_zero(
     return run_on_rank_zero(lambda: found[0], doing="opening the run's directory")
 
 
-def _run_summary_text(job: _TrainJob) -> str:
+def _start_summary_text(job: _TrainJob) -> str:
     plan, model = job.plan, job.state.model
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -250,7 +250,7 @@ def _train_steps(job: _TrainJob) -> bool:
     """Runs all steps. Returns True if a signal, or a failed save, ended training before the last step."""
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.steps)
-    profiled = _profiled_steps(job)
+    profiled = _profiled_step_indices(job)
     while True:
         index = state.step + 1
         if index == metered:
@@ -290,7 +290,7 @@ def _try_roll_back(job: _TrainJob, step: Step) -> bool:
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait_for_saves()
-    if not roll_back(job.state, checkpoint_location(job.directory.checkpoints, job.plan), plan=job.plan):
+    if not roll_back(job.state, make_checkpoint_location(job.directory.checkpoints, job.plan), plan=job.plan):
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
@@ -299,7 +299,7 @@ def _try_roll_back(job: _TrainJob, step: Step) -> bool:
     return True
 
 
-def _profiled_steps(job: _TrainJob) -> range:
+def _profiled_step_indices(job: _TrainJob) -> range:
     """Returns the indices of the steps to profile; none, unless at least one more step follows them."""
     first = job.first_step + _PROFILED_FROM
     steps = range(first, first + job.plan.run.log.profile_steps)
@@ -351,7 +351,7 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
             f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"
         )
     elif job.last is not None:
-        job.sample = _generate_sample(job)
+        job.sample = _sample_text_or_none(job)
     if job.ranks.rank != 0:
         return
     job.directory.record_run_end(interrupted=interrupted)
@@ -365,7 +365,7 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
             job.log.print_message(f"exported {root / EXPORT}")
 
 
-def _generate_sample(job: _TrainJob) -> str | None:
+def _sample_text_or_none(job: _TrainJob) -> str | None:
     """Returns a text that the model generates; None if no sample is asked for or possible. Collective."""
     model, count = job.state.model, job.plan.run.log.sample_tokens
     if not count:
@@ -406,14 +406,14 @@ def _make_measurement(job: _TrainJob) -> Measurement:
         flops_per_token=_flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
-        step_seconds=_step_seconds_by_part(job),
+        step_seconds=_profile_scaled_to_mean_step(job),
         startup_seconds=job.startup_seconds,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
         sample=job.sample,
     )
 
 
-def _step_seconds_by_part(job: _TrainJob) -> StepSeconds | None:
+def _profile_scaled_to_mean_step(job: _TrainJob) -> StepSeconds | None:
     """Returns the mean step time, split into parts in proportion to the fastest profiled step's parts."""
     seconds = job.pace.step_seconds
     if seconds is None or not job.profiled:

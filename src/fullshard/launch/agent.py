@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fullshard.errors import LaunchError
-from fullshard.launch.attempts import RankOutcome, RestartPolicy
+from fullshard.launch.attempts import RankOutcome, RestartBudget
 from fullshard.launch.environment import set_default_log_levels
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.outcome import ProcessOutcome
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 3.0
 
 
-def run_ranks(request: LaunchRequest, *, ranks: int) -> int:
+def run_attempts(request: LaunchRequest, *, ranks: int) -> int:
     """Starts `ranks` processes of `fullshard.launch.rank`, waits, and returns the exit code of the launch.
 
     The exit code is 0, 75 if the ranks were interrupted and have saved, or the code of the first rank that
@@ -45,7 +45,7 @@ def run_ranks(request: LaunchRequest, *, ranks: int) -> int:
     LaunchError if ranks cannot be started.
     """
     set_default_log_levels(os.environ)
-    attempts = RestartPolicy(restarts=request.run.run.restarts)
+    attempts = RestartBudget(restarts=request.run.run.restarts)
     launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
     heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with record_signals(*heard) as signals, _silence_torchelastic_logs():
@@ -55,8 +55,8 @@ def run_ranks(request: LaunchRequest, *, ranks: int) -> int:
                 agent = _build_local_agent(directory, ranks, launch=launch)
                 watch = _RankMonitor(agent, directory, signals=signals)
                 with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
-                    ended = watch.wait_for_ranks(thread)
-            conclusion = attempts.decide_restart(
+                    ended = watch.run_until_ranks_end(thread)
+            conclusion = attempts.decide_restart_or_end(
                 ended, interrupted_by=signals.first_signal, at_once=watch.ended_at_once
             )
             for text in conclusion.messages:
@@ -103,19 +103,19 @@ class _RankMonitor:
         self._passed_on = False
         self.ended_at_once = False
 
-    def wait_for_ranks(self, thread: ThreadPoolExecutor) -> list[RankOutcome]:
+    def run_until_ranks_end(self, thread: ThreadPoolExecutor) -> list[RankOutcome]:
         """Runs the agent in `thread`, watches the ranks until all have ended, and returns their outcomes."""
         run = thread.submit(cast("Callable[[], RunResult]", self._agent.run))
         try:
             while not run.done():
                 wait([run], timeout=POLL_SECONDS)
-                self._poll_ranks()
+                self._poll_ranks_and_signals()
         finally:
             if not run.done():
-                self._kill_ranks()
+                self._sigkill_ranks()
         return self._collect_rank_outcomes(run)
 
-    def _poll_ranks(self) -> None:
+    def _poll_ranks_and_signals(self) -> None:
         pids = self._rank_pids()
         if len(pids) < self._ranks:
             return  # ranks are still starting: signals wait until they run
@@ -126,10 +126,10 @@ class _RankMonitor:
             self._forward_signal(self._signals.first_signal)
         if self._signals.is_interrupted_twice:
             self.ended_at_once = True
-            self._kill_ranks()
+            self._sigkill_ranks()
         failed_at = self._first_failure_time()
         if failed_at is not None and time.time() > failed_at + GRACE_SECONDS:
-            self._kill_ranks()
+            self._sigkill_ranks()
 
     def _rank_pids(self) -> dict[int, int]:
         workers = self._agent.get_worker_group().workers
@@ -142,7 +142,7 @@ class _RankMonitor:
             with suppress(ProcessLookupError):  # it has exited in the meantime
                 os.kill(pid, signal.SIGTERM)
 
-    def _kill_ranks(self) -> None:
+    def _sigkill_ranks(self) -> None:
         for rank, pid in self._rank_pids().items():
             if is_process_running(pid):
                 self._ended_by_us.add(rank)
@@ -151,12 +151,12 @@ class _RankMonitor:
 
     def _first_failure_time(self) -> float | None:
         """Returns the time of the first failure so far, in seconds since the epoch, or None."""
-        endings = {rank: self._load_rank_outcome(rank) for rank in range(self._ranks)}
+        endings = {rank: self._load_saved_outcome(rank) for rank in range(self._ranks)}
         times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
         times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
         return min(times, default=None)
 
-    def _load_rank_outcome(self, rank: int) -> ProcessOutcome | None:
+    def _load_saved_outcome(self, rank: int) -> ProcessOutcome | None:
         return ProcessOutcome.load(self._directory / f"rank-{rank}.json")
 
     def _collect_rank_outcomes(self, run: "Future[RunResult]") -> list[RankOutcome]:
@@ -170,7 +170,7 @@ class _RankMonitor:
         return [
             RankOutcome(
                 rank=rank,
-                ending=self._load_rank_outcome(rank),
+                ending=self._load_saved_outcome(rank),
                 exit_code=codes.get(rank, 0),
                 seen_gone_at=self._gone_at.get(rank, time.time()),
                 killed_by_launcher=rank in self._ended_by_us,

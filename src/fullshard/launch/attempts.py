@@ -42,7 +42,7 @@ class RankOutcome:
 
 
 @dataclass(frozen=True)
-class RestartDecision:
+class RestartOrEnd:
     """The decision after an attempt.
 
     messages: messages for standard error
@@ -54,15 +54,15 @@ class RestartDecision:
 
 
 @dataclass
-class RestartPolicy:
+class RestartBudget:
     """Decides whether a launch restarts its ranks: at most `restarts` times, of which `done` are used."""
 
     restarts: int
     done: int = 0
 
-    def decide_restart(
+    def decide_restart_or_end(
         self, ended: list[RankOutcome], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
-    ) -> RestartDecision:
+    ) -> RestartOrEnd:
         """Decides to restart the ranks after an attempt, and counts the restart, or to end the launch.
 
         ended: outcomes of all ranks, in the order of ranks
@@ -71,19 +71,19 @@ class RestartPolicy:
         """
         found = find_first_failure(ended)
         if at_once:
-            return RestartDecision(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
+            return RestartOrEnd(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
         if found is None:
             codes = {one.ending.exit_code for one in ended if one.ending}
-            return RestartDecision((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
+            return RestartOrEnd((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
         rank, failure = found
         outcome, text = ended[rank], failure.user_message(rank)
         if interrupted_by is not None and outcome.ending is None and outcome.exit_code == -signal.SIGTERM:
             said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
             # A restarted run has trained before, so a scheduler should requeue it.
-            return RestartDecision((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + interrupted_by)
+            return RestartOrEnd((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + interrupted_by)
         exit_code: int | None = failure.exit_code
         if not self.restarts:
-            return RestartDecision((text,), exit_code)
+            return RestartOrEnd((text,), exit_code)
         if self.done == self.restarts:
             said = f"not restarted: it was already, {self.restarts} times (run.restarts)"
         elif not can_restart_help(failure):
@@ -95,7 +95,7 @@ class RestartPolicy:
             self.done += 1
             said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
             exit_code = None
-        return RestartDecision((text, said), exit_code)
+        return RestartOrEnd((text, said), exit_code)
 
 
 def can_restart_help(failure: FailureReport) -> bool:
@@ -108,7 +108,7 @@ def can_restart_help(failure: FailureReport) -> bool:
     return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN
 
 
-class _FailureCause(IntEnum):
+class _RootCauseOrder(IntEnum):
     """The origin of a rank's failure. Lower values are nearer to the cause of all failures."""
 
     OWN = 0
@@ -122,26 +122,26 @@ def find_first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | 
     Failures that only report a lost peer count last, whatever their time: a killed rank writes no report, and
     the launcher sees that it is gone only after its peers have failed.
     """
-    failures = [(rank, *found) for rank in ranks if (found := _find_rank_failure(rank)) is not None]
+    failures = [(rank, *found) for rank in ranks if (found := _failure_of_rank(rank)) is not None]
     if not failures:
         return None
     rank, _, failure = min(failures, key=lambda one: (one[1], one[2].at))
     return rank.rank, failure
 
 
-def _find_rank_failure(rank: RankOutcome) -> tuple[_FailureCause, FailureReport] | None:
+def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport] | None:
     ending, code = rank.ending, rank.exit_code
     if ending is not None and ending.failure is not None:
-        return _FailureCause.PEER_LOST if ending.failure.peer_lost else _FailureCause.OWN, ending.failure
+        return _RootCauseOrder.PEER_LOST if ending.failure.peer_lost else _RootCauseOrder.OWN, ending.failure
     if ending is not None and ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
         return None  # errors during teardown no longer matter
     if rank.killed_by_launcher:
         return None
     if ending is None and code is not None and code < 0:
-        cause = _FailureCause.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _FailureCause.OWN
+        cause = _RootCauseOrder.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _RootCauseOrder.OWN
         error = _killed_by_signal_error(rank.rank, -code)
     else:
-        cause = _FailureCause.OWN
+        cause = _RootCauseOrder.OWN
         error = LaunchError(
             f"rank {rank.rank} left early.",
             got=f"exit code {code if ending is None else ending.exit_code}",

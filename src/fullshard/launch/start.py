@@ -1,26 +1,26 @@
 """Running a request's job on ranks that torchrun or srun started, or on ranks that fullshard starts."""
 
 from fullshard.errors import LaunchError
-from fullshard.launch.agent import run_ranks
+from fullshard.launch.agent import run_attempts
 from fullshard.launch.environment import prepare_rank_environment
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
 from fullshard.profiler.detect import may_have_gpus
 from fullshard.spec.plan import DeviceType
 
-# See `RunSection.ranks`. Two show that sharding works; more only compete for the cores.
+# See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.
 CPU_RANKS = 2
 
 
 def perform_request(request: LaunchRequest) -> int:
-    """Runs the job of `request` on all ranks, and returns the exit code of the launch (see `run_ranks`).
+    """Runs the job of `request` on all ranks, and returns the exit code of the launch (see `run_attempts`).
 
     Under torchrun or srun, this process is one rank: it calls the job itself, and raises its errors.
     Otherwise it starts ranks on this machine (see `choose_rank_count_and_device`).
     """
     if prepare_rank_environment():
         return perform_as_torchrun_rank(request)
-    return run_ranks(request, ranks=choose_rank_count_and_device(request)[0])
+    return run_attempts(request, ranks=choose_rank_count_and_device(request)[0])
 
 
 def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceType]:

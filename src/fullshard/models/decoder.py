@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fullshard.spec.model_section import DecoderConfig
 
 
-class RotaryPositions(nn.Module):
+class RotateByPosition(nn.Module):
     """Rotates pairs of channels by an angle that grows with the position. RoFormer: arXiv:2104.09864.
 
     The tables are not saved in checkpoints; `reset_buffers` computes them.
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, rotary: RotaryPositions, positions: Tensor | None, mask: Tensor | None
+        self, x: Tensor, rotary: RotateByPosition, positions: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -94,7 +94,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, x: Tensor, rotary: RotaryPositions, positions: Tensor | None = None, mask: Tensor | None = None
+        self, x: Tensor, rotary: RotateByPosition, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Applies the layer to x (batch, sequence, d_model).
 
@@ -112,7 +112,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
-        self.positions = RotaryPositions(
+        self.positions = RotateByPosition(
             config.d_model // config.heads, max_sequence=config.max_sequence, theta=config.rope_theta
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))

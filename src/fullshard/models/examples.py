@@ -12,7 +12,7 @@ from fullshard.spec.run import Run
 _ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
 
 
-def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor] | None:
+def example_meta_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor] | None:
     """Returns a batch of `rows` samples on the meta device, for `model(**batch)`; None if inputs are unknown.
 
     Token ids: `data.sequence_length` tokens, at most the model's positions. Images: the config's size.

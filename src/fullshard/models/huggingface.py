@@ -15,7 +15,7 @@ from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.models.quiet_import import import_quietly
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.spec.pretrained import check_config_sizes, locate_config_file, read_config
+from fullshard.spec.pretrained import check_config_limits, locate_config_file, read_config
 from fullshard.spec.small_files import ForeignErrorTranslator
 
 _LAYERS = "num_hidden_layers"
@@ -83,7 +83,7 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
     import_transformers(section.setting_text)
     path = locate_config_file(section.hf)
     data = read_config(path)
-    check_config_sizes(data, source=str(path))
+    check_config_limits(data, source=str(path))
     kind = data.get("model_type")
     if not isinstance(kind, str):
         raise SpecError(
@@ -99,8 +99,8 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
     with ForeignErrorTranslator(lambda got: SpecError(invalid, got=got)):
         config = config_class.from_dict(dict(data))
         if section.options:
-            changed = _apply_options(data, section, config=config)
-            check_config_sizes(changed, source=f"{section.setting_text}, with model.options")
+            changed = _merged_config_dict(data, section, config=config)
+            check_config_limits(changed, source=f"{section.setting_text}, with model.options")
             config = config_class.from_dict(changed)
     for part in _iterate_config_parts(config):
         part.use_cache = False  # only generation needs the key/value cache
@@ -140,7 +140,7 @@ def is_causal_lm(model: nn.Module) -> bool:
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
-def _apply_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
+def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
     """Returns `data`, the values of config.json, with the options of `section` applied.
 
     An option is named as in the config, or by the name common to all models (`num_hidden_layers`). The option
@@ -162,7 +162,7 @@ def _apply_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config
         part = getattr(config, option)
         if isinstance(value, Mapping) and hasattr(part, "to_dict"):
             inner = section.model_copy(update={"options": dict(value)})
-            changed[key] = _apply_options(changed.get(key) or part.to_dict(), inner, config=part)
+            changed[key] = _merged_config_dict(changed.get(key) or part.to_dict(), inner, config=part)
             continue
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
             changed = _resize_per_layer_lists(changed, before=part, now=value)

@@ -15,7 +15,7 @@ from fullshard.errors import SpecError
 from fullshard.offload.device_update import DeviceUpdate, GroupPieceOnDevice
 from fullshard.offload.gather_source import ShardCopies
 from fullshard.offload.gradients import GradientStore
-from fullshard.offload.lazy_tensor import LazyTensor
+from fullshard.offload.lazy_tensor import RereadingTensor
 from fullshard.offload.rounding import (
     AdamOptions,
     adamw_with_stochastic_rounding,
@@ -77,13 +77,13 @@ class StreamingAdamW(torch.optim.Optimizer):
         return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
 
     @property
-    def copies(self) -> Iterable[Tensor]:
+    def device_shard_copies(self) -> Iterable[Tensor]:
         """Copies of the shards in device memory; empty if the masters are there, or shards are offloaded."""
         shards = self.offloaded.shards
         return shards.tensors.values() if isinstance(shards, ShardCopies) and not shards.host_bytes else ()
 
     @property
-    def passing(self) -> Iterable[Tensor]:
+    def device_buffers(self) -> Iterable[Tensor]:
         """Device buffers through which groups are updated; empty if the host updates them."""
         return self._on_device.buffers if self._on_device is not None else ()
 
@@ -136,7 +136,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         for index, (parameter, _) in enumerate(self._parameters_and_options()):
             name = self.offloaded.names_of.get(parameter)
             if index in found["state"] and name is not None:
-                found["state"][index] = found["state"][index] | self.offloaded.live_tensors(name)
+                found["state"][index] = found["state"][index] | self.offloaded.always_current_tensors(name)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,9 +151,9 @@ class StreamingAdamW(torch.optim.Optimizer):
         saved: dict[str, dict[str, Tensor]] = {}
         rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
         for name in self.offloaded.names:
-            own, now = rest.pop(index[name], {}), self.offloaded.live_tensors(name)
+            own, now = rest.pop(index[name], {}), self.offloaded.always_current_tensors(name)
             new = {key: own[key] for key in MasterAndMoments._fields if key in own}
-            _check_shard_shapes(name, new, now=now)
+            _check_loaded_shapes(name, new, now=now)
             saved[name] = {"master": now["master"]} | new
             if "step" in own:
                 rest[index[name]] = {"step": own["step"]}
@@ -205,7 +205,7 @@ def _update_group_on_device(  # signature: as `_update_group`
     on_device.update_group(group, parts, gradients=own, change=update_piece)
 
 
-def _update_group(  # signature: bound arguments, and those of `OffloadedState.update`
+def _update_group(  # signature: bound arguments, and those of `state.Update`
     jobs: _Jobs,
     group: OffloadGroup,
     parts: MasterAndMoments,
@@ -277,10 +277,10 @@ def _rounding_generator(job: _UpdateInputs, begin: int, *, device: torch.device)
     return torch.Generator(device).manual_seed(seed & (2**63 - 1))
 
 
-def _check_shard_shapes(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
+def _check_loaded_shapes(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
     for key, tensor in new.items():
         own, found = local_tensor(now[key]), local_tensor(tensor) if isinstance(tensor, Tensor) else None
-        read = isinstance(found, LazyTensor) or (found is not None and not found.is_meta)
+        read = isinstance(found, RereadingTensor) or (found is not None and not found.is_meta)
         if found is None or found.shape != own.shape or not read:
             got = f"{tuple(found.shape)} on {found.device}" if found is not None else type(tensor).__name__
             raise SpecError(

@@ -33,13 +33,13 @@ class GroupPieceOnDevice(NamedTuple):
 
 
 class WorkStream(Protocol):
-    """Runs enqueued functions in order, without blocking the host."""
+    """Stream of device work: enqueued functions issue work, which runs in order. The host need not wait."""
 
     def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         """Enqueues `act`, to run after the events `after` of other streams. Returns the event of its end."""
         ...
 
-    def make_memory_safe_to_use(self, memory: Tensor) -> None:
+    def make_memory_usable_in_stream(self, memory: Tensor) -> None:
         """Makes memory that was just allocated safe for use by the functions of this stream."""
         ...
 
@@ -62,7 +62,7 @@ class SynchronousStream:
     def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         act()
 
-    def make_memory_safe_to_use(self, memory: Tensor) -> None: ...
+    def make_memory_usable_in_stream(self, memory: Tensor) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -80,7 +80,7 @@ class CudaStream:
             act()
             return self._stream.record_event()
 
-    def make_memory_safe_to_use(self, memory: Tensor) -> None:
+    def make_memory_usable_in_stream(self, memory: Tensor) -> None:
         # Work enqueued earlier on the current stream may still use this memory, so this stream waits for it.
         # When the memory is freed, the allocator must not reuse it before this stream is done with it.
         self._stream.wait_stream(torch.cuda.current_stream(memory.device))
@@ -115,7 +115,7 @@ class DeviceUpdate:
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         for stream in self._streams:
             for buffer in self.buffers:
-                stream.make_memory_safe_to_use(buffer)
+                stream.make_memory_usable_in_stream(buffer)
 
     def update_group(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls, offload_error_from_os_error
 from fullshard.quantities import format_bytes
-from fullshard.system.files import atomic_replacement_path, fsync_path, make_durable_directory
+from fullshard.system.files import atomic_replace_context, fsync_path, make_durable_directory
 from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
 
 IDENTITY = "identity.json"
@@ -110,12 +110,12 @@ def remove_file_and_flush(path: Path, *, system: DriveSystemCalls = SYSTEM) -> N
 
 def replace_file_atomically(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
     """Replaces a file atomically: after a crash it has its old content, or all of `data`."""
-    with atomic_replacement_path(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
-        overwrite_file_start(draft, data, system=system)
+    with atomic_replace_context(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+        write_file_start_and_flush(draft, data, system=system)
     fsync_path(path.parent, fsync=system.fsync)
 
 
-def overwrite_file_start(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
+def write_file_start_and_flush(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
     """Writes `data` over the beginning of a file, or a new file, and flushes it. Later bytes stay."""
     descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

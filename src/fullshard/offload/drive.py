@@ -24,9 +24,9 @@ import numpy as np
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
-from fullshard.system.direct_io import ALIGNMENT, disable_direct_io, is_direct_io_enabled, open_direct
+from fullshard.system.direct_io import ALIGNMENT, clear_o_direct_flag, has_o_direct_flag, open_direct
 from fullshard.system.disk import os_error_reason_and_fix
-from fullshard.system.files import atomic_replacement_path
+from fullshard.system.files import atomic_replace_context
 
 logger = logging.getLogger("fullshard")
 
@@ -103,16 +103,16 @@ class DriveFile:
     """
 
     def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: DriveSystemCalls) -> None:
-        """Wraps an open descriptor. Use `create` or `open` instead."""
+        """Wraps an open descriptor. Use `open_or_create` or `open` instead."""
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
         self._leaving = threading.Lock()
-        self.direct = is_direct_io_enabled(descriptor)
+        self.direct = has_o_direct_flag(descriptor)
         if not self.direct:
             _warn_no_direct_io(path.parent)
 
     @classmethod
-    def create(cls, path: Path, size_bytes: int, *, system: DriveSystemCalls = SYSTEM) -> Self:
+    def open_or_create(cls, path: Path, size_bytes: int, *, system: DriveSystemCalls = SYSTEM) -> Self:
         """Creates the file with all of its space allocated, so that a full drive fails here, not mid-run.
 
         An existing file of this size is opened and keeps its content. Raises OffloadError if an existing file
@@ -198,7 +198,7 @@ class DriveFile:
         if _is_aligned(target, offset):
             return self._call_preadv(target[: target.nbytes - target.nbytes % ALIGNMENT], offset)
         head = offset % ALIGNMENT
-        scratch = _allocate_scratch_blocks(head + target.nbytes)
+        scratch = _capped_aligned_buffer(head + target.nbytes)
         count = self._call_preadv(scratch, offset - head) - head
         if count <= 0:
             self._disable_direct_io()  # the file system ended a transfer within a block
@@ -213,7 +213,7 @@ class DriveFile:
         if _is_aligned(data, offset):
             return self._call_pwritev(data[: data.nbytes - data.nbytes % ALIGNMENT], offset)
         head = offset % ALIGNMENT
-        scratch = _allocate_scratch_blocks(head + data.nbytes)
+        scratch = _capped_aligned_buffer(head + data.nbytes)
         count = min(scratch.nbytes - head, data.nbytes)
         for edge in {0, scratch.nbytes - ALIGNMENT}:
             if edge < head or edge + ALIGNMENT > head + count:  # some bytes of this block must stay
@@ -243,7 +243,7 @@ class DriveFile:
 
     def _disable_direct_io(self) -> None:
         with self._leaving:
-            disable_direct_io(self._descriptor)
+            clear_o_direct_flag(self._descriptor)
             self.direct = False
         _warn_no_direct_io(self.path.parent)
 
@@ -253,17 +253,17 @@ def allocate_file(path: Path, size_bytes: int, *, system: DriveSystemCalls) -> N
 
     It is allocated under a temporary name and renamed at the end, so that a crash leaves no partial file.
     """
-    with atomic_replacement_path(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+    with atomic_replace_context(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
         # Not direct: where the C library allocates by writing single bytes, those are not aligned.
         descriptor = system.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _allocate_zeroed_space(descriptor, size_bytes, system=system)
+            _fallocate_or_write_zeros(descriptor, size_bytes, system=system)
             system.fdatasync(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _allocate_zeroed_space(descriptor: int, size_bytes: int, *, system: DriveSystemCalls) -> None:
+def _fallocate_or_write_zeros(descriptor: int, size_bytes: int, *, system: DriveSystemCalls) -> None:
     try:
         system.posix_fallocate(descriptor, 0, size_bytes)
         return
@@ -309,7 +309,7 @@ def _is_aligned(data: memoryview, offset: int) -> bool:
     return np.frombuffer(data, dtype=np.uint8).ctypes.data % ALIGNMENT == 0
 
 
-def _allocate_scratch_blocks(least: int) -> memoryview:
+def _capped_aligned_buffer(least: int) -> memoryview:
     """Returns page-aligned memory of whole blocks for `least` bytes, at most 1 MiB."""
     return memoryview(mmap.mmap(-1, min(round_up_to_blocks(least), _SCRATCH_BYTES)))
 

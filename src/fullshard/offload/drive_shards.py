@@ -76,7 +76,7 @@ class DriveShards:
         size = max(end, page_aligned_bytes(1, 1))
         if path.exists() and path.stat().st_size != size:
             path.unlink()
-        self._file = DriveFile.create(path, size, system=system)
+        self._file = DriveFile.open_or_create(path, size, system=system)
         count = min(UNIT_BUFFERS, len(self._units)) or 1
         self._buffers = UnitBuffers(count, largest, pinned=device.type == "cuda", wait=system.wait)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-read")
@@ -87,14 +87,14 @@ class DriveShards:
     def host_bytes(self) -> int:
         return self._buffers.host_bytes
 
-    def prepare_for_update(self) -> None:
+    def announce_update(self) -> None:
         self._following.start_step()
-        self._buffers.prepare_for_update(number for number, unit in self._units.items() if unit.elements)
+        self._buffers.announce_update(number for number, unit in self._units.items() if unit.elements)
 
     def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
         return self._buffers.expedite_unit(unit)
 
-    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
+    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]
         buffer, begins = self._buffers.buffer_to_fill(number, elements=unit.elements)
@@ -112,7 +112,7 @@ class DriveShards:
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # its copies have ended, so the buffer is free
             following = self._following.record_gather_and_predict_next(number)
-        buffer = self._buffers.buffer_to_gather(number, self._start_unit_read)
+        buffer = self._buffers.find_buffer_or_start_read(number, self._start_unit_read)
         if following is not None:
             self._buffers.prefetch_unit(following, self._start_unit_read)
         if buffer.reading is not None:

@@ -157,7 +157,7 @@ class DriveStore:
         parts = (make_lazy_tensor(size, dtype, read=partial(read, part=part)) for part, dtype in dtypes)
         return MasterAndMoments(*parts)
 
-    def allocate_parameter_state(self, name: str) -> MasterAndMoments | None:
+    def parameter_state_to_fill(self, name: str) -> MasterAndMoments | None:
         places = self._places.get(name)
         if places is None:
             return None
@@ -176,7 +176,7 @@ class DriveStore:
         if step is None:
             step = max((one.step for one in whole), default=-1) + 1
         for later in (one for one in whole if one.step >= step):
-            self.generations.remove_generation(later.slot)
+            self.generations.invalidate_generation(later.slot)
         self.generations.commit_generation(step, payload)
         self._committed = True
 

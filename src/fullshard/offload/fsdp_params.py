@@ -46,13 +46,13 @@ def padded_shard_shape(engine_parameter: Any) -> torch.Size:
     return engine_parameter.padded_sharded_param_size
 
 
-def shard_dtype(engine_parameter: Any) -> torch.dtype:
+def master_dtype(engine_parameter: Any) -> torch.dtype:
     return engine_parameter.sharded_param.dtype
 
 
 def compute_dtype(engine_parameter: Any) -> torch.dtype:
     """Returns the dtype in which the parameter is gathered. Integers are never cast."""
-    kept = shard_dtype(engine_parameter)
+    kept = master_dtype(engine_parameter)
     return (engine_parameter.mp_policy.param_dtype if kept.is_floating_point else None) or kept
 
 
@@ -79,7 +79,7 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
         return (outputs[0], ()) if out is None else None
 
     if engine_parameter.post_forward_mesh_info not in (None, engine_parameter.mesh_info):
-        engine_parameter.__class__ = _make_post_forward_shard_class(type(engine_parameter))
+        engine_parameter.__class__ = _post_forward_fsdp_param_class(type(engine_parameter))
     engine_parameter._sharded_param_data = local.reshape(-1)
     parameter._local_tensor = local  # pyright: ignore[reportPrivateUsage]
     local.fsdp_pre_all_gather = pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
@@ -113,13 +113,13 @@ def _invalid_placeholder_value(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _make_post_forward_shard_class(cls: type[Any]) -> type[Any]:
+def _post_forward_fsdp_param_class(cls: type[Any]) -> type[Any]:
     """Returns a subclass of FSDP2's class that gathers from the shard kept after forward, if there is one."""
 
-    class PostForwardShardParam(cls):
+    class PostForwardFSDPParam(cls):
         @property
         def all_gather_inputs(self) -> list[Tensor]:
             kept = getattr(self, "_sharded_post_forward_param_data", None)
             return super().all_gather_inputs if kept is None else [kept]
 
-    return PostForwardShardParam
+    return PostForwardFSDPParam

@@ -12,8 +12,8 @@ from fullshard.offload.fsdp_params import (
     compute_dtype,
     dtensor_like,
     local_shard_shape,
+    master_dtype,
     padded_shard_shape,
-    shard_dtype,
 )
 from fullshard.offload.host_memory import allocate_host_memory
 
@@ -27,7 +27,7 @@ class GatherSource(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def prepare_for_update(self) -> None:
+    def announce_update(self) -> None:
         """Prepares for an update, which writes all shards in the order of gathers."""
         ...
 
@@ -35,7 +35,7 @@ class GatherSource(Protocol):
         """While the context is open, an update writes `unit` (None: all) without waiting for gathers."""
         ...
 
-    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
+    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         """Sets elements of the flat shard, from `begin` on, to `values`, which have the master's dtype."""
         ...
 
@@ -65,7 +65,7 @@ class _InMemorySource:
 
     host_bytes = 0
 
-    def prepare_for_update(self) -> None: ...
+    def announce_update(self) -> None: ...
 
     def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
         return nullcontext()
@@ -76,13 +76,13 @@ class _InMemorySource:
         return lambda: None
 
 
-class MasterShards(_InMemorySource):
+class MasterCastingSource(_InMemorySource):
     """Source whose masters are in device memory: each gather casts them, as FSDP2 does."""
 
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
         self._masters, self._engine = masters, engine
 
-    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None: ...
+    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None: ...
 
     def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one, master = self._engine[name], self._masters[name]
@@ -119,7 +119,7 @@ class ShardCopies(_InMemorySource):
         self._events: dict[str, Any] = {}
         self._staged = torch.empty(0)
 
-    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
+    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         target = self.tensors[name][begin : begin + values.numel()]
         if self._stream is None:
             target.copy_(values)
@@ -161,7 +161,7 @@ class OffloadedFrozenParameters:
         """Stores the shards of frozen parameters in `values`, which are a unit's flat shards by name."""
         for name, value in values.items():
             if name in self.engine and value.numel():
-                self.shards.write_shard_elements(name, 0, values=value)
+                self.shards.publish_shard_elements(name, 0, values=value)
 
     def parameter_dtensor(self, name: str) -> DTensor:
         """Returns a parameter's values as a DTensor, not to be changed. From a drive, each use reads them."""
@@ -169,11 +169,11 @@ class OffloadedFrozenParameters:
 
     def iterate_tensors_to_fill(self) -> Iterator[dict[str, Tensor]]:
         """Yields tensors to fill with values, unit by unit, like `OffloadedState.iterate_tensors_to_fill`."""
-        self.shards.prepare_for_update()
+        self.shards.announce_update()
         with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
             for own in self._units.values():
                 new = {
-                    name: torch.empty(local_shard_shape(one).numel(), dtype=shard_dtype(one))
+                    name: torch.empty(local_shard_shape(one).numel(), dtype=master_dtype(one))
                     for name, one in own.items()
                 }
                 yield {name: dtensor_like(one, new[name]) for name, one in own.items()}

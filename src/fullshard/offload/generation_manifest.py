@@ -1,7 +1,7 @@
 """Files that describe a rank's generations: their owner, and a manifest of each complete generation.
 
     state-0.data       records at fixed offsets       state-1.data
-    state-0.payload    the bytes given to `commit`    state-1.payload
+    state-0.payload    bytes for commit_generation    state-1.payload
     state-0.json       the manifest: written last     state-1.json
     identity.json      the owner of these files
 
@@ -37,7 +37,7 @@ _MOST_BYTES = 256 << 20
 _FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, discard it: remove the directory"
 
 
-class OwnerIdentity(FrozenModel):
+class RunRankIdentity(FrozenModel):
     """The owner of a directory's files: a rank of a run.
 
     layout: digest of the names, shapes, dtypes and offsets of all records
@@ -49,7 +49,7 @@ class OwnerIdentity(FrozenModel):
     layout: str
 
 
-class DataFileRecord(FrozenModel):
+class DataFileRegion(FrozenModel):
     """A record: a named region of a generation's data file. `offset_bytes` is a multiple of 4096."""
 
     name: str
@@ -66,9 +66,9 @@ class GenerationManifest(FrozenModel):
     """
 
     format: Literal[1] = 1
-    identity: OwnerIdentity
+    identity: RunRankIdentity
     step: NonNegativeInt
-    records: tuple[DataFileRecord, ...]
+    records: tuple[DataFileRegion, ...]
     digests: tuple[str, ...]
     payload_bytes: NonNegativeInt
     payload_digest: str
@@ -86,12 +86,12 @@ def manifest_path(directory: Path, slot: int) -> Path:
     return directory / f"state-{slot}.json"
 
 
-def data_file_bytes(records: Sequence[DataFileRecord]) -> int:
+def data_file_bytes(records: Sequence[DataFileRegion]) -> int:
     """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
     return round_up_to_blocks(max((one.offset_bytes + one.length_bytes for one in records), default=1))
 
 
-def check_record_layout(records: Sequence[DataFileRecord]) -> None:
+def check_aligned_and_disjoint(records: Sequence[DataFileRegion]) -> None:
     """Asserts that records begin at blocks, have unique names, and do not overlap."""
     assert len({record.name for record in records}) == len(records), "two records of one name"
     end = 0
@@ -114,7 +114,7 @@ def json_with_digest(value: FrozenModel) -> bytes:
     return text + b"\n" + xxh3_digest(text).encode() + b"\n"
 
 
-def claim_directory(directory: Path, identity: OwnerIdentity, *, system: DriveSystemCalls) -> None:
+def claim_directory(directory: Path, identity: RunRankIdentity, *, system: DriveSystemCalls) -> None:
     """Writes `identity` into a new `directory`. Raises ForeignOffloadError if another owner has files there.
 
     If the identity file is damaged, the manifests show the owner instead.
@@ -124,7 +124,7 @@ def claim_directory(directory: Path, identity: OwnerIdentity, *, system: DriveSy
         replace_file_atomically(path, text, system=system)
         return
     try:
-        other = OwnerIdentity.model_validate_json(_read_json_with_digest(path))
+        other = RunRankIdentity.model_validate_json(_verified_json_bytes(path))
     except (FileNotFoundError, ValidationError, DamagedOffloadError):
         if any(one.identity == identity for one in read_undamaged_manifests(directory)):
             replace_file_atomically(path, text, system=system)
@@ -147,7 +147,7 @@ def claim_directory(directory: Path, identity: OwnerIdentity, *, system: DriveSy
 def read_world_size(directory: Path) -> int | None:
     """Returns the number of ranks of the run that wrote the files in `directory`; None if unreadable."""
     with suppress(OSError, ValidationError, DamagedOffloadError):
-        return OwnerIdentity.model_validate_json(_read_json_with_digest(directory / IDENTITY)).world_size
+        return RunRankIdentity.model_validate_json(_verified_json_bytes(directory / IDENTITY)).world_size
     return None
 
 
@@ -156,7 +156,7 @@ def read_undamaged_manifests(directory: Path) -> list[GenerationManifest]:
     found: list[GenerationManifest] = []
     for slot in SLOTS:
         with suppress(OSError, ValidationError, DamagedOffloadError):
-            text = _read_json_with_digest(manifest_path(directory, slot))
+            text = _verified_json_bytes(manifest_path(directory, slot))
             found.append(GenerationManifest.model_validate_json(text))
     return found
 
@@ -195,7 +195,7 @@ def find_saved_run_state(directory: Path) -> SavedRunState | None:
 
 
 def read_manifest(
-    directory: Path, slot: int, *, identity: OwnerIdentity, records: Sequence[DataFileRecord]
+    directory: Path, slot: int, *, identity: RunRankIdentity, records: Sequence[DataFileRegion]
 ) -> GenerationManifest | None:
     """Returns the manifest of a slot after verifying its payload, or None if there is no manifest.
 
@@ -205,7 +205,7 @@ def read_manifest(
     if not os.path.lexists(path):
         return None
     try:
-        manifest = GenerationManifest.model_validate_json(_read_json_with_digest(path))
+        manifest = GenerationManifest.model_validate_json(_verified_json_bytes(path))
     except ValidationError as error:
         raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
     if manifest.identity != identity or manifest.records != tuple(records):
@@ -241,7 +241,7 @@ def digest_mismatch_error(path: Path, what: str) -> DamagedOffloadError:
     )
 
 
-def _read_json_with_digest(path: Path) -> bytes:
+def _verified_json_bytes(path: Path) -> bytes:
     """Returns the JSON of a file that `json_with_digest` made. Raises OSError or DamagedOffloadError."""
     text = read_bytes(path, most_bytes=_MOST_BYTES)
     body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")

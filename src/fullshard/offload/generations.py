@@ -27,17 +27,17 @@ from fullshard.offload.directories import (
     LOCK,
     lock_directory,
     no_space_error,
-    overwrite_file_start,
     remove_file_and_flush,
     replace_file_atomically,
+    write_file_start_and_flush,
 )
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls, allocate_file, translate_os_errors
 from fullshard.offload.generation_manifest import (
     SLOTS,
-    DataFileRecord,
+    DataFileRegion,
     GenerationManifest,
-    OwnerIdentity,
-    check_record_layout,
+    RunRankIdentity,
+    check_aligned_and_disjoint,
     claim_directory,
     data_file_bytes,
     data_path,
@@ -78,9 +78,9 @@ class GenerationFiles:
     def __init__(
         self,
         directory: Path,
-        records: Sequence[DataFileRecord],
+        records: Sequence[DataFileRegion],
         *,
-        identity: OwnerIdentity,
+        identity: RunRankIdentity,
         check: Check = "asked",
         payload_bytes: int = PAYLOAD_BYTES,
         system: DriveSystemCalls = SYSTEM,
@@ -88,10 +88,10 @@ class GenerationFiles:
         """Locks `directory` for this process, and allocates the files that are missing.
 
         Logs a damaged generation, and ignores it. Raises ForeignOffloadError if the files have another
-        identity (`discard` removes them), and OffloadError if another process uses the directory or the drive
-        has no room.
+        identity (`discard_rank_directory` removes them). Raises OffloadError if another process uses the
+        directory, or the drive has no room.
         """
-        check_record_layout(records)
+        check_aligned_and_disjoint(records)
         self.directory, self.identity, self.check = directory, identity, check
         self.records = {record.name: record for record in records}
         self._system = system
@@ -137,7 +137,7 @@ class GenerationFiles:
         with translate_os_errors(f"{payload_path(self.directory, slot)} cannot be read."):
             return read_payload(self.directory, slot, manifest=self._whole[slot])
 
-    def remove_generation(self, slot: int) -> None:
+    def invalidate_generation(self, slot: int) -> None:
         """Removes the generation in a slot, if there is one, and flushes the removal of its manifest."""
         self._whole.pop(slot, None)
         self._digests[slot].clear()
@@ -155,7 +155,7 @@ class GenerationFiles:
         self._begun = None
         newest = self.list_complete_generations()
         slot = 1 - newest[0].slot if newest else 0
-        self.remove_generation(slot)
+        self.invalidate_generation(slot)
         self._begun = slot
         return slot
 
@@ -193,14 +193,14 @@ class GenerationFiles:
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
         if self.check == "always" and name not in self._verified[slot]:
-            self._check_digest(record, slot, pieces=_iterate_scratch_pieces(record))
+            self._check_digest(record, slot, pieces=_alternate_read_buffers(record))
             self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
 
     def check_all_records(self, generation: Generation) -> None:
         """Reads every record. Raises DamagedOffloadError for the first whose digest does not match."""
         for record in self.records.values():
-            self._check_digest(record, generation.slot, pieces=_iterate_scratch_pieces(record))
+            self._check_digest(record, generation.slot, pieces=_alternate_read_buffers(record))
 
     def commit_generation(self, step: int, payload: bytes) -> Generation:
         """Completes the started generation, as the state after `step` steps, and flushes it.
@@ -225,12 +225,12 @@ class GenerationFiles:
         self._files[slot].flush()
         path, text = manifest_path(self.directory, slot), json_with_digest(manifest)
         with translate_os_errors(f"step {step} cannot be kept in {self.directory}."):
-            overwrite_file_start(payload_path(self.directory, slot), payload, system=self._system)
+            write_file_start_and_flush(payload_path(self.directory, slot), payload, system=self._system)
             replace_file_atomically(path, text, system=self._system)
         self._whole[slot] = manifest
         return Generation(step, slot)
 
-    def _check_digest(self, record: DataFileRecord, slot: int, *, pieces: Iterable[memoryview]) -> None:
+    def _check_digest(self, record: DataFileRegion, slot: int, *, pieces: Iterable[memoryview]) -> None:
         """Reads a record into `pieces` and checks its digest, digesting a piece while the next is read."""
         file, found, offset = self._files[slot], xxhash.xxh3_128(), record.offset_bytes
         with ExitStack() as last:  # waits for the last digest, also after an error
@@ -244,7 +244,7 @@ class GenerationFiles:
 
 
 def _read_complete_manifests(
-    directory: Path, records: Sequence[DataFileRecord], *, identity: OwnerIdentity
+    directory: Path, records: Sequence[DataFileRegion], *, identity: RunRankIdentity
 ) -> dict[int, GenerationManifest]:
     """Returns the manifests of complete generations, by slot. Logs damaged manifests."""
     found: dict[int, GenerationManifest] = {}
@@ -310,7 +310,7 @@ def _keep_or_remove_data(directory: Path, slot: int, *, size_bytes: int) -> bool
     return False
 
 
-def _iterate_scratch_pieces(record: DataFileRecord) -> Iterator[memoryview]:
+def _alternate_read_buffers(record: DataFileRegion) -> Iterator[memoryview]:
     """Yields memory for each piece of a record, from two buffers in turn."""
     scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
     halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import dtensor_like, local_shard_shape, shard_dtype
+from fullshard.offload.fsdp_params import dtensor_like, local_shard_shape, master_dtype
 from fullshard.offload.host_memory import allocate_host_memory
 
 
@@ -49,12 +49,12 @@ class HostGradients:
     """
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
-        sizes = [local_shard_shape(one).numel() * shard_dtype(one).itemsize for one in engine.values()]
+        sizes = [local_shard_shape(one).numel() * master_dtype(one).itemsize for one in engine.values()]
         *begins, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
         memory = allocate_host_memory(total, pinned=pinned)
         self._engine, self._there = engine, set[str]()
         self._host = {
-            name: memory[begin : begin + size].view(shard_dtype(one))
+            name: memory[begin : begin + size].view(master_dtype(one))
             for (name, one), begin, size in zip(engine.items(), begins, sizes, strict=True)
         }
         self._stream = torch.cuda.Stream() if pinned else None

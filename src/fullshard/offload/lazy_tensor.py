@@ -13,7 +13,7 @@ _STILL_ON_DRIVE = frozenset(
 _OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
 
 
-class LazyTensor(torch.Tensor):
+class RereadingTensor(torch.Tensor):
     """Tensor on the meta device whose elements `read` returns, on the CPU, at each use.
 
     It cannot be changed in place. `make_lazy_tensor` makes it.
@@ -37,17 +37,17 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _STILL_ON_DRIVE:
-            one = cast(LazyTensor, args[0])
+            one = cast(RereadingTensor, args[0])
             shape = torch.empty(one.shape, device="meta").view(*args[1:] or (one.shape,)).shape
             return make_lazy_tensor(shape, one.dtype, read=lambda: one.read().view(shape))
         kwargs = kwargs or {}
         written = tree_leaves(_written_arguments(func, args, kwargs=kwargs))
-        if any(isinstance(leaf, LazyTensor) for leaf in written):
+        if any(isinstance(leaf, RereadingTensor) for leaf in written):
             raise TypeError(f"{func} would change a tensor that is on a drive")
         if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
             # The tensor just read has no other owner, so it is not copied again if nothing changes.
             return args[0].read().to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
-        read = tree_map_only(LazyTensor, lambda one: one.read(), (args, kwargs))
+        read = tree_map_only(RereadingTensor, lambda one: one.read(), (args, kwargs))
         return func(*read[0], **read[1])
 
 
@@ -60,9 +60,9 @@ def _written_arguments(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, A
     ]
 
 
-def make_lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
+def make_lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> RereadingTensor:
     """Returns a tensor on the meta device whose elements `read` returns, for example in `.cpu()`."""
-    make = cast(Callable[..., LazyTensor], torch.Tensor._make_wrapper_subclass)
-    one = make(LazyTensor, shape, dtype=dtype, device="meta", requires_grad=False)
+    make = cast(Callable[..., RereadingTensor], torch.Tensor._make_wrapper_subclass)
+    one = make(RereadingTensor, shape, dtype=dtype, device="meta", requires_grad=False)
     one.read = read
     return one

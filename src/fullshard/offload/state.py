@@ -20,13 +20,13 @@ from fullshard.offload.fsdp_params import (
     dtensor_like,
     iterate_sharded_parameters,
     local_shard_shape,
+    master_dtype,
     padded_shard_shape,
     redirect_all_gather,
-    shard_dtype,
 )
 from fullshard.offload.gather_source import (
     GatherSource,
-    MasterShards,
+    MasterCastingSource,
     OffloadedFrozenParameters,
     SeparateShardSource,
     ShardCopies,
@@ -42,9 +42,9 @@ from fullshard.offload.update_thread import (
 from fullshard.spec.groups import (
     OffloadGroup,
     ShardSegment,
-    ShardSize,
+    ShardSizes,
     group_shards,
-    iterate_whole_parameter_groups,
+    join_groups_of_split_parameters,
 )
 
 Update = Callable[[OffloadGroup, MasterAndMoments], None]
@@ -84,13 +84,13 @@ class OffloadSettings:
     traffic: DriveCounters = field(default_factory=DriveCounters)
 
     @property
-    def is_on_gpu(self) -> bool:
+    def has_gpu(self) -> bool:
         return self.device.type == "cuda"
 
     @property
     def is_state_on_device(self) -> bool:
         """True if the state is in the device's own memory, because the device is the host."""
-        return self.on_drive is None and not self.is_on_gpu
+        return self.on_drive is None and not self.has_gpu
 
     def make_shard_source(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
@@ -99,7 +99,7 @@ class OffloadSettings:
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
-        pinned, dtype_of = self.is_on_gpu and self.shards_outside, shard_dtype if frozen else compute_dtype
+        pinned, dtype_of = self.has_gpu and self.shards_outside, master_dtype if frozen else compute_dtype
         return ShardCopies(engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of)
 
 
@@ -127,9 +127,9 @@ class OffloadedState:
 
     # `fullshard.sharding.apply.ShardSink`
 
-    def start_receiving_shards(self, model: nn.Module, *, unset: bool = False) -> None:
+    def set_up_for_model(self, model: nn.Module, *, unset: bool = False) -> None:
         """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""
-        held: list[ShardSize] = []
+        held: list[ShardSizes] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in iterate_sharded_parameters(model):
             if self._units.setdefault(name, unit) != unit:
@@ -139,7 +139,7 @@ class OffloadedState:
                 continue
             self.engine[name] = one
             numel, most = local_shard_shape(one).numel(), padded_shard_shape(one).numel()
-            held.append(ShardSize(name, numel=numel, max_numel=most, dtype=_dtype_name(one)))
+            held.append(ShardSizes(name, numel=numel, max_numel=most, dtype=_master_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = group_shards(held, sub_group_parameters=self.settings.sub_group_parameters)
@@ -152,7 +152,7 @@ class OffloadedState:
         else:
             self._filling = _InitialValueWriter(self.store, self._publish_segment)
 
-    def put_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def offload_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Stores the values of one unit's parameters, and frees their memory. Called in the order of use."""
         engine = offloaded_fsdp_params(self)
         own = {n: detached_local_tensor(p).reshape(-1) for n, p in parameters.items() if n in engine}
@@ -163,7 +163,7 @@ class OffloadedState:
             source = partial(self._shard_for_gather, name)
             redirect_all_gather(engine[name], source, local=self.masters.get(name))
 
-    def finish_receiving_shards(self) -> None:
+    def finish_offloading_shards(self) -> None:
         """Completes the stores after the last unit, and waits until all values are stored."""
         if self._filling is not None:
             self._filling.check_all_written()
@@ -182,7 +182,7 @@ class OffloadedState:
         self.settings.traffic.mark_update_start()
         self._release = release
         left = Counter(self._units[segment.name] for group in self._own for segment in group.segments)
-        self.shards.prepare_for_update()
+        self.shards.announce_update()
 
         @torch.no_grad()
         def update_all_groups() -> None:
@@ -201,7 +201,7 @@ class OffloadedState:
             self.wait_for_update()  # the update would only compete with the caller for the processor
 
     def wait_for_update(self, *, to_load: bool = False) -> None:
-        """Waits until no update is running. Raises as `UpdateThread.wait_for_update` does."""
+        """Waits until no update is running. Raises as `UpdateThread.wait_for_all_work` does."""
         try:
             self.updates.wait_for_all_work(to_load=to_load)
         finally:
@@ -215,7 +215,7 @@ class OffloadedState:
         """
         return self._parts_as_dtensors(name, self.store.read_parameter_state(name))
 
-    def live_tensors(self, name: str) -> dict[str, Tensor]:
+    def always_current_tensors(self, name: str) -> dict[str, Tensor]:
         """Returns the `parameter_state_tensors` that show, at each use, the result of the last update.
 
         During `iterate_tensors_to_fill` they show the old state. A use raises OffloadError once the state is
@@ -239,19 +239,19 @@ class OffloadedState:
         The tensors are stored when the next portion is requested. Every rank gets the same portions. After an
         interrupted iteration, the state is unusable until a complete one.
 
-        keep: keeps the old state readable by `live_tensors` meanwhile
+        keep: keeps the old state readable by `always_current_tensors` meanwhile
         frozen: includes frozen parameters
         """
         self.wait_for_update(to_load=True)
         if keep:
             self.store.keep_current_state_readable()
         self.updates.unusable = half_loaded_error
-        self.shards.prepare_for_update()
+        self.shards.announce_update()
         with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
             stream = self.store.stream_for_update(fresh=True)
-            for portion in iterate_whole_parameter_groups(self.groups):
+            for portion in join_groups_of_split_parameters(self.groups):
                 names = dict.fromkeys(name for group in portion for name in group.names)
-                new = {name: self.store.allocate_parameter_state(name) for name in names}
+                new = {name: self.store.parameter_state_to_fill(name) for name in names}
                 yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
                 for _ in filter(lambda group: group.segments, portion):
                     group, parts = next(stream)
@@ -269,7 +269,7 @@ class OffloadedState:
 
     def rewrite_shards_from_masters(self, *, verify: bool) -> None:
         """Rewrites all shards from the masters. If `verify`, checks the state against its digests."""
-        self.shards.prepare_for_update()
+        self.shards.announce_update()
         with self.shards.expedite_publishing(None):
             for group, parts in self.store.stream_read_only(verify=verify):
                 for segment in group.segments:
@@ -279,18 +279,18 @@ class OffloadedState:
     def _make_stores_and_thread(self, frozen: Mapping[str, Any]) -> None:
         settings, engine, own = self.settings, self.engine, self._own
         if settings.on_drive is None:
-            self.store: GroupStore = HostMemoryStore(own, moments=settings.moments, pinned=settings.is_on_gpu)
+            self.store: GroupStore = HostMemoryStore(own, moments=settings.moments, pinned=settings.has_gpu)
         else:
             self.store = settings.on_drive(own)
         self.masters: dict[str, Tensor] = {}
         for name, one in engine.items() if settings.is_state_on_device else ():
             parts = self.store.read_parameter_state(name)
-            empty = torch.empty(0, dtype=shard_dtype(one))
+            empty = torch.empty(0, dtype=master_dtype(one))
             self.masters[name] = empty if parts is None else parts.master
         with ExitStack() as closing:
             closing.callback(self.store.close)
             if settings.is_state_on_device:
-                self.shards: GatherSource = MasterShards(self.masters, engine)
+                self.shards: GatherSource = MasterCastingSource(self.masters, engine)
             else:
                 self.shards = settings.make_shard_source(engine, self._units)
             closing.callback(self.shards.make_close_function())
@@ -309,13 +309,13 @@ class OffloadedState:
         """Returns the parts as DTensors placed like the parameter; empty ones if `parts` is None."""
         one = self.engine[name]
         if parts is None:
-            dtypes = master_and_moment_dtypes(_dtype_name(one), self.settings.moments)
+            dtypes = master_and_moment_dtypes(_master_dtype_name(one), self.settings.moments)
             parts = MasterAndMoments(*(torch.empty(0, dtype=dtype) for dtype in dtypes))
         return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
     def _publish_segment(self, segment: ShardSegment, parts: MasterAndMoments) -> None:
         values = parts.master[segment.slice_in_group]
-        self.shards.write_shard_elements(segment.name, segment.begin, values=values)
+        self.shards.publish_shard_elements(segment.name, segment.begin, values=values)
 
     @torch.no_grad()
     def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -407,14 +407,14 @@ def _copy_segment(new: MasterAndMoments | None, parts: MasterAndMoments, *, segm
             into.copy_(own)
 
 
-def _dtype_name(one: Any) -> str:
-    return str(shard_dtype(one)).removeprefix("torch.")
+def _master_dtype_name(one: Any) -> str:
+    return str(master_dtype(one)).removeprefix("torch.")
 
 
 _ATTRIBUTE = "_fullshard_offloaded"  # attribute of the model
 
 
-def attach_offloaded_state(model: nn.Module, state: OffloadedState) -> None:
+def set_offload_attribute(model: nn.Module, state: OffloadedState) -> None:
     """Stores `state` as an attribute of its model, where `find_offloaded_state` finds it."""
     setattr(model, _ATTRIBUTE, state)
 

@@ -81,7 +81,7 @@ class GroupStore(Protocol):
         """Returns a parameter's state, flat, not to be changed; None if this rank has no elements of it."""
         ...
 
-    def allocate_parameter_state(self, name: str) -> MasterAndMoments | None:
+    def parameter_state_to_fill(self, name: str) -> MasterAndMoments | None:
         """Returns memory for new state of a parameter; `HostMemoryStore` returns that of the old state."""
         ...
 
@@ -135,7 +135,7 @@ class HostMemoryStore:
     def read_parameter_state(self, name: str) -> MasterAndMoments | None:
         return self._whole.get(name)
 
-    def allocate_parameter_state(self, name: str) -> MasterAndMoments | None:
+    def parameter_state_to_fill(self, name: str) -> MasterAndMoments | None:
         return self._whole.get(name)
 
     def wait_for_writes(self) -> None: ...

@@ -69,7 +69,7 @@ class UnitBuffers:
     def host_bytes(self) -> int:
         return sum(one.memory.nbytes for one in self._all)
 
-    def prepare_for_update(self, units: Iterable[int]) -> None:
+    def announce_update(self, units: Iterable[int]) -> None:
         """Prepares for an update that will make these units, and discards units that are partly made."""
         with self._changed:
             for one in (one for one in self._all if one.missing):
@@ -103,7 +103,7 @@ class UnitBuffers:
         with self._changed:
             while (
                 buffer := self._find_buffer_of_unit(unit)
-                or self._choose_buffer_to_reuse(made_too=not self._is_update_held_back)
+                or self._choose_buffer_to_reuse(made_too=not self._update_waits_for_gathers)
             ) is None or (buffer.is_busy):
                 if not self._wait(self._changed, HELD_SECONDS):
                     self._holds = False
@@ -122,10 +122,10 @@ class UnitBuffers:
             self._made.append(buffer.unit)
 
     def is_last_gathered_unit(self, unit: int) -> bool:
-        """Returns True if the unit is the last that `buffer_to_gather` returned."""
+        """Returns True if the unit is the last that `find_buffer_or_start_read` returned."""
         return unit == self._in_use
 
-    def buffer_to_gather(self, unit: int, read: Transfer) -> UnitBuffer:
+    def find_buffer_or_start_read(self, unit: int, read: Transfer) -> UnitBuffer:
         """Returns the buffer of a unit that is about to be gathered. A read into it may still be running."""
         with self._changed:
             if unit in self._made:
@@ -153,7 +153,7 @@ class UnitBuffers:
                 idle[0].reading = _notify_when_done(self._changed, read(idle[0], unit))
 
     @property
-    def _is_update_held_back(self) -> bool:
+    def _update_waits_for_gathers(self) -> bool:
         return self._holds and not any(one is None or one in self._due for one in self._waited_for)
 
     def _find_buffer_of_unit(self, unit: int) -> UnitBuffer | None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fullshard.planner.step_time import step_seconds
+from fullshard.planner.step_time import predict_terms
 from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
@@ -36,7 +36,7 @@ class StepSample(NamedTuple):
     seconds: float
 
 
-class RateFactors(NamedTuple):
+class RateSlowdowns(NamedTuple):
     """Factors by which each kind of work takes longer in a step than measured alone."""
 
     compute: float = 1.0
@@ -53,7 +53,7 @@ class FitResult(NamedTuple):
     """Result of a fit of rates to measured steps."""
 
     hardware: Hardware  # the scaled hardware
-    factors: RateFactors  # factors by which its rates were slowed down
+    factors: RateSlowdowns  # factors by which its rates were slowed down
     errors: tuple[float, ...]  # for each step, predicted / measured - 1 on the scaled hardware
 
 
@@ -61,16 +61,16 @@ def fit_rates(hardware: Hardware, steps: Sequence[StepSample]) -> FitResult:
     """Slows down the rates of `hardware` to match measured `steps`. See [Note: fitting by whole steps]."""
 
     def fit_error(point: Sequence[float]) -> float:
-        scaled_by = slow_down_hardware(hardware, RateFactors(*map(math.exp, point)))
+        scaled_by = slow_down_hardware(hardware, RateSlowdowns(*map(math.exp, point)))
         errors = sum(math.log1p(error) ** 2 for error in _relative_errors(scaled_by, steps))
         return errors + PRIOR * sum(value**2 for value in point)
 
-    factors = RateFactors(*map(math.exp, _coordinate_search(fit_error, [0.0] * len(RateFactors._fields))))
+    factors = RateSlowdowns(*map(math.exp, _coordinate_search(fit_error, [0.0] * len(RateSlowdowns._fields))))
     found = slow_down_hardware(hardware, factors)
     return FitResult(found, factors, tuple(_relative_errors(found, steps)))
 
 
-def slow_down_hardware(hardware: Hardware, factors: RateFactors) -> Hardware:
+def slow_down_hardware(hardware: Hardware, factors: RateSlowdowns) -> Hardware:
     """Returns `hardware` with each kind of work slowed down by its factor."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
@@ -94,10 +94,10 @@ def slow_down_hardware(hardware: Hardware, factors: RateFactors) -> Hardware:
 
 
 def _relative_errors(hardware: Hardware, steps: Sequence[StepSample]) -> list[float]:
-    return [step_seconds(s.spec, s.plan, hardware).total / s.seconds - 1 for s in steps]
+    return [predict_terms(s.spec, s.plan, hardware).total / s.seconds - 1 for s in steps]
 
 
-def _slow_down_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Link:
+def _slow_down_link(hardware: Hardware, link: Link, *, factors: RateSlowdowns) -> Link:
     wait = {"wait_seconds": _FIRST_WAIT[hardware.device] * factors.waiting}
 
     def slow_down_collective(rate: CollectiveRate) -> CollectiveRate:

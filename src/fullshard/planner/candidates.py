@@ -37,7 +37,7 @@ class ShardingChoice(NamedTuple):
     reshard_after_forward: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
-    def strategy_label(self) -> str:
+    def strategy_or_hpz_name(self) -> str:
         """Name of the strategy. With resharding to fewer ranks, `hpz` (full_shard) or ending in `_hpz`."""
         if self.reshard_after_forward is None:
             return str(self.strategy)
@@ -92,7 +92,7 @@ class Candidate(NamedTuple):
     @property
     def strategy_label(self) -> str:
         """Label under which a search reports its best plan: strategy, offload target, tensor parallelism."""
-        return self.mesh.strategy_label + self.apart.label_suffix
+        return self.mesh.strategy_or_hpz_name + self.apart.label_suffix
 
 
 def iterate_candidates(

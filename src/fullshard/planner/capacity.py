@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import divisors_largest_first, run_with_settings
-from fullshard.planner.search import plan_prediction, search
+from fullshard.planner.search import require_prediction, search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -51,7 +51,7 @@ def fewest_ranks_for_deadline(
         if best is None:
             got = "nothing fits"
             continue
-        needed = tokens / plan_prediction(best).tokens_per_second / _SECONDS_A_DAY
+        needed = tokens / require_prediction(best).tokens_per_second / _SECONDS_A_DAY
         found = ClusterPlan(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
         if needed <= days:
             return found

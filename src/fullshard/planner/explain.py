@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fullshard.planner.search import SearchResult, format_plan, plan_prediction
+from fullshard.planner.search import SearchResult, format_plan, require_prediction
 from fullshard.planner.step_time import StepTimePredictor
 from fullshard.planner.unit_costs import TICKS
 from fullshard.quantities import format_bytes, format_seconds
@@ -92,7 +92,7 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) ->
     """Returns the explanation of `found`, the result of a search over `spec` and `hardware`."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
-    prediction = plan_prediction(plan)
+    prediction = require_prediction(plan)
     binds, because = _binding_limit_and_reason(found, prediction)
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])[:_LARGEST]
     return PlanExplanation(
@@ -107,7 +107,7 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) ->
 
 
 def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]:
-    fastest = plan_prediction(found.fastest)
+    fastest = require_prediction(found.fastest)
     if found.best is None:
         over = prediction.required_device_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
@@ -142,7 +142,7 @@ def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tu
 
 def _choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, ...]:
     """Returns the second fastest plan, the fastest regardless of memory, and the best per strategy."""
-    best = plan_prediction(chosen)
+    best = require_prediction(chosen)
     others: list[Plan] = []
     for plan in (*found.ranked[1:2], found.fastest, *found.by_strategy.values()):
         if plan not in (chosen, *others):
@@ -154,7 +154,7 @@ def _choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan,
             needed_bytes=prediction.required_device_bytes - best.required_device_bytes,
             lacks_bytes=max(0, prediction.required_device_bytes - prediction.capacity_bytes),
         )
-        for plan, prediction in zip(others, map(plan_prediction, others), strict=True)
+        for plan, prediction in zip(others, map(require_prediction, others), strict=True)
     )
     ranked = sorted(found_up, key=lambda one: (one.lacks_bytes > 0, one.seconds))
     return (*ranked[:_RUNNERS_UP], *(one for one in ranked[_RUNNERS_UP:] if one.plan == found.fastest))
@@ -181,7 +181,7 @@ def _strategy_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb
     """Rule for the strategy: shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and
     only over fast links (MiCS, arXiv:2205.00119).
     """
-    capacity, ranks = hardware.usable_device_bytes, plan.world_size
+    capacity, ranks = hardware.device_bytes_limit, plan.world_size
     master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
     whole = 4 * master * numel
     across = hardware.across if hardware.nodes > 1 else None
@@ -210,11 +210,11 @@ def _strategy_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb
 def _offload_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb:
     """Rule for offload: only state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
     state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
-    share, has_tier = state / hardware.usable_device_bytes, plan.run.offload.offloads_optimizer
+    share, has_tier = state / hardware.device_bytes_limit, plan.run.offload.offloads_optimizer
     return RuleOfThumb(
         name="offload",
         says="keep the optimizer on the host if sharded state takes over four fifths of the memory",
-        figures=f"{format_bytes(state)} of {format_bytes(hardware.usable_device_bytes)}, {100 * share:.0f} %",
+        figures=f"{format_bytes(state)} of {format_bytes(hardware.device_bytes_limit)}, {100 * share:.0f} %",
         advises="offload the optimizer" if share > 0.8 else "keep all on the device",
         chosen=f"{plan.run.offload.tier} outside" if has_tier else "all on the device",
         agrees=(share > 0.8) == has_tier,
@@ -239,7 +239,7 @@ def _precision_rule(plan: Plan, hardware: Hardware) -> RuleOfThumb:
 
 def _prefetch_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
     """Rule for prefetch: deeper if communication is longer than computing (FSDP, arXiv:2304.11277, 3.3)."""
-    demand, computing = timer.least_ticks(plan), timer.compute_ticks(plan)
+    demand, computing = timer.stream_minima(plan), timer.compute_ticks(plan)
     sent = (demand.network + demand.apart + demand.replicas) / TICKS
     ratio = computing.device / TICKS / sent if sent else float("inf")
     explicit, mode = ratio < 1, plan.run.prefetch.mode

@@ -52,14 +52,14 @@ class MemoryLedger:
         self.reduce_pool = max(self.reduce_pool, reduced)
         if held > self.highest:
             self.highest = held
-            self.best = (self.moment, self.current_bytes(), live)
+            self.best = (self.moment, self.current_bytes_by_purpose(), live)
 
-    def current_bytes(self) -> FsdpBytes:
+    def current_bytes_by_purpose(self) -> FsdpBytes:
         return FsdpBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
 
     def repeat_change(self, before: FsdpBytes, times: int) -> None:
         """Adds the change since `before` another `times` times."""
-        now = self.current_bytes()
+        now = self.current_bytes_by_purpose()
         self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
             b + times * (b - a) for a, b in zip(before, now, strict=True)
         )
@@ -216,7 +216,7 @@ class GradientMemoryReplay:
         ledger.update_peaks(taken)
         self._store_reduced_gradient(index, taken, last=last)
 
-    def free_reduce_buffers(self) -> None:
+    def free_buffers_after_backward(self) -> None:
         """Frees all buffers of reductions; only gradients remain."""
         self.ledger.in_flight -= self.buffer
         self.ledger.reduced -= self.ledger.chunks

@@ -44,7 +44,7 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
     Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
     plan's, or if the size of the plan's optimizer state is not known.
     """
-    check_spec_matches_plan(spec, plan)
+    check_length_and_precision(spec, plan)
     replay = _StepMemoryReplay(spec, plan, rank=rank)
     # The first microbatch allocates gradients that later ones accumulate into; the last reduces. Those in
     # between are equal, so one represents them.
@@ -52,10 +52,10 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
         last = index == min(plan.accumulation, 3) - 1
         adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
         replay.replay_microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
-    return replay.replay_optimizer_step()
+    return replay.replay_update_and_return_peak()
 
 
-def check_spec_matches_plan(spec: ModelSpec, plan: Plan) -> None:
+def check_length_and_precision(spec: ModelSpec, plan: Plan) -> None:
     """Raises PlanError if `spec` was described with another sequence length or precision than the plan's."""
     differing = [
         f"{name}: {described} described, {planned} planned"
@@ -74,7 +74,7 @@ def check_spec_matches_plan(spec: ModelSpec, plan: Plan) -> None:
         )
 
 
-def unit_bytes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
+def bytes_by_unit_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
     """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind)."""
     kinds = set(spec.first_identical_unit_indices)
     return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in kinds}
@@ -86,7 +86,7 @@ class _StepMemoryReplay:
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
         self.spec, self.plan = spec, plan
         self.trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
-        self.kinds = unit_bytes_by_kind(spec, plan, rank=rank)
+        self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
         check_tensor_parallel_split(spec, plan)
@@ -101,10 +101,10 @@ class _StepMemoryReplay:
     def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
         found = memory_trace(self.spec, self.plan, reach=self.reach, accumulating=accumulating)
-        ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes()
+        ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes_by_purpose()
         for phase in found.phases:
             if phase.starts_period:
-                before = ledger.current_bytes()
+                before = ledger.current_bytes_by_purpose()
             ledger.moment = (f"microbatch {number}, {phase.event.replace('_', ' ')}", phase.unit)
             self._replay_fsdp_event(phase, live, last=last)
             ledger.update_peaks(phase.peak)
@@ -112,7 +112,7 @@ class _StepMemoryReplay:
             if phase.skipped_periods:
                 ledger.repeat_change(before, phase.skipped_periods)
 
-    def replay_optimizer_step(self) -> MemoryTerms:
+    def replay_update_and_return_peak(self) -> MemoryTerms:
         """Replays the optimizer step, and returns the peak of the whole step."""
         sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
         if not self.plan.run.optimizer.in_backward:
@@ -157,12 +157,12 @@ class _StepMemoryReplay:
                 self.reducing.replay_post_backward(phase.unit, live, last=last)
             case "end_backward":
                 self.gathering.free_unused_prefetches()
-                self.reducing.free_reduce_buffers()
+                self.reducing.free_buffers_after_backward()
             case "start":
                 pass
 
 
-class BackwardPeakBytes(NamedTuple):
+class UnitBackwardPeakByNeighbours(NamedTuple):
     """Most bytes alive in the backward of a unit of one kind, between units of two other kinds."""
 
     kind: int  # kind of the unit
@@ -171,10 +171,10 @@ class BackwardPeakBytes(NamedTuple):
     live: int  # bytes
 
 
-class TraceDependentBytes(NamedTuple):
+class TraceDependentPeakBytes(NamedTuple):
     """Inputs of `peak_lower_bound` that depend only on the trace and the microbatch."""
 
-    peaks: tuple[BackwardPeakBytes, ...]  # peaks in backward, by kinds of neighbouring units
+    peaks: tuple[UnitBackwardPeakByNeighbours, ...]  # peaks in backward, by kinds of neighbouring units
     loss: int  # bytes alive when the loss is computed
     highest: int  # the most bytes alive at any moment
     batch: int  # bytes of the batch
@@ -191,7 +191,7 @@ class MeshDependentBytes(NamedTuple):
     chunks: int  # reduce-scatter outputs, over all units
 
 
-def trace_dependent_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentBytes:
+def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPeakBytes:
     """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
     trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
     found, firsts = memory_trace(spec, plan, reach=1), spec.first_identical_unit_indices
@@ -204,8 +204,8 @@ def trace_dependent_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentBytes:
         key = (kinds[phase.unit], behind, ahead)
         peaks[key] = max(peaks.get(key, 0), phase.peak.total)
     ends = [phase.peak.total for phase in found.phases if phase.event == "end_forward"]
-    return TraceDependentBytes(
-        tuple(BackwardPeakBytes(*key, live) for key, live in peaks.items()),
+    return TraceDependentPeakBytes(
+        tuple(UnitBackwardPeakByNeighbours(*key, live) for key, live in peaks.items()),
         loss=ends[0] if ends else 0,
         highest=max(phase.peak.total for phase in found.phases),
         batch=round(trace.batch_bytes.value_at(plan.microbatch)),
@@ -214,7 +214,7 @@ def trace_dependent_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentBytes:
 
 def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
     """Returns the inputs of `peak_lower_bound` that depend only on the mesh."""
-    sizes = unit_bytes_by_kind(spec, plan)
+    sizes = bytes_by_unit_kind(spec, plan)
     counts = {kind: spec.first_identical_unit_indices.count(kind) for kind in sizes}
 
     def sum_over_units(name: str) -> int:
@@ -234,7 +234,7 @@ def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
     )
 
 
-class PeakMemoryTraits(NamedTuple):
+class PeakLowerBoundSettings(NamedTuple):
     """Settings of a plan that `peak_lower_bound` needs beside its mesh and its trace."""
 
     accumulates: bool  # more than one microbatch per step
@@ -244,7 +244,7 @@ class PeakMemoryTraits(NamedTuple):
 
 
 def peak_lower_bound(
-    bound: TraceDependentBytes, mesh: MeshDependentBytes, *, traits: PeakMemoryTraits
+    bound: TraceDependentPeakBytes, mesh: MeshDependentBytes, *, traits: PeakLowerBoundSettings
 ) -> int:
     """Returns a lower bound on the peak memory of a step, in bytes.
 

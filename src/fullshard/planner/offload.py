@@ -31,10 +31,10 @@ with read, update and copy overlapped. So it takes at least
 
 The drive's rate is that of reads and writes together. Groups are updated in forward order, so that the next
 step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
-Reads run ahead of the update, see `state_slot_bytes`. With params+optimizer:nvme, the first gather of a unit
-uses the result of its update from memory. Later gathers read from the drive any shard that is not in one of
-UNIT_BUFFERS, see [Note: units in memory] in `offload.unit_buffers`. Frozen shards have as many buffers of
-their own; they are written once before the first step and stay buffered from step to step.
+Reads run ahead of the update, see `slot_bytes_at_update_start`. With params+optimizer:nvme, the first gather
+of a unit uses the result of its update from memory. Later gathers read from the drive any shard that is not
+in one of UNIT_BUFFERS, see [Note: units in memory] in `offload.unit_buffers`. Frozen shards have as many
+buffers of their own; they are written once before the first step and stay buffered from step to step.
 
 With `update = "device"`, state and gradients (m per parameter) pass through two device buffers in pieces.
 Copies in both directions overlap, and each piece is updated at the rate of the device's own update:
@@ -66,19 +66,19 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
-from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
+from fullshard.planner.unit_bytes import UnitBytes, padded_numel, unpadded_shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks
 from fullshard.spec.groups import (
     UNIT_BUFFERS,
     OffloadGroup,
-    ShardSize,
+    ShardSizes,
     copy_chunk_elements,
     group_shards,
     page_aligned_bytes,
 )
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, TracePhase
-from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings, check_offload_supports_optimizer
+from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan, check_offload_supports_optimizer
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
 
@@ -97,7 +97,7 @@ _ROUNDING_TOUCHES = 86  # with stochastic rounding: see `step_time`
 _ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporary_bytes`
 
 
-class OffloadRates(NamedTuple):
+class OffloadTimePerByte(NamedTuple):
     """Seconds per byte or parameter of an offload target's operations."""
 
     copy: float  # seconds per byte copied to or from the host
@@ -106,19 +106,22 @@ class OffloadRates(NamedTuple):
     on_device: float  # seconds per parameter updated in device memory
 
 
-def offload_rates(plan: Plan, hardware: Hardware) -> OffloadRates:
-    """Returns the rates of the plan's offload target. Raises PlanError if `hardware` lacks a rate."""
+def offload_time_per_byte(plan: Plan, hardware: Hardware) -> OffloadTimePerByte:
+    """Returns the seconds per byte, or per parameter, of the plan's offload target.
+
+    Raises PlanError if `hardware` lacks a rate.
+    """
     section = plan.run.offload
     check_offload_supports_optimizer(plan.run)
     disk = _disk_seconds_per_byte(section, hardware)
     if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
-        return OffloadRates(whole, disk, update, update)
+        return OffloadTimePerByte(whole, disk, update, update)
     touches = _ROUNDING_TOUCHES if _has_stochastic_rounding(plan) else _ADAM_TOUCHES
     on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
     rate = host_copy_bytes_per_second(hardware, f'offload.tier = "{section.tier}"')
-    return OffloadRates(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
+    return OffloadTimePerByte(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
 
 
 def host_copy_bytes_per_second(hardware: Hardware, needed_for: str) -> float:
@@ -137,7 +140,7 @@ def choose_update_device(plan: Plan, hardware: Hardware) -> Literal["host", "dev
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.offloads_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
-    rates, master = offload_rates(plan, hardware), ITEMSIZE[plan.precision.master]
+    rates, master = offload_time_per_byte(plan, hardware), ITEMSIZE[plan.precision.master]
     # State and gradients are copied in, which takes longer than copying the state back.
     there = rates.copy * (_state_bytes_per_element(plan, master) + master) + rates.on_device
     return "device" if there < rates.adam else "host"
@@ -166,7 +169,7 @@ def with_infinitely_fast_drive(hardware: Hardware) -> Hardware:
     return hardware.model_copy(update={"disk_bytes_per_second": math.inf})
 
 
-def add_offload_costs(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: OffloadRates) -> UnitCost:
+def add_offload_costs(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: OffloadTimePerByte) -> UnitCost:
     """Returns `cost` with the fields of the plan's offload target set. See [Note: tiers]."""
     section = plan.run.offload
     if not section.offloads_optimizer:
@@ -203,7 +206,7 @@ def add_offload_costs(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: Off
     )
 
 
-def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadRates) -> int:
+def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadTimePerByte) -> int:
     """Returns the host's ticks to read the gradients of `trained` parameters for their norm."""
     return to_ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
@@ -264,7 +267,7 @@ def least_shard_bytes_read(plan: Plan, units: Sequence[tuple[UnitCost, int, int]
     return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
 
 
-class StateSlotBytes(NamedTuple):
+class SlotBytesAtUpdateStart(NamedTuple):
     """Bytes of offloaded state in the three slots when an update begins."""
 
     kept: int = 0  # kept since the last update, so not read again
@@ -272,14 +275,14 @@ class StateSlotBytes(NamedTuple):
     behind: int = 0  # written last
 
 
-def state_slot_bytes(plan: Plan, records: Sequence[int]) -> StateSlotBytes:
+def slot_bytes_at_update_start(plan: Plan, records: Sequence[int]) -> SlotBytesAtUpdateStart:
     """Returns the contents of the slots. `records`: bytes of each group's state, in the order of updates."""
     section, places = plan.run.offload, range(len(records))
     if not section.is_on_drive or not records:
-        return StateSlotBytes()
+        return SlotBytesAtUpdateStart()
     first, last = set(places[:_SLOTS]), set(places[-_SLOTS:])
     kept, ahead = (sum(records[at] for at in own) for own in (first & last, first - last))
-    return StateSlotBytes(kept, ahead, sum(records[: _SLOTS - 1]))
+    return SlotBytesAtUpdateStart(kept, ahead, sum(records[: _SLOTS - 1]))
 
 
 def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
@@ -295,28 +298,28 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
     return (2 * largest + (_ROUNDING_BYTES if _has_stochastic_rounding(plan) else 0)) * elements
 
 
-def group_state_bytes(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
+def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """Returns the bytes of each group's masters and moments on rank 0."""
     return tuple(
         page_aligned_bytes(group.padded_numel, master)
-        + 2 * page_aligned_bytes(group.padded_numel, _moment_bytes_per_element(plan, master))
+        + 2 * page_aligned_bytes(group.padded_numel, _moment_itemsize(plan, master))
         for group, master in _iterate_offload_groups(spec, plan, rank=0)
     )
 
 
 def _iterate_offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[OffloadGroup, int]]:
     """Yields the groups of `rank`, each with the bytes per element of its masters."""
-    held: list[ShardSize] = []
+    held: list[ShardSizes] = []
     itemsizes: dict[str, int] = {}
     for unit in sorted(spec.units, key=lambda unit: unit.position):
-        settings = UnitSettings.for_unit(plan, unit.override, kept=unit.kept)
+        settings = MergedUnitSettings.for_unit(plan, unit.override, kept=unit.kept)
         degree, master = settings.shard_degree, settings.precision.master
         itemsizes[master] = ITEMSIZE[master]
         for index, parameter in enumerate(unit.parameters):
             if parameter.requires_grad and parameter.shape:
-                numel = shard_numel(parameter.shape, degree, rank=rank % degree)
+                numel = unpadded_shard_numel(parameter.shape, degree, rank=rank % degree)
                 most = padded_numel(parameter.shape, degree) // degree
-                held.append(ShardSize(f"{unit.position}.{index}", numel=numel, max_numel=most, dtype=master))
+                held.append(ShardSizes(f"{unit.position}.{index}", numel=numel, max_numel=most, dtype=master))
     for group in group_shards(held, sub_group_parameters=plan.run.offload.sub_group_parameters):
         yield group, itemsizes[group.dtype]
 
@@ -325,16 +328,16 @@ def _has_stochastic_rounding(plan: Plan) -> bool:
     return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
-def _moment_bytes_per_element(plan: Plan, master: int) -> int:
+def _moment_itemsize(plan: Plan, master: int) -> int:
     return 2 if plan.run.offload.moments == "bf16" else master
 
 
 def _state_bytes_per_element(plan: Plan, master: int) -> int:
     """Returns the bytes per element of the master and both moments."""
-    return master + 2 * _moment_bytes_per_element(plan, master)
+    return master + 2 * _moment_itemsize(plan, master)
 
 
-def predict_offload_terms(  # signature: from `StepTimePredictor.offload`
+def predict_offload_terms(  # signature: from `StepTimePredictor.predict_offload`
     plan: Plan,
     units: Sequence[tuple[UnitBytes, int]],
     *,
@@ -363,9 +366,9 @@ def predict_offload_terms(  # signature: from `StepTimePredictor.offload`
         host = _SUM * trained + (0 if shards else segment * compute)
     if section.is_on_drive:
         host += min(_SLOTS, len(records)) * max(records, default=0)
-        host += _unit_buffer_bytes(on_drive) + _unit_buffer_bytes(frozen)
+        host += _host_unit_buffers_bytes(on_drive) + _host_unit_buffers_bytes(frozen)
         disk, written = 2 * (state + _PAYLOAD) + sum(on_drive) + sum(frozen), state + sum(on_drive)
-        read = state - state_slot_bytes(plan, records).kept + shards_read
+        read = state - slot_bytes_at_update_start(plan, records).kept + shards_read
     else:
         host += state + (0 if on_cpu else shards)
     return OffloadTerms(
@@ -380,12 +383,12 @@ def predict_offload_terms(  # signature: from `StepTimePredictor.offload`
     )
 
 
-def _unit_buffer_bytes(units: Sequence[int]) -> int:
+def _host_unit_buffers_bytes(units: Sequence[int]) -> int:
     """Returns the bytes of the host's buffers for units. `units`: bytes of each unit on the drive."""
     return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)
 
 
-class ActivationCopies(NamedTuple):
+class ActivationIoTicks(NamedTuple):
     """Copies of activations that begin in a phase."""
 
     out: int  # ticks of copies to the host
@@ -393,17 +396,17 @@ class ActivationCopies(NamedTuple):
     waits: bool  # the phase waits for the copies that began before it
 
 
-def activation_copies(
+def activation_copy_ticks(
     phases: Sequence[TracePhase], plan: Plan, *, hardware: Hardware
-) -> tuple[ActivationCopies, ...]:
+) -> tuple[ActivationIoTicks, ...]:
     """Returns the copies of each phase, or () without any. Raises PlanError if their rate is unknown."""
     if not has_activation_copies(phases):
         return ()
     each = host_copy_bytes_per_second(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
 
-    def copies_of_phase(phase: TracePhase) -> ActivationCopies:
+    def copies_of_phase(phase: TracePhase) -> ActivationIoTicks:
         out, back = (sum(one.value_at(plan.microbatch) for one in lines) for lines in (phase.out, phase.back))
-        return ActivationCopies(to_ticks(out / each), to_ticks(back / each), phase.waits)
+        return ActivationIoTicks(to_ticks(out / each), to_ticks(back / each), phase.waits)
 
     return tuple(map(copies_of_phase, phases))
 

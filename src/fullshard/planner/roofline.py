@@ -19,7 +19,7 @@ _NEAREST: dict[Dtype, tuple[ComputeDtype, ...]] = {
 }
 
 
-class PhaseCost(NamedTuple):
+class PhaseSecondsAndLaunches(NamedTuple):
     """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches."""
 
     seconds: float
@@ -69,14 +69,14 @@ def phase_costs(
     microbatch: int,
     fused: bool,
     split: int = 1,
-) -> tuple[PhaseCost, ...]:
+) -> tuple[PhaseSecondsAndLaunches, ...]:
     """Returns the cost of each phase.
 
     fused: sequences of elementwise operations are one kernel, as torch.compile fuses them.
     split: number of ranks that share the work of each kernel.
     """
     seconds: dict[int, float] = {}
-    costs: list[PhaseCost] = []
+    costs: list[PhaseSecondsAndLaunches] = []
     for phase in phases:
         total, launches = 0.0, 0
         for index, times in phase.fused if fused else phase.work:
@@ -84,5 +84,5 @@ def phase_costs(
                 seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch, split=split)
             total += seconds[index] * times
             launches += times
-        costs.append(PhaseCost(total, launches))
+        costs.append(PhaseSecondsAndLaunches(total, launches))
     return tuple(costs)

@@ -37,7 +37,7 @@ class MicrobatchSchedule:
     before: tuple[tuple[int, ...], ...]
 
     @property
-    def first_model_units(self) -> tuple[int, ...]:
+    def first_model_unit_per_traced(self) -> tuple[int, ...]:
         """First unit of the model that each traced unit stands for."""
         found: dict[int, int] = {}
         for unit, traced in enumerate(self.traced):

@@ -29,15 +29,15 @@ from fullshard.planner.candidates import (
 )
 from fullshard.planner.memory import (
     MeshDependentBytes,
-    PeakMemoryTraits,
-    TraceDependentBytes,
+    PeakLowerBoundSettings,
+    TraceDependentPeakBytes,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
-    trace_dependent_bytes,
+    trace_dependent_peak_bytes,
 )
 from fullshard.planner.offload import TIERS
-from fullshard.planner.step_time import ComputeTicks, LeastTicks, StepTimePredictor
+from fullshard.planner.step_time import DeviceHostTicks, LeastTicks, StepTimePredictor
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -118,7 +118,7 @@ def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: t
     raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
 
 
-def plan_prediction(plan: Plan) -> Prediction:
+def require_prediction(plan: Plan) -> Prediction:
     """Returns `plan.prediction`, which every plan of a search has."""
     assert plan.prediction is not None, "plans of a search are predicted"
     return plan.prediction
@@ -147,14 +147,14 @@ def plan_sort_key(seconds: float, index: int) -> Order:
 
 def no_plan_fits_error(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
     """Returns the error that no plan of `run` fits, with the closest plan and changes that would fit."""
-    prediction = plan_prediction(closest)
+    prediction = require_prediction(closest)
     over = prediction.required_device_bytes - prediction.capacity_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
         ways = _suggest_host_memory_changes(closest, spec, hardware=hardware)
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
-            got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.required_host_bytes)}",
+            got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.host_bytes_per_rank)}",
             fix="; or ".join(ways),
         )
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
@@ -190,13 +190,13 @@ def format_plan(plan: Plan) -> str:
 
 def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
     """Returns changes, as text, with which `plan` fits host memory; it already fits its device."""
-    prediction, section = plan_prediction(plan), plan.run.offload
+    prediction, section = require_prediction(plan), plan.run.offload
     ways: list[str] = []
     if section.host_bytes is not None:
-        least = prediction.required_host_bytes
+        least = prediction.host_bytes_per_rank
         ways.append(f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits")
     if prediction.offload is not None:
-        largest = _largest_group_size(plan, prediction.offload, timer=StepTimePredictor(spec, hardware))
+        largest = _halve_offload_group_size(plan, prediction.offload, timer=StepTimePredictor(spec, hardware))
         ways += [f"offload.sub_group_parameters = {largest}"] if largest is not None else []
         ways.append('offload.tier = "none" or another, or more ranks')
     if prediction.activations is not None:
@@ -204,10 +204,10 @@ def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardw
     return ways
 
 
-def _largest_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredictor) -> int | None:
+def _halve_offload_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredictor) -> int | None:
     """Returns the first halving of the group size with which `plan` fits the host; None if there is none."""
     section, capacity = plan.run.offload, terms.host_capacity_bytes
-    beside = plan_prediction(plan).required_host_bytes - terms.host_bytes
+    beside = require_prediction(plan).host_bytes_per_rank - terms.host_bytes
     size = section.sub_group_parameters // 2
     while section.is_on_drive and capacity is not None and size >= _SMALLEST_GROUP:
         smaller = run_with_settings(plan.run, {"offload": {"sub_group_parameters": size}})
@@ -233,7 +233,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
     if run.offload.tier != "none" or not tiers:
         return None
     best = search(spec, hardware, run, what_if=WhatIfSettings(tiers)).best
-    terms = None if best is None else plan_prediction(best).offload
+    terms = None if best is None else require_prediction(best).offload
     if best is None or terms is None:
         return None
     held = f"{format_bytes(terms.host_bytes)} of host memory"
@@ -243,7 +243,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
 
 def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
     """Returns, as text, one pinned setting to release, or else the smallest multiple of ranks that fits."""
-    for change, freed in _iterate_unpinned_runs(run):
+    for change, freed in _unpin_one_setting_at_a_time(run):
         best = search(spec, hardware, freed).best
         if best is not None:
             return f"{change}: {_format_plan_cost(best)}"
@@ -263,7 +263,7 @@ def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str
     return "a shorter data.sequence_length, or a smaller model"
 
 
-def _iterate_unpinned_runs(run: Run) -> Iterator[tuple[str, Run]]:
+def _unpin_one_setting_at_a_time(run: Run) -> Iterator[tuple[str, Run]]:
     """Yields (change as text, run with this pinned setting released), the least change first."""
     if run.prefetch.mode != "auto":
         yield 'prefetch.mode = "auto"', run_with_settings(run, {"prefetch": {"mode": "auto"}})
@@ -277,7 +277,7 @@ def _iterate_unpinned_runs(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def _format_plan_cost(plan: Plan) -> str:
-    prediction = plan_prediction(plan)
+    prediction = require_prediction(plan)
     seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.has_complete_step_time else ""
     return f"{format_plan(plan)} -> {format_bytes(prediction.required_device_bytes)}{seconds}"
 
@@ -294,7 +294,7 @@ def _attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTe
         memory=memory,
         allocator_reserve_bytes=allocator_reserve_bytes(hardware, memory),
         context_bytes=hardware.context_bytes,
-        capacity_bytes=hardware.usable_device_bytes,
+        capacity_bytes=hardware.device_bytes_limit,
         offload=_offload_terms(timer, plan, memory=memory),
         activations=timer.predict_activation_offload(plan),
         time=time,
@@ -311,12 +311,12 @@ def _offload_terms(timer: StepTimePredictor, plan: Plan, *, memory: MemoryTerms)
     terms = timer.predict_offload(plan)
     if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:
         return terms
-    left = timer.hardware.usable_device_bytes - timer.hardware.context_bytes - memory.total
+    left = timer.hardware.device_bytes_limit - timer.hardware.context_bytes - memory.total
     return terms.model_copy(update={"host_capacity_bytes": max(1, left)})
 
 
 @dataclass
-class _StrategyCandidates:
+class _StrategyBestAndTooLarge:
     """Results for the candidates of one strategy."""
 
     best: tuple[Order, Plan] | None = None  # the best plan so far, with its order
@@ -333,14 +333,14 @@ class _CandidateSearch:
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.what_if = what_if
         self.timer = StepTimePredictor(spec, hardware)
-        self.kinds: dict[str, _StrategyCandidates] = defaultdict(_StrategyCandidates)
+        self.kinds: dict[str, _StrategyBestAndTooLarge] = defaultdict(_StrategyBestAndTooLarge)
         self.ranked: list[tuple[Order, Plan]] = []
         self.fastest: tuple[Order, Plan] | None = None
         self.predicted = 0
         self._demand: dict[object, LeastTicks] = {}
-        self._computing: dict[object, ComputeTicks] = {}
+        self._computing: dict[object, DeviceHostTicks] = {}
         self._meshes: dict[object, MeshDependentBytes] = {}
-        self._bounds: dict[object, TraceDependentBytes] = {}
+        self._bounds: dict[object, TraceDependentPeakBytes] = {}
         self._peaks: dict[object, MemoryTerms] = {}
 
     def search_candidates(self) -> SearchResult:
@@ -380,7 +380,7 @@ class _CandidateSearch:
             return
         bound = self._peak_lower_bound(candidate)
         # The allocator's reserve is left out of the bound, so that it stays one.
-        may_fit = bound + self.hardware.context_bytes <= self.hardware.usable_device_bytes
+        may_fit = bound + self.hardware.context_bytes <= self.hardware.device_bytes_limit
         if not (may_fit and self._fits_in_memory(candidate)):
             kind.too_large.append((bound, index, candidate))
             return
@@ -390,7 +390,7 @@ class _CandidateSearch:
         if not candidate.is_duplicate:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
-    def _smallest_too_large(self, kind: _StrategyCandidates) -> tuple[Order, Plan] | None:
+    def _smallest_too_large(self, kind: _StrategyBestAndTooLarge) -> tuple[Order, Plan] | None:
         """Predicts the too large candidate that needs the fewest bytes; of equals, the plainest."""
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
@@ -402,7 +402,7 @@ class _CandidateSearch:
 
     def _fits_in_memory(self, candidate: Candidate) -> bool:
         memory = self._peak_memory(candidate)
-        if self._needed_device_bytes(memory) > self.hardware.usable_device_bytes:
+        if self._needed_device_bytes(memory) > self.hardware.device_bytes_limit:
             return False
         tier, moves = candidate.apart.tier != "none", candidate.recompute.mode == "offload"
         if not (tier or moves):
@@ -420,7 +420,7 @@ class _CandidateSearch:
         self.predicted += 1
         memory = self._peak_memory(candidate)
         plan = _attach_prediction(self._build_plan(candidate), self.timer, memory=memory)
-        return plan_sort_key(plan_prediction(plan).time.total, index), plan
+        return plan_sort_key(require_prediction(plan).time.total, index), plan
 
     def _build_plan(self, candidate: Candidate) -> Plan:
         return build_plan(candidate, self.run, hardware=self.hardware)
@@ -437,7 +437,7 @@ class _CandidateSearch:
         mesh, batch, recompute, compiled, prefetch, _, apart = candidate
         shared, own = (mesh, batch, apart), (batch, recompute, compiled, apart.tensor)
         if shared not in self._demand:
-            self._demand[shared] = self.timer.least_ticks(self._build_plan(candidate))
+            self._demand[shared] = self.timer.stream_minima(self._build_plan(candidate))
         if own not in self._computing:
             self._computing[own] = self.timer.compute_ticks(self._build_plan(candidate))
         computing, demand = self._computing[own], self._demand[shared]
@@ -449,8 +449,8 @@ class _CandidateSearch:
         if mesh not in self._meshes:
             self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
         if own not in self._bounds:
-            self._bounds[own] = trace_dependent_bytes(self.spec, self._build_plan(candidate))
-        traits = PeakMemoryTraits(
+            self._bounds[own] = trace_dependent_peak_bytes(self.spec, self._build_plan(candidate))
+        traits = PeakLowerBoundSettings(
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "every_microbatch",
             keeps=not candidate.mesh.frees_parameters_after_forward,
@@ -461,8 +461,8 @@ class _CandidateSearch:
 
 def _memory_shortfall_sort_key(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
     """Sort key: bytes over the device's capacity, then host bytes if they do not fit, then bytes needed."""
-    prediction = plan_prediction(one[1])
+    prediction = require_prediction(one[1])
     over = max(0, prediction.required_device_bytes - prediction.capacity_bytes)
     fits_host = fits_in_host_memory(prediction.offload, prediction.activations)
-    host_bytes = 0 if fits_host else prediction.required_host_bytes
+    host_bytes = 0 if fits_host else prediction.host_bytes_per_rank
     return over, host_bytes, prediction.required_device_bytes, one[0]

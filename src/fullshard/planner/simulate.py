@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from fullshard.planner.offload import ActivationCopies
+from fullshard.planner.offload import ActivationIoTicks
 from fullshard.planner.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.streams import (
     BufferedUnits,
@@ -67,7 +67,7 @@ class MicrobatchWork(NamedTuple):
     program: MicrobatchSchedule
     lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
     sent: tuple[int, ...] = ()  # for each phase, the device ticks of tensor-parallel collectives
-    moved: tuple[ActivationCopies, ...] = ()  # for each phase, its copies of activations; or ()
+    moved: tuple[ActivationIoTicks, ...] = ()  # for each phase, its copies of activations; or ()
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class StepSimulation:
                 _raise_clocks_to_compute(self.streams, _REDUCE_CLOCKS)
                 marks.append(_take_snapshot(self))
                 skipped = _skip_repeated_turns(self, marks, left=left, stride=segment.stride)
-                self._mark_skipped_units(segment, turn, skipped=skipped)
+                self._update_unsharded_after_skip(segment, turn, skipped=skipped)
                 turn += skipped
             slack = min(slack, self.streams.slack)
         self.streams.slack = slack
@@ -234,7 +234,7 @@ class StepSimulation:
             return
         if not first and not self.policy.syncs:
             streams.copy_on_compute_stream(cost.keep_again)
-        streams.run_host_work(self.policy.act)
+        streams.run_fsdp_host_work(self.policy.act)
         streams.run_reduce_scatter(cost)
         adds = not first and self.policy.syncs
         if cost.is_replicated:
@@ -251,7 +251,7 @@ class StepSimulation:
     def _charge_hook_time(self, unit: int) -> None:
         """Adds the host's time for gathering a unit, unless the unit is already unsharded."""
         if unit not in self.unsharded:
-            self.streams.run_host_work(self.policy.act)
+            self.streams.run_fsdp_host_work(self.policy.act)
 
     def _prefetch_units(self, units: Sequence[int], program: MicrobatchSchedule) -> None:
         for unit in units:
@@ -292,7 +292,7 @@ class StepSimulation:
         streams, defers = self.streams, forward and self.policy.prefetch.mode != "none" and cost.is_sharded
         if forward:
             self._end_forward_or_backward("end_forward")
-        streams.wait_until(there, "all_gather")
+        streams.stall_compute_until(there, "all_gather")
         streams.copy_on_compute_stream(cost.copy_out)
         if not cost.is_sharded:
             streams.fetched = streams.compute  # the next own shard is copied in while this unit computes
@@ -302,7 +302,7 @@ class StepSimulation:
             streams.delay_gather_streams(streams.compute)
         self.unsharded.add(unit)
 
-    def _mark_skipped_units(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
+    def _update_unsharded_after_skip(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
         """Marks units of skipped turns as sharded or unsharded, like those of the last turn."""
         stride = segment.stride
         for unit in {step.unit for step in segment.steps} if skipped else ():
@@ -313,7 +313,7 @@ class StepSimulation:
                 self.unsharded.difference_update(gone)
 
 
-def simulate_steady_step(  # signature: as `StepSimulation`
+def simulate_second_step(  # signature: as `StepSimulation`
     streams: StreamClocks,
     costs: Sequence[UnitCost],
     policy: EventOrderSettings,

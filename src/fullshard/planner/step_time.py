@@ -22,24 +22,24 @@ from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group_layout
 from fullshard.planner.offload import (
     HostBusyTicks,
-    activation_copies,
+    activation_copy_ticks,
     add_offload_costs,
     count_shard_loads,
-    group_state_bytes,
     has_activation_copies,
     host_busy_ticks,
     host_norm_ticks,
     least_shard_bytes_read,
-    offload_rates,
+    offload_time_per_byte,
     predict_activation_offload_terms,
     predict_offload_terms,
-    state_slot_bytes,
+    slot_bytes_at_update_start,
+    state_bytes_of_each_group,
 )
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.schedule import build_schedule
-from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, simulate_steady_step
+from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, simulate_second_step
 from fullshard.planner.streams import StreamClocks
-from fullshard.planner.tensor_parallel import tensor_parallel_seconds
+from fullshard.planner.tensor_parallel import tp_seconds_by_phase
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.hardware import Hardware
@@ -52,7 +52,7 @@ _ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole t
 _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
 
 
-def step_seconds(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:  # signature: as `predict`
+def predict_terms(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:  # signature: as `predict`
     """Returns the predicted seconds of one optimizer step, term by term.
 
     Raises PlanError if `spec` lacks the trace, or `hardware` a rate, that `plan` needs.
@@ -88,7 +88,7 @@ class LeastTicks(NamedTuple):
     host: int = 0  # the busiest stream of the host or the drive
 
 
-class ComputeTicks(NamedTuple):
+class DeviceHostTicks(NamedTuple):
     """Ticks of all phases of a step."""
 
     device: int  # ticks of kernels on the device
@@ -124,7 +124,7 @@ class StepTimePredictor:
         streams = self._simulate_streams(plan, units=fast, moves_nothing=True)
         terms = self._time_terms(plan, streams)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
-        end = max(slow.compute, self._busy_ticks(plan, shards_read=slow.shards_read).disk)
+        end = max(slow.compute, self._host_busy_ticks(plan, shards_read=slow.shards_read).disk)
         waits = max(0, end - streams.compute) / TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
@@ -140,7 +140,7 @@ class StepTimePredictor:
             plan,
             list(zip(units.sizes, units.counts, strict=True)),
             records=units.records,
-            busy=self._busy_ticks(plan, shards_read=shards_read),
+            busy=self._host_busy_ticks(plan, shards_read=shards_read),
             shards_read=shards_read,
             hardware=self.hardware,
         )
@@ -165,10 +165,10 @@ class StepTimePredictor:
             norm=units.norm,
             skips=self.skips,
         )
-        works = self._microbatch_works(plan)
+        works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        simulate_steady_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
+        simulate_second_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
@@ -182,7 +182,7 @@ class StepTimePredictor:
             self._units[key] = self._compute_unit_costs(plan, trace)
         return self._units[key]
 
-    def least_ticks(self, plan: Plan) -> LeastTicks:
+    def stream_minima(self, plan: Plan) -> LeastTicks:
         """Returns the least ticks per step of each stream, for any recompute mode and prefetch."""
         units = self.unit_costs(plan)
         phases = units.trace.phases
@@ -213,19 +213,19 @@ class StepTimePredictor:
                     network += count * cost.all_reduce
                 else:
                     replicas += count * cost.all_reduce
-        host = 0 if units.norm is None else max(self._busy_ticks(plan))
+        host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
         return LeastTicks(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
-    def compute_ticks(self, plan: Plan) -> ComputeTicks:
+    def compute_ticks(self, plan: Plan) -> DeviceHostTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
         device = issue = 0
-        for work, times in zip(self._microbatch_works(plan), (1, plan.accumulation - 1), strict=True):
+        for work, times in zip(self._first_and_later_works(plan), (1, plan.accumulation - 1), strict=True):
             for (length, launched), turns in zip(work.lengths, work.program.repeats, strict=True):
                 device += length * turns * times
                 issue += launched * turns * times
-        return ComputeTicks(device, issue)
+        return DeviceHostTicks(device, issue)
 
-    def lower_bound_seconds(self, computing: ComputeTicks, demand: LeastTicks, *, inline: bool) -> float:
+    def lower_bound_seconds(self, computing: DeviceHostTicks, demand: LeastTicks, *, inline: bool) -> float:
         """Returns a lower bound on a step's seconds, from each stream's work. `inline`: without prefetch."""
         busy = computing.device + demand.copied
         if self._serial:
@@ -240,7 +240,7 @@ class StepTimePredictor:
         total = (end + contention * overlapped + demand.tail) / TICKS + self.hardware.rates.step_seconds
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
-    def _microbatch_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
+    def _first_and_later_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
         trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
@@ -260,21 +260,21 @@ class StepTimePredictor:
             watched = trace.recompute.mode == "selective" and not fused
             launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
             program = build_schedule(self.spec, trace, phases=phases)
-            firsts = program.first_model_units
-            axis = tensor_parallel_seconds(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
+            firsts = program.first_model_unit_per_traced
+            axis = tp_seconds_by_phase(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
             sent = tuple(map(to_ticks, axis))
             lengths = tuple(
                 (to_ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)
             )
-            moved = activation_copies(phases, plan, hardware=self.hardware)
+            moved = activation_copy_ticks(phases, plan, hardware=self.hardware)
             self._work[key] = MicrobatchWork(program, lengths, sent, moved)
         return self._work[key]
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
         program = self._microbatch_work(plan, trace, fused=False, adds=False).program
         hardware, world, tensor = self.hardware, plan.world_size, plan.tensor_parallel
-        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_units)
+        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
         costs = tuple(unit_cost(size, hardware, world_size=world, tensor=tensor) for size in sizes)
         group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
@@ -285,10 +285,10 @@ class StepTimePredictor:
         if not plan.run.offload.offloads_optimizer:
             shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
             norm = memory_seconds(3 * shards, hardware.rates.memory)
-            update = memory_seconds(_update_accesses(plan) * shards, hardware.rates.optimizer)
+            update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
             return units._replace(update=to_ticks(norm + update))
-        rates, records = offload_rates(plan, hardware), group_state_bytes(self.spec, plan)
-        held = state_slot_bytes(plan, records)
+        rates, records = offload_time_per_byte(plan, hardware), state_bytes_of_each_group(self.spec, plan)
+        held = slot_bytes_at_update_start(plan, records)
         return units._replace(
             costs=tuple(
                 add_offload_costs(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)
@@ -305,22 +305,22 @@ class StepTimePredictor:
         fused = plan.run.run.compile is True
         plain = next((one for one in self.spec.traces if one.is_valid_for(none, plan.microbatch)), trace)
         own, other = (self._microbatch_work(plan, one, fused=fused, adds=False) for one in (trace, plain))
-        longer = _compute_ticks(own, serial=self._serial) - _compute_ticks(other, serial=self._serial)
+        longer = _sum_compute_ticks(own, serial=self._serial) - _sum_compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 
-    def _busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
+    def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
         """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
         units = self.unit_costs(plan)
         reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
         gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
         read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
-        disk = to_ticks(offload_rates(plan, self.hardware).disk * read) - units.spared
+        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
         return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
     def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:
         units = self.unit_costs(plan)
-        sent = _tensor_parallel_ticks(self._microbatch_works(plan), accumulation=plan.accumulation)
+        sent = _sum_tensor_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
         recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
@@ -340,7 +340,7 @@ class StepTimePredictor:
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
 
-def _update_accesses(plan: Plan) -> float:
+def _update_accesses_per_element(plan: Plan) -> float:
     """Returns how often the optimizer's update reads or writes each element of the shards.
 
     Stochastic rounding takes about fifty launches instead of one: measured, 0.69 s for 8.03e9 bf16 parameters
@@ -362,7 +362,7 @@ def _update_accesses(plan: Plan) -> float:
     )
 
 
-def _compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
+def _sum_compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
     """Returns the ticks of all phases of a microbatch, without tensor-parallel collectives."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
@@ -370,7 +370,7 @@ def _compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
     )
 
 
-def _tensor_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
+def _sum_tensor_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
     """Returns the ticks per step in which computing waits for tensor-parallel collectives."""
     return sum(
         sent * turns * times

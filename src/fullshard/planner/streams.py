@@ -95,7 +95,7 @@ class StreamClocks:
         self.compute = end
         self.host += issue
 
-    def run_host_work(self, length: int) -> None:
+    def run_fsdp_host_work(self, length: int) -> None:
         """Adds `length` ticks of FSDP2's own work on the host."""
         self.host += length
         if self.serial:
@@ -111,7 +111,7 @@ class StreamClocks:
         if self.serial:
             self.host = self.compute
 
-    def wait_until(self, until: int, cause: Cause) -> None:
+    def stall_compute_until(self, until: int, cause: Cause) -> None:
         """Makes the compute stream wait until tick `until`."""
         gap = until - self.compute
         if gap <= 0:
@@ -126,7 +126,7 @@ class StreamClocks:
         into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
         inline = inline or self.serial
         if inline:
-            self.wait_until(after, "host")
+            self.stall_compute_until(after, "host")
             self.copy_on_compute_stream(into)
             start = self.compute
         else:
@@ -141,7 +141,7 @@ class StreamClocks:
         if not inline:
             self.gather = end
         self.fetched = start if inline else self.copy_in
-        self._record_collective(length, "all_gather")
+        self._add_sent_and_blocked_time(length, "all_gather")
         return end
 
     def delay_gather_streams(self, until: int) -> None:
@@ -152,20 +152,20 @@ class StreamClocks:
     def run_reduce_scatter(self, cost: UnitCost) -> None:
         """Copies gradients into the buffer, and runs the reduce-scatter (over one rank, a copy)."""
         self.reduce = max(self.reduce, self.previous_gradient_out)
-        self.wait_until(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
+        self.stall_compute_until(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
         self.copy_on_compute_stream(cost.pack)
         if not cost.is_sharded:
             self.copy_on_reduce_stream(cost.scatter)
         else:
             end = max(self.reduce, self.compute, self.network) + cost.scatter
             self.network = self.reduce = end
-            self._record_collective(cost.scatter, "reduce_scatter")
+            self._add_sent_and_blocked_time(cost.scatter, "reduce_scatter")
         self.reduce_input_free = self.reduce
 
     def copy_activations(self, *, out: int, back: int, waits: bool) -> None:
         """Waits for activations in transit if `waits`, then starts copies to and from the host."""
         if waits:
-            self.wait_until(self.activation_copy, "host")
+            self.stall_compute_until(self.activation_copy, "host")
         if out:
             self.activation_copy = self.host_out = max(self.host_out, self.compute) + out
         if back:
@@ -182,16 +182,16 @@ class StreamClocks:
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
-        self._record_collective(cost.all_reduce, "all_reduce")
+        self._add_sent_and_blocked_time(cost.all_reduce, "all_reduce")
         if self.serial:
             self.copy_on_compute_stream(settle)
         self.all_reduce = max(end, self.compute) if self.serial else end + settle
 
     def wait_for_reductions(self, *, is_sharded: bool) -> None:
-        self.wait_until(self.reduce, "reduce_scatter" if is_sharded else "copy")
-        self.wait_until(self.all_reduce, "all_reduce")
+        self.stall_compute_until(self.reduce, "reduce_scatter" if is_sharded else "copy")
+        self.stall_compute_until(self.all_reduce, "all_reduce")
 
-    def _record_collective(self, length: int, cause: Cause) -> None:
+    def _add_sent_and_blocked_time(self, length: int, cause: Cause) -> None:
         self.sent += length
         if self.blocking and length:
             blocked = round(self.blocking * length)
@@ -240,8 +240,8 @@ def simulate_shard_fetch(
     if updates and cost.update:
         streams.disk += cost.update_disk
         if streams.serial:  # only the drive works in parallel
-            streams.wait_until(streams.disk, "host")
-            ready = _wait_ticks_for_host(streams, cost.update_in + cost.update_out + cost.update + cost.back)
+            streams.stall_compute_until(streams.disk, "host")
+            ready = _stall_for_host_work(streams, cost.update_in + cost.update_out + cost.update + cost.back)
         else:
             ready = max(ready, _simulate_offloaded_update(streams, cost))
             if cost.back:
@@ -252,8 +252,8 @@ def simulate_shard_fetch(
     if not cost.fetch:
         return ready
     if streams.serial:
-        streams.wait_until(ready, "host")
-        return _wait_ticks_for_host(streams, cost.fetch)
+        streams.stall_compute_until(ready, "host")
+        return _stall_for_host_work(streams, cost.fetch)
     streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
     return streams.host_in
 
@@ -283,7 +283,7 @@ def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bo
     if not cost.leave:
         return
     if streams.serial:
-        _wait_ticks_for_host(streams, cost.leave + (cost.add if adds else 0))
+        _stall_for_host_work(streams, cost.leave + (cost.add if adds else 0))
         return
     done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
     streams.host_out = max(streams.host_out, done) + cost.leave
@@ -294,11 +294,11 @@ def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bo
 
 def wait_for_offloaded_gradients(streams: StreamClocks, *, norm: int) -> None:
     """Waits until all gradients are on the host, and `norm` ticks more while the host computes their norm."""
-    streams.wait_until(max(streams.host_out, streams.host_sum), "host")
-    _wait_ticks_for_host(streams, norm)
+    streams.stall_compute_until(max(streams.host_out, streams.host_sum), "host")
+    _stall_for_host_work(streams, norm)
 
 
-def _wait_ticks_for_host(streams: StreamClocks, length: int) -> int:
+def _stall_for_host_work(streams: StreamClocks, length: int) -> int:
     """Makes the compute stream wait `length` ticks for the host, and returns its clock."""
-    streams.wait_until(streams.compute + length, "host")
+    streams.stall_compute_until(streams.compute + length, "host")
     return streams.compute

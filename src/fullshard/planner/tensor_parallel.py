@@ -38,7 +38,7 @@ from fullshard.spec.plan import ITEMSIZE, Plan
 _OF_A_BLOCK = 4  # collectives of a block per direction
 
 
-def tensor_parallel_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+def split_parameter_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     """Returns the shape of a rank's part: the first dim of a matrix that `degree` divides is split."""
     if degree == 1 or len(shape) < 2:
         return shape
@@ -71,7 +71,7 @@ def check_tensor_parallel_split(spec: ModelSpec, plan: Plan) -> None:
     if degree == 1:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
-    whole = [p.name for p in matrices if tensor_parallel_shape(p.shape, degree) == p.shape]
+    whole = [p.name for p in matrices if split_parameter_shape(p.shape, degree) == p.shape]
     model, wrong, shapes = plan.run.model, list[str](), [set(p.shape) for p in matrices]
     # A saved spec may come with a run whose model has other sizes.
     if isinstance(model, DecoderConfig) and {model.d_ff, model.d_model} in shapes:
@@ -87,7 +87,7 @@ def check_tensor_parallel_split(spec: ModelSpec, plan: Plan) -> None:
         )
 
 
-def tensor_parallel_seconds(
+def tp_seconds_by_phase(
     spec: ModelSpec, phases: Sequence[TracePhase], *, plan: Plan, units: Sequence[int], hardware: Hardware
 ) -> list[float]:
     """Returns the seconds of tensor-parallel collectives in each phase. See [Note: tensor parallel].

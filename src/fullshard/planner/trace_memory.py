@@ -93,7 +93,7 @@ def _skip_periods(
     while at < len(traced):
         if at not in periods:
             phase = _phase_bytes(traced[at], at, microbatch=microbatch, shift=shift)
-            phases.append(phase._replace(unit=_shown_index(phase.unit, 0, shown=shown)))
+            phases.append(phase._replace(unit=_shown_unit_index(phase.unit, 0, shown=shown)))
             at += 1
             continue
         end, repeat = periods[at]
@@ -107,17 +107,17 @@ def _skip_periods(
             for index in range(at, end):
                 phase = _phase_bytes(traced[index], index, microbatch=microbatch, shift=shift)
                 copy = copies - 1 - number if backward else number
-                phase = phase._replace(unit=_shown_index(phase.unit, copy, shown=shown))
+                phase = phase._replace(unit=_shown_unit_index(phase.unit, copy, shown=shown))
                 if index == end - 1:
                     last = _add_bytes(phase.end, growth, times=skips)
                     phase = phase._replace(skipped_periods=skips, end=last)
                 phases.append(phase._replace(starts_period=index == at and skips > 0))
             shift = _add_bytes(shift, growth, times=skips + (number < copies - 1))
         at = end
-    return MemoryTrace(tuple(phases), _spec_indices(shown, units=units))
+    return MemoryTrace(tuple(phases), _spec_indices_of_shown_units(shown, units=units))
 
 
-def _shown_index(unit: int, copy: int, *, shown: dict[RepeatedUnits, int]) -> int:
+def _shown_unit_index(unit: int, copy: int, *, shown: dict[RepeatedUnits, int]) -> int:
     """Returns the index of copy `copy` of a traced unit among the units shown."""
     place = unit
     for repeat in shown:
@@ -128,7 +128,7 @@ def _shown_index(unit: int, copy: int, *, shown: dict[RepeatedUnits, int]) -> in
     return place
 
 
-def _spec_indices(shown: dict[RepeatedUnits, int], *, units: int) -> tuple[int, ...]:
+def _spec_indices_of_shown_units(shown: dict[RepeatedUnits, int], *, units: int) -> tuple[int, ...]:
     """Returns the spec index of each unit shown: of repeated units, the first and the last copies."""
     found: list[int] = []
     index = skipped = 0

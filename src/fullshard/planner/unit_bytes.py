@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.tensor_parallel import tensor_parallel_shape
+from fullshard.planner.tensor_parallel import split_parameter_shape
 from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
-from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings
+from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def padded_numel(shape: tuple[int, ...], shard_degree: int) -> int:
     return -(-shape[0] // shard_degree) * shard_degree * prod(shape[1:])
 
 
-def shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
+def unpadded_shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
     """Returns the elements of `rank`'s shard: ceil(shape[0] / N) rows; last ranks have fewer or none."""
     rows = -(-shape[0] // shard_degree)
     return min(rows, max(0, shape[0] - rank * rows)) * prod(shape[1:])
@@ -60,14 +60,14 @@ def shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
 
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
-    settings = UnitSettings.for_unit(plan, unit.override, kept=unit.kept)
+    settings = MergedUnitSettings.for_unit(plan, unit.override, kept=unit.kept)
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
     compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
     if plan.tensor_parallel > 1:
         unit = tensor_parallel_unit(unit, plan.tensor_parallel)
 
-    def shard_elements(parameter: ParamSpec) -> int:
+    def padded_shard_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree) // degree
 
     def compute_itemsize(parameter: ParamSpec) -> int:
@@ -76,19 +76,19 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
-    chunk = sum(shard_elements(p) for p in trained)
-    own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
+    chunk = sum(padded_shard_numel(p) for p in trained)
+    own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     return UnitBytes(
         shard_degree=degree,
         replicate_degree=settings.replicate_degree,
         reshards=reshard is not False,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
-        own_shards=sum(shard_elements(p) * compute_itemsize(p) for p in trained),
-        on_drive=sum(page_aligned_bytes(shard_elements(p), compute_itemsize(p)) for p in trained),
-        frozen=sum(shard_elements(p) * p.itemsize for p in frozen),
-        frozen_on_drive=sum(page_aligned_bytes(shard_elements(p), p.itemsize) for p in frozen),
-        gathered=degree * sum(shard_elements(p) * compute_itemsize(p) for p in unit.parameters),
+        own_shards=sum(padded_shard_numel(p) * compute_itemsize(p) for p in trained),
+        on_drive=sum(page_aligned_bytes(padded_shard_numel(p), compute_itemsize(p)) for p in trained),
+        frozen=sum(padded_shard_numel(p) * p.itemsize for p in frozen),
+        frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
+        gathered=degree * sum(padded_shard_numel(p) * compute_itemsize(p) for p in unit.parameters),
         cast_copy=sum(casts) + uncast,
         kept_copy=sum(again),
         largest_cast=max(casts, default=0) + uncast,
@@ -109,7 +109,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
 
 
 def _shard_and_cast_bytes(
-    unit: UnitSpec, plan: Plan, *, settings: UnitSettings
+    unit: UnitSpec, plan: Plan, *, settings: MergedUnitSettings
 ) -> tuple[int, list[int], list[int], int]:
     """Returns bytes on the device as (shards, casts, again, uncast).
 
@@ -154,7 +154,7 @@ def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:
 def tensor_parallel_unit(unit: UnitSpec, degree: int) -> UnitSpec:
     """Returns `unit` with the shapes of one rank's part on a tensor-parallel axis of `degree` ranks."""
     parts = tuple(
-        p.model_copy(update={"shape": tensor_parallel_shape(p.shape, degree)}) for p in unit.parameters
+        p.model_copy(update={"shape": split_parameter_shape(p.shape, degree)}) for p in unit.parameters
     )
     return unit.model_copy(update={"parameters": parts})
 

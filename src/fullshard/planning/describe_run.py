@@ -48,7 +48,7 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
     import torch
 
     from fullshard.data.build import build_data
-    from fullshard.models.examples import example_batch
+    from fullshard.models.examples import example_meta_batch
     from fullshard.training.loss import choose_loss, model_computed_loss
 
     run = plan.run if isinstance(plan, Plan) else plan
@@ -58,7 +58,7 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
         own = Plan.from_run(run.model_copy(update={"train": alone}), world_size=1)
         return next(iter(build_data(run).microbatches(0, rank=0, plan=own)))
     if choose_loss(run, model) is model_computed_loss:
-        return example_batch(model, run, rows=rows)
+        return example_meta_batch(model, run, rows=rows)
     if not run.data.document_mask:
         return None
     keys, shape = ("tokens", "labels", "positions", "documents"), (rows, run.data.sequence_length)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def plan_run(request: LaunchRequest) -> LaunchRequest:
+def request_with_plan(request: LaunchRequest) -> LaunchRequest:
     """Returns `request` with the fastest plan that fits, and its prediction.
 
     Every process that calls this for the same run on the same machine gets the same plan. If the planner
@@ -47,7 +47,7 @@ def plan_run(request: LaunchRequest) -> LaunchRequest:
     # Plain mistakes are found here, before torch is imported (unless something has imported it already).
     run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
-    _check_checkpoint_settings(run)
+    _check_checkpoint_dir_and_key(run)
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         plan = _choose_plan(run, chosen=request.plan, plain=plain)
@@ -84,7 +84,7 @@ def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     return plan.world_size == ranks
 
 
-def _check_checkpoint_settings(run: Run) -> None:
+def _check_checkpoint_dir_and_key(run: Run) -> None:
     """Raises an error if the checkpoint location or the key file is not valid, before the model is built."""
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of

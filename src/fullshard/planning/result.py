@@ -43,7 +43,7 @@ class PlanRequest:
     hardware: Hardware
     spec: ModelSpec
 
-    def saved_plan_note(self, path: Path) -> str | None:
+    def plan_unusable_by_train_note(self, path: Path) -> str | None:
         if self.subject.spec is None:
             return None
         return f"{path} is for fs.shard in your own loop: fullshard train has no model to a saved spec"
@@ -164,7 +164,7 @@ def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     return PlanResult(question, found.best, found, explanation=explain_plan(found, hardware, spec=spec))
 
 
-def choose_largest_plan(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
+def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
     """Searches for the largest microbatch or sequence that fits. Raises PlanError if none does."""
     spec, hardware, run = question.spec, question.hardware, question.asked
     if what == "microbatch":
@@ -183,7 +183,7 @@ def choose_largest_plan(question: PlanRequest, what: Literal["microbatch", "sequ
     return PlanResult(question, found.plan, largest=("sequence", found.size))
 
 
-def with_fewest_gpus(question: PlanRequest, *, days: float, budget: TrainingBudget | None) -> PlanRequest:
+def fewest_gpus_request(question: PlanRequest, *, days: float, budget: TrainingBudget | None) -> PlanRequest:
     """Returns `question` for the fewest GPUs that process the budget's tokens in `days`.
 
     Raises PlanError if no number of GPUs does, SpecError without a budget.

@@ -19,11 +19,11 @@ from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Precision
-from fullshard.spec.presets import find_preset, similar_preset_names
+from fullshard.spec.presets import preset_or_none, similar_preset_names
 from fullshard.spec.pretrained import (
     CONFIG_NAME,
-    check_config_sizes,
-    convert_to_decoder,
+    approximate_by_decoder,
+    check_config_limits,
     find_cached_config,
     find_decoder_incompatibility,
     read_config,
@@ -81,10 +81,10 @@ def resolve_plan_target(name: str | None) -> PlanTarget:
     cached = find_cached_config(name) if "/" in name else None
     if cached is not None:
         return _target_from_hf_config(cached, name=name)
-    preset = find_preset(name)
+    preset = preset_or_none(name)
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
-        return PlanTarget(name=preset.name, settings=_model_overrides(preset.model), differs=differs)
+        return PlanTarget(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
     cached = find_cached_config(name)
     if cached is not None:
         return _target_from_hf_config(cached, name=name)
@@ -109,7 +109,7 @@ def _target_from_file(path: Path) -> PlanTarget:
 
 def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     config = read_config(path)
-    check_config_sizes(config, source=str(path))
+    check_config_limits(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
         raise SpecError(
             f"{path} is no config.json of a model, and no saved spec.",
@@ -117,8 +117,8 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
             why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
         )
     if find_decoder_incompatibility(config) is None:
-        found = convert_to_decoder(config, source=str(path))
-        return PlanTarget(name=name, settings=_model_overrides(found.model), differs=found.differs)
+        found = approximate_by_decoder(config, source=str(path))
+        return PlanTarget(name=name, settings=_model_as_overrides(found.model), differs=found.differs)
     positions = (config.get("max_position_embeddings"), config.get("n_positions"))
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
     # Images have no tokens, so each counts as one.
@@ -147,7 +147,7 @@ def _precision_mode_of_spec(spec: ModelSpec) -> str:
     raise AssertionError(f"no precision mode computes in {own[0]}, reduces in {own[1]} and keeps {own[2]}")
 
 
-def _model_overrides(model: DecoderConfig) -> tuple[str, ...]:
+def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:
     """Returns the model as `--set` arguments, with a sequence length that its positions allow."""
     length = min(model.max_sequence, DEFAULT_SEQUENCE)
     own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)

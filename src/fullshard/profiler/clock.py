@@ -20,7 +20,7 @@ Timer = Callable[[Callable[[], object], int], float]
 """Function `timer(work, calls)`, which returns the seconds that `calls` calls of `work` take."""
 
 
-def time_calls(work: Callable[[], object], calls: int, *, device: torch.device) -> float:
+def total_seconds_of_calls(work: Callable[[], object], calls: int, *, device: torch.device) -> float:
     """Calls `work` `calls` times, waits until the device has finished, and returns the seconds taken."""
     if device.type != "cuda":
         started = time.perf_counter()
@@ -59,7 +59,7 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
     _mean_over_ranks(0.0, device)  # a barrier that every backend has
     best, started = 0.0, time.perf_counter()
     edges = _EDGES.get(device.type, _EDGES["cpu"])
-    window, timer = seconds / len(edges), partial(time_calls, device=device)
+    window, timer = seconds / len(edges), partial(total_seconds_of_calls, device=device)
     generator = torch.Generator(device).manual_seed(0)  # keeps the run's own random state unchanged
     for n in edges:
         if best and time.perf_counter() - started > seconds:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
-from fullshard.spec.catalog import find_catalog_entry, find_chip_by_device_name, link_from_catalog
+from fullshard.spec.catalog import find_catalog_entry_of_chip, find_chip_by_device_name, link_from_catalog
 from fullshard.spec.hardware import Chip, CollectiveRate, Hardware, Link
-from fullshard.spec.hardware_text import uncalibrated_hardware
+from fullshard.spec.hardware_text import catalog_chip_hardware
 from fullshard.spec.rates import default_cpu_rates, read_default_rate_figures
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
@@ -70,8 +70,8 @@ def detect_hardware(
     each = ranks_per_node or count
     if saved is not None and _is_same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
         return saved.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
-    found = describe_machine(gpus, ranks=count, ranks_per_node=each)
-    if gpus.number and find_catalog_entry(found.chip) is None:
+    found = catalog_hardware_of_machine(gpus, ranks=count, ranks_per_node=each)
+    if gpus.number and find_catalog_entry_of_chip(found.chip) is None:
         raise SpecError(
             "this GPU is not in the catalog.",
             got=gpus.name,
@@ -84,18 +84,18 @@ def detect_hardware(
     return found.model_copy(update={"source": found.source + other})
 
 
-def describe_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_node: int) -> Hardware:
+def catalog_hardware_of_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_node: int) -> Hardware:
     """Returns this machine's hardware from the catalog; a GPU that it lacks gets placeholder rates."""
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
-        share = _describe_cpu_share_of_rank(ranks_per_node)
+        share = _cpu_hardware_per_rank(ranks_per_node)
         cpu = share.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
     chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
-    entry = find_catalog_entry(chip) if chip is not None else None
+    entry = find_catalog_entry_of_chip(chip) if chip is not None else None
     host_memory_bytes = _host_memory_bytes() // ranks_per_node
     if entry is not None:
-        known = uncalibrated_hardware(entry).with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
+        known = catalog_chip_hardware(entry).with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return known.model_copy(update={"host_memory_bytes": host_memory_bytes})
     return Hardware(
         name=gpus.name,
@@ -126,7 +126,7 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(configuration).expanduser() / "fullshard" / "hardware.toml"
 
 
-def cpu_model_and_core_count() -> str:
+def cpu_name_with_core_count() -> str:
     """Returns the CPU's model and the number of cores that this process may use: `AMD EPYC, 2 cores`."""
     cores = _count_usable_cores()
     return f"{_read_cpu_model_name()}, {cores} core{'s' if cores > 1 else ''}"
@@ -134,7 +134,7 @@ def cpu_model_and_core_count() -> str:
 
 def _is_same_chip(saved: Hardware, gpus: DetectedGpus) -> bool:
     if not gpus.number:
-        return saved.device == "cpu" and saved.chip.name == cpu_model_and_core_count()
+        return saved.device == "cpu" and saved.chip.name == cpu_name_with_core_count()
     chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
     return saved.device == "cuda" and saved.chip.name == (chip.name if chip is not None else gpus.name)
 
@@ -163,7 +163,7 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
     return DetectedGpus(*json.loads(done.stdout))
 
 
-def _describe_cpu_share_of_rank(ranks_per_node: int) -> Hardware:
+def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
     table = read_default_rate_figures().cpu
     cores = max(_count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
@@ -178,7 +178,7 @@ def _describe_cpu_share_of_rank(ranks_per_node: int) -> Hardware:
         source=table.source,
     )
     chip = Chip(
-        name=cpu_model_and_core_count(),
+        name=cpu_name_with_core_count(),
         device_names=("cpu",),
         memory_bytes=_host_memory_bytes() // ranks_per_node,
         memory_bytes_per_second=table.bytes_per_second * cores,

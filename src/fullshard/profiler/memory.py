@@ -61,7 +61,7 @@ def measure_peak_memory(
             yield peak
         _read_cuda_peak(peak, device, holdings=holdings)
         return
-    held = {address: size for part in holdings.storage_bytes_by_part() for address, size in part.items()}
+    held = {address: size for part in holdings.storages_by_part() for address, size in part.items()}
     # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with (
@@ -156,12 +156,12 @@ class _ModelAndOptimizerStorages:
         self.optimizer = optimizer
         self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
 
-    def storage_bytes_by_part(self) -> list[dict[int, int]]:
+    def storages_by_part(self) -> list[dict[int, int]]:
         """Returns the storages of [parameters, gradients, optimizer state, buffers]."""
         # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather.
-        copies: Iterable[Tensor] = getattr(self.optimizer, "copies", ())
+        copies: Iterable[Tensor] = getattr(self.optimizer, "device_shard_copies", ())
         # The part of an offloaded state that currently streams through device memory.
-        passing: Iterable[Tensor] = getattr(self.optimizer, "passing", ())
+        passing: Iterable[Tensor] = getattr(self.optimizer, "device_buffers", ())
         states = self.optimizer.state.values() if self.optimizer is not None else []
         own = (t for state in states for t in state.values() if isinstance(t, Tensor))
         parameters = _storage_bytes_by_address([*self.model.parameters(), *copies])
@@ -191,7 +191,7 @@ class _ModelAndOptimizerStorages:
 
     def split_peak(self, live: Mapping[int, _LiveMemoryBlock], timeline: _AllocationTimeline) -> MemoryParts:
         """Returns the bytes of each part of the peak. Assigns `live` blocks by their allocating events."""
-        parameters, own_gradients, state, buffers = self.storage_bytes_by_part()
+        parameters, own_gradients, state, buffers = self.storages_by_part()
         gradients = timeline.last_allocating_events(own_gradients)
         for noted, step in zip(self._noted, timeline.steps, strict=True):
             gradients |= timeline.last_allocating_events(noted, before=step)
@@ -214,7 +214,7 @@ class _ModelAndOptimizerStorages:
 
     def total_bytes_by_part(self) -> list[int]:
         """Returns the bytes of [parameters, gradients before the last step, optimizer state, buffers]."""
-        parameters, gradients, state, buffers = self.storage_bytes_by_part()
+        parameters, gradients, state, buffers = self.storages_by_part()
         gradients = gradients or (self._noted[-1] if self._noted else {})
         return [sum(storages.values()) for storages in (parameters, gradients, state, buffers)]
 

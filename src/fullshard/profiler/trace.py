@@ -84,10 +84,10 @@ def profile_step(device: torch.device) -> Generator[ProfiledStep]:
     ):
         yield traced
     assert profiler is not None, "it is enabled"
-    traced.seconds = step_seconds_from_events(_read_profiler_events(profiler))
+    traced.seconds = step_seconds_by_term(_read_profiler_events(profiler))
 
 
-def step_seconds_from_events(events: Sequence[TraceEvent]) -> StepSeconds:
+def step_seconds_by_term(events: Sequence[TraceEvent]) -> StepSeconds:
     """Returns the seconds of the step recorded in `events`, by term. See [Note: what counts as what]."""
     step = next(event for event in events if event.name == _STEP and not event.on_device)
     device = [event for event in events if event.on_device]
@@ -134,7 +134,7 @@ def host_intervals(events: Iterable[TraceEvent]) -> list[KindInterval]:
     host = (event for event in events if not event.on_device)
     for event in sorted(host, key=lambda one: (one.thread, one.start, -one.end)):
         if waiting is not None and (event.thread != waiting.thread or event.start >= waiting.end):
-            spans.append(_all_reduce_interval(waiting, around, before=event))
+            spans.append(_make_all_reduce_interval(waiting, around, before=event))
             waiting = None
         while around and (around[-1].thread != event.thread or around[-1].end <= event.start):
             around.pop()
@@ -146,11 +146,11 @@ def host_intervals(events: Iterable[TraceEvent]) -> list[KindInterval]:
         if kind is not None or event.name == _STEP:
             around.append(event)
     if waiting is not None:
-        spans.append(_all_reduce_interval(waiting, around, before=None))
+        spans.append(_make_all_reduce_interval(waiting, around, before=None))
     return spans
 
 
-def _all_reduce_interval(
+def _make_all_reduce_interval(
     call: TraceEvent, around: Sequence[TraceEvent], *, before: TraceEvent | None
 ) -> KindInterval:
     """Returns the span from an all-reduce's call to its thread's next event, within the range around it."""

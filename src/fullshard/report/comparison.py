@@ -99,7 +99,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         if lines:
             rows += [(heading, "", "", ""), *_format_line_cells(lines, show)]
     for line in comparison.speed:
-        show = format_count if line.term == "tokens_per_second" else _format_percent
+        show = format_count if line.term == "tokens_per_second" else _format_fraction_as_percent
         rows += _format_line_cells([line], show, indent="")
     return rows
 
@@ -116,7 +116,7 @@ def _compare_memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compari
     yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(seen.values()))
     yield ComparisonLine(term="total", predicted=prediction.memory.total, measured=total)
     if peak.reserved is not None:
-        reserved = prediction.allocator_reserved_bytes
+        reserved = prediction.total_reserved_bytes
         yield ComparisonLine(term="reserved", predicted=reserved, measured=peak.reserved)
     if prediction.offload is not None and peak.host is not None:
         yield ComparisonLine(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
@@ -172,5 +172,5 @@ def _format_line_cells(
             )
 
 
-def _format_percent(part: float) -> str:
+def _format_fraction_as_percent(part: float) -> str:
     return f"{100 * part:.1f} %"

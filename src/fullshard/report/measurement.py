@@ -87,7 +87,7 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:
         whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
-        peak = f"{_format_flops(m.peak.flops_per_second)}/s a rank"
+        peak = f"{_format_flop_count(m.peak.flops_per_second)}/s a rank"
         yield "MFU", f"{100 * m.mfu:.1f} % of {peak} ({m.peak.device}, {m.peak.dtype}, {whence})"
 
 
@@ -111,7 +111,7 @@ def _peak_memory_rows(peak: PeakBytes) -> Iterator[tuple[str, str]]:
         yield "  CUDA", ", ".join(counted)
 
 
-def _format_flops(count: float) -> str:
+def _format_flop_count(count: float) -> str:
     """Returns a FLOP count with its unit: `1.02e11` -> `102 GFLOP`."""
     text = format_count(count)
     return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

@@ -87,7 +87,7 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     if prediction.offload is not None:
         yield from _offload_rows(prediction)
     if prediction.activations is not None:
-        yield from _host_activation_rows(prediction.activations, held=prediction.required_host_bytes)
+        yield from _host_activation_rows(prediction.activations, held=prediction.host_bytes_per_rank)
     yield from _step_time_rows(prediction)
     yield from _speed_rows(plan, prediction)
     if page.budget is not None:

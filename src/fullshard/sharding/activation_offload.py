@@ -196,13 +196,13 @@ class ActivationOffloader:
         """Ends a forward call: frees the device storages of the previous call, starts copying this call's."""
         while self._leaving:
             ticket, storages = self._leaving.pop()
-            self._get_host_copier(call).wait_for_copies(ticket)
+            self._get_host_copier(call).make_stream_wait(ticket)
             for storage in storages:
-                _free_device_source(storage)
+                _drop_device_source(storage)
         for coming in self._coming:  # left by an interrupted backward
-            self._get_host_copier(call).wait_for_copies(coming.ticket)
+            self._get_host_copier(call).make_stream_wait(coming.ticket)
         self._coming.clear()
-        leaving = [one for one in _iterate_live_storages(call) if one.source is not None and one.host is None]
+        leaving = [one for one in _live_storage_records(call) if one.source is not None and one.host is None]
         if not leaving:
             return
         copier = self._get_host_copier(call)
@@ -252,7 +252,7 @@ class ActivationOffloader:
         for storage, host in zip(storages, hosts, strict=True):
             storage.host = host
             if ticket is None:
-                _free_device_source(storage)
+                _drop_device_source(storage)
         if ticket is not None:
             self._leaving.append((ticket, storages))
 
@@ -261,12 +261,12 @@ class ActivationOffloader:
         if call.is_in_backward:
             return
         call.is_in_backward = True
-        self._start_copy_to_device(list(_iterate_live_storages(call)), call)
-        for storage in _iterate_live_storages(call):
+        self._start_copy_to_device(list(_live_storage_records(call)), call)
+        for storage in _live_storage_records(call):
             self._wait_for_copy_to_device(storage)
         before = call.before() if call.before is not None else None
         if before is not None:
-            self._start_copy_to_device(list(_iterate_live_storages(before)), before)
+            self._start_copy_to_device(list(_live_storage_records(before)), before)
 
     def _start_copy_to_device(self, storages: list[SavedStorage], call: BlockForwardCall) -> None:
         absent = [one for one in storages if one.source is None and one.copy is None]
@@ -284,15 +284,15 @@ class ActivationOffloader:
     def _wait_for_copy_to_device(self, storage: SavedStorage) -> None:
         coming, storage.pending_fetch = storage.pending_fetch, None
         if coming in self._coming and self._own is not None:
-            self._own.wait_for_copies(coming.ticket)
+            self._own.make_stream_wait(coming.ticket)
             self._coming.remove(coming)
 
 
-def _iterate_live_storages(call: BlockForwardCall) -> Iterator[SavedStorage]:
+def _live_storage_records(call: BlockForwardCall) -> Iterator[SavedStorage]:
     return (storage for reference in call.saved if (storage := reference()) is not None)
 
 
-def _free_device_source(storage: SavedStorage) -> None:
+def _drop_device_source(storage: SavedStorage) -> None:
     storage.record_overwrite()
     storage.source = None
 

@@ -17,30 +17,30 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import replace_gloo_collectives
-from fullshard.sharding.materialize import Initialise, fill_shards, replace_parameters_by_meta
+from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import build_mesh, build_replicated_mesh, share_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
-from fullshard.spec.plan import DeviceType, Plan, check_run_is_trainable
+from fullshard.spec.plan import DeviceType, Plan, check_training_supports_run
 from fullshard.spec.run import PrefetchSection
 
 
 class ShardSink(Protocol):
     """Receives the initialised shards of each unit when the plan offloads them."""
 
-    def start_receiving_shards(self, model: nn.Module, *, unset: bool) -> None:
+    def set_up_for_model(self, model: nn.Module, *, unset: bool) -> None:
         """Prepares to receive the shards of `model`, whose parameters are on the meta device under FSDP2.
 
-        If `unset`, `put_unit_shards` receives only NaN, and a later load sets the values.
+        If `unset`, `offload_unit_shards` receives only NaN, and a later load sets the values.
         """
 
-    def put_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def offload_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Receives the parameters of one unit, by name, with values. Called in the units' order of use."""
 
-    def finish_receiving_shards(self) -> None:
+    def finish_offloading_shards(self) -> None:
         """Waits until all shards are stored. Called after the last unit."""
 
 
@@ -76,21 +76,21 @@ def shard(
     given = collect_rank0_values(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
-    apply_fully_shard(model, prepared, plan=plan, methods=methods)
+    apply_recompute_and_fsdp(model, prepared, plan=plan, methods=methods)
     order, keep = prepared.units, None
     if keeper is not None:
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
-        keeper.start_receiving_shards(model, unset=init == "none" and not given_some)
-        order, keep = _sort_units_in_forward_order(model, order), keeper.put_unit_shards
-    fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
+        keeper.set_up_for_model(model, unset=init == "none" and not given_some)
+        order, keep = _sort_units_in_forward_order(model, order), keeper.offload_unit_shards
+    allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if keeper is not None:
-        keeper.finish_receiving_shards()
+        keeper.finish_offloading_shards()
     cast_buffers_and_set_prefetch(model, prepared.units, plan=plan)
     return model
 
 
 @dataclass(frozen=True)
-class ShardingInputs:
+class UnitsAndMeshes:
     """The units, blocks and meshes with which a model is sharded."""
 
     units: list[Unit]
@@ -99,9 +99,9 @@ class ShardingInputs:
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if there are none
 
 
-def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
+def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> UnitsAndMeshes:
     """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
-    check_run_is_trainable(plan.run)
+    check_training_supports_run(plan.run)
     _check_not_sharded(model)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
@@ -111,12 +111,12 @@ def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = 
     if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
         unsharded_mesh = build_replicated_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
     warn_of_unit_sizes(found, plan, stacklevel=3)
-    return ShardingInputs(found, repeated, mesh, unsharded_mesh)
+    return UnitsAndMeshes(found, repeated, mesh, unsharded_mesh)
 
 
-def apply_fully_shard(
+def apply_recompute_and_fsdp(
     model: nn.Module,
-    prepared: ShardingInputs,
+    prepared: UnitsAndMeshes,
     *,
     plan: Plan,
     methods: Sequence[str] = (),

@@ -81,7 +81,7 @@ def group_modules_around_blocks(
 
 def _iterate_block_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
     members = _children_with_parameters(name, module)
-    stages = {key: child for key, child in members.items() if _is_stage_container(child)}
+    stages = {key: child for key, child in members.items() if _is_stage_of_blocks(child)}
     is_container = isinstance(module, _CONTAINERS)
     if is_container and not stages and (repeated := _repeated_members(name, module)):
         yield repeated
@@ -108,7 +108,7 @@ def _repeated_members(name: str, container: nn.Module) -> dict[str, nn.Module]:
     return composite or matrices
 
 
-def _is_stage_container(module: nn.Module) -> bool:
+def _is_stage_of_blocks(module: nn.Module) -> bool:
     """Returns True if this member of a container is a container that holds blocks or is not called."""
     if not isinstance(module, _CONTAINERS):
         return False

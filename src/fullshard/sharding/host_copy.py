@@ -31,7 +31,7 @@ class HostCopier(Protocol):
         """Copies back to the device. Returns (tensors, ticket). `hosts` may be freed after the call."""
         ...
 
-    def wait_for_copies(self, ticket: Any) -> None:
+    def make_stream_wait(self, ticket: Any) -> None:
         """Makes the computation enqueued after this call wait for the copies of `ticket`."""
         ...
 
@@ -47,7 +47,7 @@ class CpuHostCopier:
     def copy_to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         return list(hosts), None
 
-    def wait_for_copies(self, ticket: Any) -> None:
+    def make_stream_wait(self, ticket: Any) -> None:
         pass
 
 
@@ -78,11 +78,11 @@ class CudaHostCopier:
                 flat.copy_(host, non_blocking=True)
             return flats, self._stream.record_event()
 
-    def wait_for_copies(self, ticket: Any) -> None:
+    def make_stream_wait(self, ticket: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
-class FakeHostCopier:
+class FakeReportingCopier:
     """Copier for fake tensors in place of a GPU's: copies nothing, calls `report` for each copy."""
 
     is_concurrent = True
@@ -101,7 +101,7 @@ class FakeHostCopier:
             self.report("back", flat.nbytes)
         return flats, self
 
-    def wait_for_copies(self, ticket: Any) -> None:
+    def make_stream_wait(self, ticket: Any) -> None:
         self.report("wait", 0)
 
 
@@ -109,4 +109,4 @@ def choose_host_copier(device: DeviceType, actual: torch.device) -> HostCopier:
     """Returns the copier for a plan's `device`. `actual`: the tensors' device, the CPU for fake tensors."""
     if device == "cpu":
         return CpuHostCopier()
-    return CudaHostCopier(actual) if actual.type == "cuda" else FakeHostCopier()
+    return CudaHostCopier(actual) if actual.type == "cuda" else FakeReportingCopier()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
-from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers
+from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers_by_id
 from fullshard.sharding.rank0_values import Rank0Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
@@ -61,7 +61,7 @@ def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan:
     """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
 
     Tied parameters stay tied. Frozen parameters keep their dtype, since they have no updates that rounding
-    could lose. `fill_shards` makes real parameters again, also of scalars, which are not sharded.
+    could lose. `allocate_and_fill_shards` makes real parameters again, also of unsharded scalars.
     """
     masters: dict[int, torch.dtype] = {}
     for unit in units:
@@ -83,7 +83,7 @@ def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan:
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
 
-def fill_shards(
+def allocate_and_fill_shards(
     model: nn.Module,
     units: Sequence[Unit],
     *,
@@ -154,7 +154,7 @@ def allocate_fake_shards_and_buffers(model: nn.Module, units: Sequence[Unit]) ->
     filler.register_parameters(filler.parameters)
     for unit in units:
         unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
-    replace_buffers(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
+    replace_buffers_by_id(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
 
 
 def materialize(
@@ -301,7 +301,7 @@ class _ModelValueSetter:
         """Sets buffers to rank 0's; recomputes other meta buffers. Raises ShardError if a module cannot."""
         own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
         replaced = {id(b): values.broadcast_and_remove(name, self.device).clone() for name, b in own}
-        replace_buffers(self.model, replaced)
+        replace_buffers_by_id(self.model, replaced)
         for module in self.model.modules():
             self._reset_meta_buffers(module)
 

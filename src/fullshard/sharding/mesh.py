@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.distributed.loopback import (
     all_ranks_are_local,
     bind_local_groups_to_loopback,
-    connect_to_store_on_loopback,
+    start_or_join_loopback_store,
 )
 from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.plan import DeviceType, Plan
@@ -117,7 +117,7 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
 def _open_loopback_store(rank: int, timeout: timedelta) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     try:
-        return connect_to_store_on_loopback(port, rank=rank, timeout=timeout)
+        return start_or_join_loopback_store(port, rank=rank, timeout=timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
             "the ranks of this machine cannot find each other.",

@@ -28,10 +28,10 @@ def cast_buffers(model: nn.Module, precision: Precision) -> None:
         return
     dtype = TORCH_DTYPE[precision.buffer]
     floating = (buffer for buffer in model.buffers() if buffer.is_floating_point())
-    replace_buffers(model, {id(buffer): buffer.to(dtype) for buffer in floating})
+    replace_buffers_by_id(model, {id(buffer): buffer.to(dtype) for buffer in floating})
 
 
-def replace_buffers(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
+def replace_buffers_by_id(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
     """Replaces the model's buffers by other tensors. `replaced` maps the id of a buffer to its new tensor."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

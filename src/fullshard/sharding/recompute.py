@@ -85,10 +85,10 @@ class _SelectiveRecomputePolicy:
 def _selective_recompute_contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
     """Returns the contexts for forward and for recompute. `save_matmuls`: save every n-th matmul."""
     save, reuse = create_selective_checkpoint_contexts(_SelectiveRecomputePolicy(save_matmuls))
-    return (save, reuse) if compiled else (_SavedOperationsOnly(save), _SavedOperationsOnly(reuse))
+    return (save, reuse) if compiled else (_SavedOperationFilter(save), _SavedOperationFilter(reuse))
 
 
-class _SavedOperationsOnly(TorchDispatchMode):
+class _SavedOperationFilter(TorchDispatchMode):
     """Wraps one of torch's selective-recompute contexts, and passes only SAVED_OPERATIONS to it.
 
     Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the

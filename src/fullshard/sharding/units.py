@@ -16,7 +16,7 @@ from fullshard.sharding.blocks import (
     has_parameters,
     nearest_called_module_name,
 )
-from fullshard.spec.plan import Plan, UnitSettings
+from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.spec.run import UnitOverride, UnitSection
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -48,9 +48,9 @@ class Unit:
         """True if some parameters may get no gradient on a rank whose tokens went to other experts."""
         return any("experts" in name.split(".") for name in self.parameters)
 
-    def settings(self, plan: Plan) -> UnitSettings:
+    def settings(self, plan: Plan) -> MergedUnitSettings:
         """Returns the unit's settings: the plan's, with the unit's override applied."""
-        return UnitSettings.for_unit(plan, self.override, kept=self.is_root or self.keep_until_backward)
+        return MergedUnitSettings.for_unit(plan, self.override, kept=self.is_root or self.keep_until_backward)
 
 
 def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
@@ -108,7 +108,7 @@ def _choose_units(model: nn.Module, section: UnitSection, *, predicate: Predicat
         named = {name: m for name, m in called_modules_with_parameters(model).items() if predicate(name, m)}
         return _make_unit_per_module(named, what="the units predicate")
     if section.policy == "size":
-        return _choose_units_by_size(model, section.min_parameters)
+        return _choose_units_by_min_size(model, section.min_parameters)
     if section.policy == "names":
         named = _find_matching_modules(model, section.names)
         return _make_unit_per_module(named, what="sharding.units.names")
@@ -131,11 +131,11 @@ def _choose_units_by_block(model: nn.Module, section: UnitSection) -> list[Unit]
     for run in runs:
         # A run of vectors only (a norm) is not worth a collective: the root holds it.
         if any(parameter.ndim > 1 for module in run.values() for parameter in module.parameters()):
-            units += _make_units_of_module_run(paths, run, last=run is runs[-1])
+            units += _make_units_around_blocks(paths, run, last=run is runs[-1])
     return units
 
 
-def _make_units_of_module_run(paths: NamedModules, run: NamedModules, *, last: bool) -> list[Unit]:
+def _make_units_around_blocks(paths: NamedModules, run: NamedModules, *, last: bool) -> list[Unit]:
     """Makes one unit of the run's modules, except modules called from several places: one unit of each."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
@@ -167,21 +167,21 @@ def _make_expert_units(model: nn.Module, blocks: NamedModules) -> list[Unit]:
     ]
 
 
-def _choose_units_by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
+def _choose_units_by_min_size(model: nn.Module, min_parameters: int) -> list[Unit]:
     """Makes units bottom up: a module whose parameters outside of lower units reach `min_parameters`."""
     units: list[Unit] = []
     taken: set[int] = set()
     called = set(called_modules_with_parameters(model).values())
 
-    def visit_module(name: str, module: nn.Module) -> None:
+    def visit_children_then_module(name: str, module: nn.Module) -> None:
         for key, child in module.named_children():
-            visit_module(f"{name}.{key}" if name else key, child)
+            visit_children_then_module(f"{name}.{key}" if name else key, child)
         rest = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if module in called and sum(rest.values()) >= min_parameters:
             units.append(Unit(name, (module,), is_block=True))
             taken.update(rest)
 
-    visit_module("", model)
+    visit_children_then_module("", model)
     return units
 
 

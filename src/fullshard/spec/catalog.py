@@ -68,7 +68,7 @@ def find_chip_by_device_name(device_name: str, *, memory_bytes: int | None = Non
     return chip if 0.85 <= memory_bytes / chip.memory_bytes <= 1.05 else None
 
 
-def find_catalog_entry(chip: Chip) -> CatalogChip | None:
+def find_catalog_entry_of_chip(chip: Chip) -> CatalogChip | None:
     """Returns the catalog entry of a chip that `find_chip_by_device_name` returned."""
     return next((entry for entry in read_catalog_chips() if entry.name == chip.name), None)
 

@@ -130,7 +130,7 @@ class DataSection(DataSourceFields):
         return self
 
     @model_validator(mode="after")
-    def _check_records(self) -> Self:
+    def _check_train_on_and_tokenizer(self) -> Self:
         needed = {"assistant": "messages", "completion": "completion"}.get(self.train_on)
         kinds = {source.records for source in self.sources} or {self.records}
         if needed is not None and needed not in kinds:

@@ -40,7 +40,7 @@ class CheckpointSection(FrozenModel):
     export: bool = False
 
     @model_validator(mode="after")
-    def _check_storage_and_layout(self) -> Self:
+    def _check_dir_and_export(self) -> Self:
         if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
             raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
         if self.export and self.layout == "ranks":

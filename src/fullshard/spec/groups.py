@@ -17,7 +17,7 @@ _BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from t
 
 
 @dataclass(frozen=True)
-class ShardSize:
+class ShardSizes:
     """Sizes of the shards of one trained parameter.
 
     numel: elements of this rank's shard
@@ -88,7 +88,7 @@ def page_aligned_bytes(numel: int, itemsize: int) -> int:
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
-def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tuple[OffloadGroup, ...]:
+def group_shards(held: Iterable[ShardSizes], *, sub_group_parameters: int) -> tuple[OffloadGroup, ...]:
     """Returns the shards `held`, in their order, in groups of at most `sub_group_parameters` elements.
 
     The limit is at least CUT_ELEMENTS. Every rank gets the same number of groups, with the same parameters. A
@@ -132,7 +132,7 @@ def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tup
     return tuple(groups)
 
 
-def iterate_whole_parameter_groups(groups: Sequence[OffloadGroup]) -> Iterator[tuple[OffloadGroup, ...]]:
+def join_groups_of_split_parameters(groups: Sequence[OffloadGroup]) -> Iterator[tuple[OffloadGroup, ...]]:
     """Yields the smallest tuples of consecutive groups in which no parameter is split across two tuples."""
     portion: list[OffloadGroup] = []
     for group, after in pairwise([*groups, None]):

@@ -220,7 +220,7 @@ class Hardware(FrozenModel):
         return self.nodes * self.ranks_per_node
 
     @property
-    def usable_device_bytes(self) -> int:
+    def device_bytes_limit(self) -> int:
         """Bytes of a device's memory that one rank may use, including the context of its process."""
         return int(self.chip.memory_bytes * self.usable_fraction)
 

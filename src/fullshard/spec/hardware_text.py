@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.errors import SpecError
 from fullshard.spec.catalog import (
     CatalogChip,
-    find_catalog_entry,
+    find_catalog_entry_of_chip,
     link_from_catalog,
     normalized_chip_name,
     read_catalog_chips,
@@ -46,14 +46,14 @@ def hardware_on(text: str) -> Hardware:
     if 0 in counts:
         raise SpecError("there is no hardware with 0 of anything.", got=text, fix=_EXAMPLES)
     is_file = name.lower().endswith(".toml")
-    hardware = _read_hardware_file(Path(name)) if is_file else uncalibrated_hardware(_find_chip(name, text))
+    hardware = _read_hardware_file(Path(name)) if is_file else catalog_chip_hardware(_find_chip(name, text))
     if not counts:
         return hardware
-    layout = counts if len(counts) == 2 else _nodes_and_ranks_per_node(counts[0], hardware, text=text)
+    layout = counts if len(counts) == 2 else _split_chips_into_nodes(counts[0], hardware, text=text)
     return _hardware_with_layout(hardware, nodes=layout[0], ranks_per_node=layout[1])
 
 
-def uncalibrated_hardware(entry: CatalogChip) -> Hardware:
+def catalog_chip_hardware(entry: CatalogChip) -> Hardware:
     """Returns hardware of one rank on a chip of the catalog, with the catalog's rates."""
     table = read_default_rate_figures()
     memory = table.memory_use
@@ -89,9 +89,9 @@ def _find_chip(name: str, text: str) -> CatalogChip:
     )
 
 
-def _nodes_and_ranks_per_node(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
+def _split_chips_into_nodes(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
     """Returns (nodes, ranks per node) for `count` chips. Raises SpecError if they do not fill the nodes."""
-    size = (find_catalog_entry(hardware.chip) or hardware).ranks_per_node
+    size = (find_catalog_entry_of_chip(hardware.chip) or hardware).ranks_per_node
     if count <= size:
         return 1, count
     if count % size:
@@ -106,7 +106,7 @@ def _nodes_and_ranks_per_node(count: int, hardware: Hardware, *, text: str) -> t
 
 def _hardware_with_layout(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
     """Returns the hardware with these numbers; two ranks per node get the chip's link of pairs, if any."""
-    entry = find_catalog_entry(hardware.chip)
+    entry = find_catalog_entry_of_chip(hardware.chip)
     laid_out = hardware.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
     if entry and entry.pair and ranks_per_node == 2 and hardware.within == link_from_catalog(entry.within):
         return laid_out.model_copy(update={"within": link_from_catalog(entry.pair)})
@@ -118,15 +118,15 @@ def _read_hardware_file(path: Path) -> Hardware:
     data = read_toml(path, fix=CALIBRATE)
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))
-    entry = _parse_chip(data.get("chip"), path)
-    known = uncalibrated_hardware(entry).model_dump()
+    entry = _chip_in_hardware_file(data.get("chip"), path)
+    known = catalog_chip_hardware(entry).model_dump()
     for side in ("within", "across"):
         if isinstance(data.get(side), str):
-            data[side] = _parse_link(data[side], path).model_dump()
+            data[side] = _link_in_hardware_file(data[side], path).model_dump()
     return Hardware.parse({**known, **data, "chip": known["chip"]}, source=str(path))
 
 
-def _parse_chip(chip: Any, path: Path) -> CatalogChip:
+def _chip_in_hardware_file(chip: Any, path: Path) -> CatalogChip:
     if isinstance(chip, str):
         return _find_chip(chip, f'chip = "{chip}" in {path}')
     if not isinstance(chip, Mapping):
@@ -140,7 +140,7 @@ def _parse_chip(chip: Any, path: Path) -> CatalogChip:
     return read_catalog_chips()[0].model_copy(update=known | unknown)
 
 
-def _parse_link(name: str, path: Path) -> Link:
+def _link_in_hardware_file(name: str, path: Path) -> Link:
     links = read_catalog_links()
     if name not in links:
         raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(links)}")

@@ -98,7 +98,7 @@ class Kernel(FrozenModel):
     causal: bool = False
 
 
-class KernelLaunches(NamedTuple):
+class KernelIndexAndCount(NamedTuple):
     """The number of launches (`times`) of the kernel with index `kernel` in `ModelSpec.kernels`."""
 
     kernel: int
@@ -124,8 +124,8 @@ class TracePhase(FrozenModel):
     unit: int = -1
     peaks: tuple[LiveTensorBytes, ...]
     end: LiveTensorBytes
-    work: tuple[KernelLaunches, ...] = ()
-    fused: tuple[KernelLaunches, ...] = ()
+    work: tuple[KernelIndexAndCount, ...] = ()
+    fused: tuple[KernelIndexAndCount, ...] = ()
     out: tuple[LinearInMicrobatch, ...] = ()
     back: tuple[LinearInMicrobatch, ...] = ()
     waits: bool = False

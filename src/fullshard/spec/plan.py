@@ -112,7 +112,7 @@ class Plan(FrozenModel):
 
         Raises PlanError if degrees or batches do not divide, and for settings that cannot be run yet.
         """
-        check_run_is_trainable(run)
+        check_training_supports_run(run)
         return cls.from_run_for_prediction(
             run, world_size=world_size, device=device, bf16_hardware=bf16_hardware
         )
@@ -161,7 +161,7 @@ class Plan(FrozenModel):
 _NO_OVERRIDE = UnitOverride(match="")
 
 
-class UnitSettings(FrozenModel):
+class MergedUnitSettings(FrozenModel):
     """The mesh degrees, dtypes and reshard policy of one unit."""
 
     replicate_degree: int
@@ -190,7 +190,7 @@ class UnitSettings(FrozenModel):
         )
 
 
-def check_run_is_trainable(run: Run) -> None:
+def check_training_supports_run(run: Run) -> None:
     """Raises PlanError for settings that `fullshard plan` can predict, but training does not support yet."""
     if run.sharding.tensor_parallel > 1:
         raise PlanError(
@@ -226,7 +226,7 @@ def _data_parallel_degree(world_size: int, tensor_parallel: int) -> int:
 
 
 def _resolve_auto_settings(run: Run) -> Run:
-    """Returns `run` with a default in place of every `auto` (except of the precision and gradient sync)."""
+    """Returns `run` with a default for each `auto` of compile, strategy, recompute, prefetch and offload."""
     hybrid = run.sharding.shard_degree is not None
     plain: dict[str, dict[str, object]] = {
         "run": {"compile": False},

@@ -173,12 +173,12 @@ class Prediction(FrozenModel):
     mfu: PositiveFloat | None = None
 
     @property
-    def allocator_reserved_bytes(self) -> int:
+    def total_reserved_bytes(self) -> int:
         return self.memory.total + self.allocator_reserve_bytes
 
     @property
     def required_device_bytes(self) -> int:
-        return self.allocator_reserved_bytes + self.context_bytes
+        return self.total_reserved_bytes + self.context_bytes
 
     @property
     def has_complete_step_time(self) -> bool:
@@ -186,7 +186,7 @@ class Prediction(FrozenModel):
         return self.offload is None or self.offload.disk_seconds is not None
 
     @property
-    def required_host_bytes(self) -> int:
+    def host_bytes_per_rank(self) -> int:
         return sum(one.host_bytes for one in (self.offload, self.activations) if one is not None)
 
     @property

@@ -36,7 +36,7 @@ _NOT_EXPRESSED = (
 )
 
 
-class Preset(FrozenModel):
+class ModelPreset(FrozenModel):
     """A known model with its sizes as a reference decoder.
 
     repository: name on huggingface.co, where its config.json has these sizes
@@ -50,21 +50,21 @@ class Preset(FrozenModel):
 
 
 @cache
-def read_presets() -> tuple[Preset, ...]:
+def read_presets() -> tuple[ModelPreset, ...]:
     """Reads all presets of `presets.toml`."""
     tables = read_toml(Path(__file__).with_name("presets.toml"))
-    found: list[Preset] = []
+    found: list[ModelPreset] = []
     for family in tables.values():
         models = {name: family.pop(name) for name in [*family] if isinstance(family[name], dict)}
         differs = DIFFERENCES.get(family.pop("differs", ""), "")
         for name, sizes in models.items():
             repository = sizes.pop("repository")
             model = DecoderConfig.parse({**family, **sizes}, source=f"presets.toml, {name}")
-            found.append(Preset(name=name, repository=repository, model=model, differs=differs))
+            found.append(ModelPreset(name=name, repository=repository, model=model, differs=differs))
     return tuple(found)
 
 
-def find_preset(name: str) -> Preset | None:
+def preset_or_none(name: str) -> ModelPreset | None:
     """Returns the preset of this name or repository, ignoring case; None if there is none.
 
     Raises SpecError, with the reason, for a well-known model that the reference decoder cannot express.

@@ -20,7 +20,7 @@ _LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
 _EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
-class DecoderConversion(FrozenModel):
+class DecoderApproximation(FrozenModel):
     """The reference decoder with the sizes of a config.json.
 
     differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
@@ -95,7 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-def check_config_sizes(config: Mapping[str, Any], *, source: str) -> None:
+def check_config_limits(config: Mapping[str, Any], *, source: str) -> None:
     """Raises SpecError for integers of more than 64 bits, and for more than MOST_LAYERS blocks."""
     for keys, value in iterate_integers(config):
         key = ".".join(keys)
@@ -123,7 +123,7 @@ def find_decoder_incompatibility(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def convert_to_decoder(config: Mapping[str, Any], *, source: str) -> DecoderConversion:
+def approximate_by_decoder(config: Mapping[str, Any], *, source: str) -> DecoderApproximation:
     """Returns the reference decoder with the sizes of `config`. Raises SpecError if there is none."""
     reason = find_decoder_incompatibility(config)
     if reason is not None:
@@ -147,7 +147,7 @@ def convert_to_decoder(config: Mapping[str, Any], *, source: str) -> DecoderConv
     missing = [key for key in ("vocabulary", "layers", "d_ff") if sizes[key] is None]
     if missing:
         raise SpecError(f"{source}: sizes are missing.", got=f"no {' and no '.join(missing)}")
-    return DecoderConversion(model=model, differs=tuple(_list_decoder_differences(config)))
+    return DecoderApproximation(model=model, differs=tuple(_list_decoder_differences(config)))
 
 
 def _mapping_or_empty(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

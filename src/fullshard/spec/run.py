@@ -198,7 +198,7 @@ class ShardingSection(FrozenModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_hpz_degree(cls, data: Any) -> Any:
+    def _require_degree_for_hpz(cls, data: Any) -> Any:
         named = str(data.get("strategy", "")).lower() if isinstance(data, Mapping) else ""
         if named == "hpz" and not data.get("reshard_after_forward"):
             raise ValueError('strategy = "hpz" needs reshard_after_forward = <ranks>')
@@ -321,7 +321,7 @@ class LogSection(FrozenModel):
     sample_tokens: Count = 160
 
 
-class RunSection(FrozenModel):
+class RunSetupSection(FrozenModel):
     """Settings of the run's directory, seed, device, ranks and restarts.
 
     `dir`: holds only the run's log, checkpoints and report; a new run renames an earlier one to `<dir>.1`
@@ -343,7 +343,7 @@ class Run(FrozenModel):
 
     renamed = {"survival": "fault_tolerance"}
 
-    run: RunSection = RunSection()
+    run: RunSetupSection = RunSetupSection()
     model: ModelSection = DecoderConfig()
     adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
@@ -366,7 +366,7 @@ class Run(FrozenModel):
         Raises SpecError for a file that is missing or not TOML, an unknown key or an invalid value.
         """
         data = read_toml(Path(path), fix="fullshard init, which writes one") if path is not None else {}
-        names = [_apply_override(data, override) for override in overrides]
+        names = [_apply_cli_override(data, override) for override in overrides]
         return cls.parse(data, source=str(path) if path is not None else "the run", overridden=names)
 
     @property
@@ -411,7 +411,7 @@ class Run(FrozenModel):
         return self
 
 
-def _apply_override(data: dict[str, Any], override: str) -> str:
+def _apply_cli_override(data: dict[str, Any], override: str) -> str:
     """Applies an override such as `train.steps=500` to `data`, and returns its key, `train.steps`.
 
     A value that is not TOML is a string. Raises SpecError for an override without a section, key or value.

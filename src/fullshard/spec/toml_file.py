@@ -27,7 +27,7 @@ def toml_text(data: Mapping[str, Any], *, head: str, comment: Callable[[list[str
     head: text of the comment at the top
     comment: returns the comment on a key or table from its path, or None
     """
-    head_lines = [f"# {_comment_text(line)}" for line in head.splitlines()]
+    head_lines = [f"# {_single_printable_line(line)}" for line in head.splitlines()]
     return "\n".join([*head_lines, *_iterate_table_lines(data, [], comment=comment)]) + "\n"
 
 
@@ -49,11 +49,11 @@ def _iterate_table_lines(
 def _line_with_comment(text: str, comment: str | None) -> str:
     if not comment:
         return text
-    comment = f"# {_comment_text(comment)}"
+    comment = f"# {_single_printable_line(comment)}"
     return f"{comment}\n{text}" if "\n" in text else f"{text}  {comment}"
 
 
-def _comment_text(text: str) -> str:
+def _single_printable_line(text: str) -> str:
     """Returns `text` on one line without control characters, which a TOML comment may not contain."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
 

@@ -13,7 +13,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.small_files import VALUE_BYTES, check_nesting_depth, read_bytes
 
 
-def _validate_path_text(text: str) -> str:
+def _reject_impossible_path(text: str) -> str:
     """Returns `text`. Raises ValueError (or its subclass UnicodeEncodeError) if no file has such a path."""
     names = text.encode(errors="surrogateescape").split(b"/")
     if "\0" in text or sum(map(len, names)) + len(names) > 4096 or max(map(len, names)) > 255:
@@ -53,7 +53,7 @@ NonNegativeScalar = Annotated[float, NUMBER, Field(ge=0, le=1e30)]
 PositiveScalar = Annotated[float, NUMBER, Field(gt=0, le=1e30)]
 # The product of two is less than the longest wait of a timer or a collective.
 Seconds = Annotated[float, NUMBER, Field(ge=0, le=10**7)]
-PathText = Annotated[str, AfterValidator(_validate_path_text)]
+PathText = Annotated[str, AfterValidator(_reject_impossible_path)]
 # Options of a function or class outside fullshard, which checks them itself.
 Options = Annotated[dict[str, Any], AfterValidator(_validate_options_depth)]
 _SHOWN = 120
@@ -111,13 +111,13 @@ def _spec_error_from_validation(
 ) -> SpecError:
     # An unknown key comes first: it may be a misspelled required key.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    first, name = errors[0], _dotted_key(cls, errors[0]["loc"])
-    same = [one for one in errors if _dotted_key(cls, one["loc"]) == name]  # one for each branch of a union
+    first, name = errors[0], _location_key(cls, errors[0]["loc"])
+    same = [one for one in errors if _location_key(cls, one["loc"]) == name]  # one for each branch of a union
     source = "--set" if any(f"{name}.".startswith(f"{key}.") for key in overridden) else source
     more = f" (and {len(errors) - len(same)} more)" if len(errors) > len(same) else ""
     if first["type"] == "extra_forbidden":
         unknown = [[str(part) for part in one["loc"]] for one in errors if one["type"] == first["type"]]
-        other = _other_section_key_error(cls, unknown, source=source)
+        other = _union_branch_key_error(cls, unknown, source=source)
         return other or _unknown_key_error(cls, unknown[0], source=source, more=more)
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
@@ -153,7 +153,7 @@ def _similar_names_text(text: str, names: Sequence[str]) -> str | None:
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
-def _dotted_key(cls: _Section, location: Sequence[str | int]) -> str:
+def _location_key(cls: _Section, location: Sequence[str | int]) -> str:
     """Returns the dotted key of a pydantic error location: `train.steps` for `("train", "steps", "int")`."""
     return ".".join(_keys_and_section(cls, location)[0])
 
@@ -182,7 +182,7 @@ def _keys_and_section(cls: _Section, location: Sequence[str | int]) -> tuple[lis
 def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, more: str) -> SpecError:
     [*path, key], section = _keys_and_section(cls, location)
     known = list(section.model_fields)
-    elsewhere = [name for name in _iterate_dotted_keys(cls) if name.endswith(f".{key}")]
+    elsewhere = [name for name in _iterate_dotted_field_names(cls) if name.endswith(f".{key}")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if key in section.renamed:
         fix = ".".join([*path, section.renamed[key]])
@@ -198,7 +198,7 @@ def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, m
     )
 
 
-def _other_section_key_error(cls: _Section, locations: list[list[str]], *, source: str) -> SpecError | None:
+def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source: str) -> SpecError | None:
     """Returns the error for keys that only another type in the union of sections has; None if none has."""
     paths = [_keys_and_section(cls, location) for location in locations]
     ([*path, key], section), kinds = paths[0], [cls]
@@ -222,12 +222,12 @@ def _other_section_key_error(cls: _Section, locations: list[list[str]], *, sourc
     )
 
 
-def _iterate_dotted_keys(cls: _Section, prefix: str = "") -> Iterator[str]:
+def _iterate_dotted_field_names(cls: _Section, prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
         inner = _list_model_types(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
-            yield from _iterate_dotted_keys(inner[0], f"{prefix}{name}.")
+            yield from _iterate_dotted_field_names(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 

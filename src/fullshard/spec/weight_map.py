@@ -49,7 +49,7 @@ class WeightMap:
 
     @property
     def converted_targets(self) -> tuple[str, ...]:
-        """Names of the targets that are not an unchanged copy of one source."""
+        """Names of the targets that are joined from several boxes, or copied with other strides."""
         return tuple(
             name
             for name, parts in self.parts.items()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fullshard.errors import TrainError
 from fullshard.survival.fingerprint import rank_list_text
 from fullshard.survival.phase import RunPhase
-from fullshard.system.process import pid_namespace, read_proc_stat_fields
+from fullshard.system.process import pid_namespace, read_stat_fields_after_comm
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def process_state_letter(seen: Heartbeat) -> str | None:
     """Returns the state letter of a rank's process (man proc_pid_stat); "" if it is gone, None if unknown."""
     if sys.platform != "linux" or seen.host != host_and_namespace_id():
         return None
-    return next(iter(read_proc_stat_fields(seen.process)), "")
+    return next(iter(read_stat_fields_after_comm(seen.process)), "")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def diagnose_hang(
 def diagnose_lost_store(rank: int, report: RankReport) -> Diagnosis:
     """Returns the diagnosis of a hanging `rank` that cannot reach the other ranks' store."""
     error = TrainError(
-        f"rank {rank} hangs and can reach no other: {_location_text(report)}.",
+        f"rank {rank} hangs and can reach no other: {_phase_and_place(report)}.",
         got="the store in which the ranks meet does not answer",
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
         fix="what is said on the other hosts; then fullshard train --resume",
@@ -138,24 +138,24 @@ def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
     if waiting and busy:
         does = "does" if len(busy) == 1 else "do"
-        what = f"{rank_list_text(busy)} {does} not come to the collective that {_ranks_wait_text(waiting)} in"
-        return busy, f"{what}: {_location_text(reports[busy[0]])}."
+        what = f"{rank_list_text(busy)} {does} not come to the collective that {_who_waits_text(waiting)} in"
+        return busy, f"{what}: {_phase_and_place(reports[busy[0]])}."
     if not waiting or len(groups) == 1:
         does = "wait in the same collective, which does not end"
         does = does if waiting else "do not come to any collective"
-        return [], f"all ranks {does}: {rank_list_text(groups[0])} {_location_text(reports[groups[0][0]])}."
+        return [], f"all ranks {does}: {rank_list_text(groups[0])} {_phase_and_place(reports[groups[0][0]])}."
     odd = groups[0]
     if len(groups[0]) == len(groups[1]):
         odd = max(groups[:2], key=lambda group: _step_and_phase_index(reports[group[0]].seen))
     rest = [rank for rank in sorted(reports) if rank not in odd]
     here, there = reports[odd[0]], reports[rest[0]]
     return odd, (
-        f"{rank_list_text(odd)} left out a collective that {_ranks_wait_text(rest)} in, or made one more: "
+        f"{rank_list_text(odd)} left out a collective that {_who_waits_text(rest)} in, or made one more: "
         f"in {_phase_text(here.seen)}, {here.place}; not in {_phase_text(there.seen)}, {there.place}."
     )
 
 
-def _ranks_wait_text(ranks: Sequence[int]) -> str:
+def _who_waits_text(ranks: Sequence[int]) -> str:
     return f"{rank_list_text(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
@@ -172,13 +172,13 @@ def _phase_text(seen: Heartbeat) -> str:
 _OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
 
 
-def _location_text(report: RankReport, waits: str = "") -> str:
+def _phase_and_place(report: RankReport, waits: str = "") -> str:
     return f"in {_phase_text(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
 
 
 def _report_summary_text(report: RankReport) -> str:
     last = f"; last collective: {report.collective}" if report.collective else ""
-    return _location_text(report, ", waits in a collective" if report.waits else "") + last
+    return _phase_and_place(report, ", waits in a collective" if report.waits else "") + last
 
 
 def _unresponsive_ranks_text(silent: Mapping[int, UnresponsiveRank]) -> str:

@@ -175,7 +175,7 @@ class _Watchdog:
 
     def start(self) -> None:
         """Starts the timer, publishes a first heartbeat, and starts the watchdog thread."""
-        self._restart_exit_timer()
+        self._postpone_forced_exit()
         with suppress(RuntimeError):
             self._board.publish_heartbeat(self._make_heartbeat())
         self._thread.start()
@@ -187,8 +187,8 @@ class _Watchdog:
 
     def _watch_until_stop(self) -> None:
         while not self._stopped.wait(self._tick):
-            self._count_unmoved_seconds()
-            self._restart_exit_timer()
+            self._update_unmoved_seconds()
+            self._postpone_forced_exit()
             called = False
             # Without the store no other rank can be asked, but this rank still detects its own hang.
             with suppress(RuntimeError):
@@ -197,7 +197,7 @@ class _Watchdog:
             if called or self._is_hanging():
                 self._report_and_exit()
 
-    def _count_unmoved_seconds(self) -> None:
+    def _update_unmoved_seconds(self) -> None:
         now, moves = time.monotonic(), self._where.changes
         # Time in which this process did not run (it was stopped, or the machine slept) does not count.
         passed = min(now - self._looked_at, 4 * self._tick)
@@ -208,7 +208,7 @@ class _Watchdog:
         slow = self._where.phase in SLOW_PHASES or not self._where.has_finished_step
         return self._section.watchdog_timeout_seconds * (self._section.slow_phase_factor if slow else 1.0)
 
-    def _restart_exit_timer(self) -> None:
+    def _postpone_forced_exit(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""
         # After the limit, so that the other ranks act first.
         seconds = self._phase_limit_seconds() + 2 * self._grace

@@ -62,7 +62,7 @@ class DirectFileWriter:
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
-            done = self._write_aligned_part(left)
+            done = self._write_without_copy(left)
             done = done or self._copy_into_block(left[: self._bytes_before_aligned_part(left)])
             left = left[done:]
         return count
@@ -70,19 +70,19 @@ class DirectFileWriter:
     def flush_to_disk(self) -> None:
         """Writes the copied bytes that are not written yet, and flushes the file to the disk."""
         self._wait_for_block_write()
-        self._write_parts_at(self._unwritten_block_part(), self._offset)
+        self._pwrite_buffers(self._unwritten_block_part(), self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         os.fsync(self._file)
 
-    def _write_aligned_part(self, data: memoryview) -> int:
+    def _write_without_copy(self, data: memoryview) -> int:
         """Writes the start of `data` without a copy, if large and aligned. Returns the bytes written."""
         whole = min(_whole_block_bytes(data), BLOCK_BYTES)
         aligned = (self._offset + self._filled) % ALIGNMENT == 0 and memory_address(data) % ALIGNMENT == 0
-        if not (aligned and whole >= LARGE_BYTES and is_direct_io_enabled(self._file)):
+        if not (aligned and whole >= LARGE_BYTES and has_o_direct_flag(self._file)):
             return 0
         self._wait_for_block_write()
         # Bytes copied earlier go in the same call: another call costs the disk as much as a megabyte.
-        self._write_parts_at([*self._unwritten_block_part(), data[:whole]], self._offset)
+        self._pwrite_buffers([*self._unwritten_block_part(), data[:whole]], self._offset)
         self._offset, self._filled = self._offset + self._filled + whole, 0
         return whole
 
@@ -90,7 +90,7 @@ class DirectFileWriter:
         """Returns the bytes to copy until the rest can be written without a copy; all bytes if it cannot."""
         end = self._offset + self._filled
         in_step = (memory_address(data) - end) % ALIGNMENT == 0
-        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and is_direct_io_enabled(self._file)):
+        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and has_o_direct_flag(self._file)):
             return data.nbytes
         return -end % ALIGNMENT or data.nbytes
 
@@ -118,7 +118,7 @@ class DirectFileWriter:
         """Starts writing the block, once the write of the block before has ended."""
         self._wait_for_block_write()
         self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="write")
-        self._writing = self._thread.submit(self._write_parts_at, self._unwritten_block_part(), self._offset)
+        self._writing = self._thread.submit(self._pwrite_buffers, self._unwritten_block_part(), self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         self._turn = (self._turn + 1) % _BLOCKS
 
@@ -127,14 +127,14 @@ class DirectFileWriter:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write_parts_at(self, parts: list[memoryview], offset: int) -> None:
+    def _pwrite_buffers(self, parts: list[memoryview], offset: int) -> None:
         """Writes `parts` in order from `offset` on. All except the last must consist of aligned blocks."""
         begin = offset
         while parts:
-            enabled = is_direct_io_enabled(self._file)
+            enabled = has_o_direct_flag(self._file)
             direct = enabled and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
             if enabled and not direct:  # the end of a file, or a block that a full disk took in part
-                disable_direct_io(self._file)
+                clear_o_direct_flag(self._file)
             whole_blocks = [part[: _whole_block_bytes(part)] for part in parts]
             given = whole_blocks if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
@@ -143,10 +143,10 @@ class DirectFileWriter:
                 # EFAULT: memory that a device cannot read, such as another device's.
                 if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
                     raise OSError(error.errno, error.strerror, str(self.path)) from error
-                disable_direct_io(self._file)
+                clear_o_direct_flag(self._file)
                 continue
             parts, offset = _drop_leading_bytes(parts, count), offset + count
-        if not is_direct_io_enabled(self._file) and hasattr(os, "posix_fadvise"):
+        if not has_o_direct_flag(self._file) and hasattr(os, "posix_fadvise"):
             # On Linux this advice starts their writeback, and frees the memory for others.
             os.posix_fadvise(self._file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
@@ -165,12 +165,12 @@ def open_direct(
     return opener(path, flags, mode)
 
 
-def is_direct_io_enabled(descriptor: int) -> bool:
+def has_o_direct_flag(descriptor: int) -> bool:
     """Returns True if reads and writes of an open file bypass the page cache."""
     return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
 
 
-def disable_direct_io(descriptor: int) -> None:
+def clear_o_direct_flag(descriptor: int) -> None:
     """Makes later reads and writes of an open file use the page cache."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
 from fullshard.system.direct_io import DirectFileWriter
-from fullshard.system.files import atomic_replacement_path, fsync_path
+from fullshard.system.files import atomic_replace_context, fsync_path
 
 _FULL = "free some space, keep fewer checkpoints, or save elsewhere"
 _ROOM = "free some space there, or {directory} on a disk with room"
@@ -40,7 +40,7 @@ _REASONS: dict[int, tuple[str, str]] = {
 }
 
 
-class ExplainedError(OSError):
+class ExplainedOSError(OSError):
     """An OSError that fullshard itself raises, with the reason and a fix for the user."""
 
     def __init__(
@@ -57,7 +57,7 @@ def os_error_reason_and_fix(
 
     directory: how the fix names the directory to change, e.g. the setting that contains its path
     """
-    if isinstance(error, ExplainedError):
+    if isinstance(error, ExplainedOSError):
         return error.why, error.fix
     why, fix = _REASONS.get(error.errno or 0, (None, None))
     return why, fix and fix.format(directory=directory)
@@ -84,7 +84,7 @@ def drop_from_page_cache(path: Path) -> None:
 @contextmanager
 def open_atomic_replacement(path: Path) -> Generator[DirectFileWriter]:
     """Opens a new file that atomically replaces `path` when the block succeeds, flushed to the disk."""
-    with atomic_replacement_path(path) as draft, DirectFileWriter(draft) as file:
+    with atomic_replace_context(path) as draft, DirectFileWriter(draft) as file:
         yield file
     fsync_path(path.parent)
 

@@ -30,7 +30,7 @@ def open_regular_file(path: str | Path, flags: int, *, mode: int = 0o666) -> int
 
 
 @contextmanager
-def atomic_replacement_path(path: Path, *, draft: Path | None = None) -> Generator[Path]:
+def atomic_replace_context(path: Path, *, draft: Path | None = None) -> Generator[Path]:
     """Yields a path beside `path` for the block to create. That file then atomically replaces `path`.
 
     If the block fails, the new file is removed. A link is replaced, not followed. Raises OSError.
@@ -51,7 +51,7 @@ def atomic_replacement_path(path: Path, *, draft: Path | None = None) -> Generat
 
 def write_file_atomically(path: Path, text: str | bytes) -> None:
     """Atomically replaces `path` by a file that contains `text`, flushed to the disk. Raises OSError."""
-    with atomic_replacement_path(path) as draft, draft.open("xb") as file:
+    with atomic_replace_context(path) as draft, draft.open("xb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())

@@ -29,7 +29,7 @@ def is_process_running(pid: int) -> bool:
     return True
 
 
-def read_proc_stat_fields(pid: int) -> list[str]:
+def read_stat_fields_after_comm(pid: int) -> list[str]:
     """Returns the third (the state) and later fields of `man proc_pid_stat`; [] if they cannot be read."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -87,12 +87,12 @@ def check_not_checkpoint_or_run_record(path: Path) -> None:
         )
 
 
-def build_readability_predicate(
+def build_can_load_predicate(
     load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES
 ) -> IsKind:
     """Returns a predicate that is True for files of at most `most_bytes` that `load` reads without error."""
 
-    def is_readable(path: Path) -> bool:
+    def loads_without_error(path: Path) -> bool:
         if most_bytes is not None and path.stat().st_size > most_bytes:
             return False
         try:
@@ -101,7 +101,7 @@ def build_readability_predicate(
             return False
         return True
 
-    return is_readable
+    return loads_without_error
 
 
 def _list_directory(path: Path) -> list[Path]:

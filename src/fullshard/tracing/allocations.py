@@ -16,7 +16,7 @@ from fullshard.tracing.kernels import (
     KernelLaunch,
     OpCall,
     find_kernel_launch,
-    grouped_matmul_shape,
+    grouped_mm_output_shape,
     list_tensors,
     readable_tensor_bytes,
     transient_kernel_bytes,
@@ -54,7 +54,7 @@ class _LiveStorage:
 
 
 @dataclass
-class _FusedElementwiseRun:
+class _FusedElementwiseKernel:
     """Sequence of elementwise operations that a compiler fuses into one kernel."""
 
     born: int  # serials from this one on belong to storages that the run created
@@ -77,7 +77,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._transients = transients
         self._blocks: dict[int, _LiveStorage] = {}
         self._born = 0
-        self._fusing = _FusedElementwiseRun(0)
+        self._fusing = _FusedElementwiseKernel(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,8 +86,8 @@ class AllocationRecorder(TorchDispatchMode):
             return func(*args)
         call = OpCall(func, args, kwargs or {})
         # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
-        grouped = call.operator_name == GROUPED
-        result = args[0].new_empty(grouped_matmul_shape(call)) if grouped else func(*args, **call.kwargs)
+        grouped = call.bare_operator_name == GROUPED
+        result = args[0].new_empty(grouped_mm_output_shape(call)) if grouped else func(*args, **call.kwargs)
         for tensor in list_tensors(result):
             self._track_storage(tensor, self.kind)
         if self._transients and (size := transient_kernel_bytes(call)):
@@ -112,21 +112,21 @@ class AllocationRecorder(TorchDispatchMode):
 
     def start_phase(self, event: Event, unit: int) -> None:
         """Closes the current phase and opens the next."""
-        self._end_fused_run()
+        self._record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
     def record_host_copy(self, way: Way, size: int) -> None:
         """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
         self.recorded[-1].copies.append((way, size))
 
-    def attribute_changes_to_event(self) -> None:
+    def assign_changes_to_phase_start(self) -> None:
         """Attributes all changes since the phase opened to the event that opened it."""
         self.recorded[-1].event_change_count = len(self.recorded[-1].changes)
 
     def _record_launch(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         self.recorded[-1].work.append(launch)
         if launch.kind != "elementwise":
-            self._end_fused_run()
+            self._record_fused_launch()
             self.recorded[-1].fused.append(launch)
             return
         run = self._fusing
@@ -141,12 +141,12 @@ class AllocationRecorder(TorchDispatchMode):
         block = self._blocks.get(storage_key(tensor))
         return -1 if block is None else block.serial
 
-    def _end_fused_run(self) -> None:
+    def _record_fused_launch(self) -> None:
         """Records the current elementwise run as one kernel, and starts the next run.
 
         The kernel reads storages that existed before the run, and writes storages that are still alive.
         """
-        run, self._fusing = self._fusing, _FusedElementwiseRun(self._born)
+        run, self._fusing = self._fusing, _FusedElementwiseKernel(self._born)
         if run.last is not None:
             alive = {block.serial for block in self._blocks.values()}
             kept = sum(size for serial, size in run.written.items() if serial in alive)

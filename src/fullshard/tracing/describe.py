@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import ShardError
-from fullshard.sharding.host_copy import CpuHostCopier, FakeHostCopier
+from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
@@ -106,7 +106,7 @@ def describe(
     given = find_units(model, plan.run.sharding.units, predicate=units)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack:
-        stack.enter_context(_assume_one_document_per_row())
+        stack.enter_context(_disable_packing_detection())
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels())
         if batch is None:
@@ -119,7 +119,7 @@ def describe(
         device_type=device,
         sequence_length=length,
         precision=plan.precision,
-        units=tuple(_build_unit_specs(given, model)),
+        units=tuple(_unit_and_parameter_specs(given, model)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         kernels=study.table.kernels,
@@ -130,7 +130,7 @@ def describe(
 
 
 @contextmanager
-def _assume_one_document_per_row() -> Generator[None]:
+def _disable_packing_detection() -> Generator[None]:
     """Makes transformers models treat each row as one document while active, as they do on real batches.
 
     These models check whether positions restart within a row, to separate packed documents. On fake tensors
@@ -253,13 +253,13 @@ class _RecomputeTracer:
             kept = [unit.name for unit in given if unit.name not in shortened.removed_units]
             if [unit.name for unit in found] != kept:
                 return None, shortened
-        copier = FakeHostCopier() if self.device == "cuda" else CpuHostCopier()
+        copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
         apply_recompute(repeated, plan.run.recompute, device=self.device, copier=copier)
 
         def record_microbatch(microbatch: int) -> _MicrobatchRecording:
             tracer = MicrobatchTracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
-            if isinstance(copier, FakeHostCopier):
+            if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
             batch = _make_fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
@@ -317,7 +317,7 @@ def _flops_and_parameters_per_token(
     """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`."""
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
-    for phase, times in _iterate_forward_phases(trace):
+    for phase, times in _forward_phases_with_counts(trace):
         for kernel, count in ((kernels[launch.kernel], launch.times) for launch in phase.work):
             flops = count * times * kernel.flops.value_at(microbatch)
             if kernel.kind == "attention":
@@ -329,7 +329,7 @@ def _flops_and_parameters_per_token(
     return 3 * (matmul + attention) / tokens, round(matmul / tokens / 2)
 
 
-def _iterate_forward_phases(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:
+def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:
     """Yields each phase of forward with the number of times it occurs in the model."""
     for phase in trace.phases:
         if phase.event in ("end_forward", "pre_backward"):
@@ -381,7 +381,7 @@ def _make_fake_batch(batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTens
         return tree_map_only(Tensor, make_fake_tensor, cast(object, batch))
 
 
-def _build_unit_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
+def _unit_and_parameter_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

@@ -29,7 +29,7 @@ class OpCall(NamedTuple):
     kwargs: dict[str, Any]
 
     @property
-    def operator_name(self) -> str:
+    def bare_operator_name(self) -> str:
         return self.func._schema.name.partition("::")[2]
 
     def arguments_by_name(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class KernelLaunch(NamedTuple):
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     """Returns the launch for `call`; None for views, allocations and queries about a tensor."""
-    name = call.operator_name
+    name = call.bare_operator_name
     if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
         return None
     read, written = list_tensors((call.args, call.kwargs)), list_tensors(result)
@@ -77,7 +77,7 @@ def transient_kernel_bytes(call: OpCall) -> int:
       summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
     - Embedding backward: one fp32 row per token.
     """
-    name = call.operator_name
+    name = call.bare_operator_name
     if name.startswith(_ATTENTION) and name.endswith("backward"):
         named = call.arguments_by_name()
         query, key = named["query"], named["key"]
@@ -98,13 +98,13 @@ def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
     batch, heads, rows, width = query.shape
     columns, causal = key.shape[2], bool(named.get("is_causal", False))
     pairs = rows * (columns + 1) // 2 if causal else rows * columns
-    backward = call.operator_name.endswith("backward")
+    backward = call.bare_operator_name.endswith("backward")
     flops = (10 if backward else 4) * batch * heads * pairs * width
     kind: KernelKind = "attention_backward" if backward else "attention"
     return KernelLaunch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
 
 
-def grouped_matmul_shape(call: OpCall) -> tuple[int, ...]:
+def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
     """Returns the result shape of a grouped matmul (the experts of a mixture), whose groups end at `offs`."""
     named = call.arguments_by_name()
     left, right, ends = named["self"], named["mat2"], named.get("offs")

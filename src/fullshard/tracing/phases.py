@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from fullshard.sharding.host_copy import Way
-from fullshard.spec.model import Kernel, KernelLaunches, LinearInMicrobatch, LiveTensorBytes, TracePhase
+from fullshard.spec.model import Kernel, KernelIndexAndCount, LinearInMicrobatch, LiveTensorBytes, TracePhase
 from fullshard.tracing.allocations import PhaseRecord
 from fullshard.tracing.kernels import KernelLaunch
 
@@ -28,7 +28,7 @@ class KernelIndex:
 
     def count_launches(
         self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], microbatch: int
-    ) -> tuple[KernelLaunches, ...]:
+    ) -> tuple[KernelIndexAndCount, ...]:
         """Returns the number of launches per kernel, in order of first use.
 
         low, high: the same launches at `microbatch` and at one more sequence
@@ -44,7 +44,7 @@ class KernelIndex:
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
-        return tuple(KernelLaunches(kernel, times) for kernel, times in counts.items())
+        return tuple(KernelIndexAndCount(kernel, times) for kernel, times in counts.items())
 
 
 def merge_recordings(

@@ -56,10 +56,10 @@ def truncate_repeated_blocks(
         for at in dropped:
             left_out.update(_names_of_units_inside(run[at], units))
             del container._modules[keys[at]]  # pyright: ignore[reportPrivateUsage]
-    return BlockTruncation(frozenset(left_out), _build_repeats(templates, units=units, left_out=left_out))
+    return BlockTruncation(frozenset(left_out), _repeats_as_ranges(templates, units=units, left_out=left_out))
 
 
-def _build_repeats(
+def _repeats_as_ranges(
     templates: Sequence[tuple[list[str], int]], *, units: Sequence[Unit], left_out: set[str]
 ) -> tuple[RepeatedUnits, ...]:
     kept = [unit.name for unit in units if unit.name not in left_out]
@@ -96,13 +96,13 @@ def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit])
             for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ]
         settings = [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
-        plain = sorted((key, value) for key, value in settings if not _is_block_number(key, value, at=at))
+        plain = sorted((key, value) for key, value in settings if not _is_index_attribute(key, value, at=at))
         unit = owner.get(module)
         override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
         modules.append((name, type(module), own, plain, override))
     return modules
 
 
-def _is_block_number(key: str, value: object, *, at: int) -> bool:
+def _is_index_attribute(key: str, value: object, *, at: int) -> bool:
     is_own_layer = key == "layer" and isinstance(value, int) and value == at
     return is_own_layer or key == "training" or key.endswith(_COUNTS)

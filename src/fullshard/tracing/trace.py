@@ -92,7 +92,7 @@ class MicrobatchTracer:
                 handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))
             trained = [parameter for parameter in unit.parameters.values() if parameter.requires_grad]
-            count = self._count_accumulated_gradient
+            count = self._mark_storage_as_gradient
             handles += [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
         return handles
 
@@ -160,7 +160,7 @@ class MicrobatchTracer:
         self.allocations.start_phase("pre_backward", index)
         self.allocations.kind = "backward"
 
-    def _count_accumulated_gradient(self, parameter: Tensor) -> None:
+    def _mark_storage_as_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.allocations.change_storage_kind(parameter.grad, "gradients")
 
@@ -171,7 +171,7 @@ class MicrobatchTracer:
         self.allocations.start_phase("post_backward", index)
         for parameter in self.units[index].parameters.values():
             parameter.grad = None
-        self.allocations.attribute_changes_to_event()
+        self.allocations.assign_changes_to_phase_start()
 
     def _units_without_post_backward(self) -> list[int]:
         """Returns the units whose backward no input gradient has ended, in the order of their modules."""

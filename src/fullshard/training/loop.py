@@ -68,7 +68,7 @@ def train(
     ranks are not in the same step, and if replicas compared by `fault_tolerance.check_replicas_every` differ.
     """
     source = _make_microbatch_source(state, plan)
-    _initialise_loss_scale(state, plan)
+    _set_or_keep_loss_scale(state, plan)
     on_spike, in_a_row = plan.run.fault_tolerance.on_spike, 0
     replicas = ReplicaCheck(plan)
     state.model.train()
@@ -103,7 +103,7 @@ def train(
             return
 
 
-def _initialise_loss_scale(state: TrainState, plan: Plan) -> None:
+def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
     """Initialises the loss scale, or keeps the scale that a checkpoint of the same precision brought."""
     section = plan.run.precision
     if not plan.precision.loss_scaling:

@@ -84,7 +84,7 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
     given, count = dict(batch), None
     if isinstance(labels := given.get("labels"), Tensor):
         shifted = _does_model_shift_labels(model)
-        given["labels"], count = _ensure_and_count_valid_labels(labels, shifted=shifted)
+        given["labels"], count = _avoid_all_ignored_and_count(labels, shifted=shifted)
     elif "return_loss" in takes:
         given.setdefault("return_loss", True)
     loss: Tensor | None = getattr(model(**given), "loss", None)
@@ -98,7 +98,7 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
     return loss if count is None else (loss * count, count)
 
 
-def _ensure_and_count_valid_labels(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+def _avoid_all_ignored_and_count(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
     """Returns (labels, number of valid ones). Makes one valid if none is: a mean over none is NaN."""
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)

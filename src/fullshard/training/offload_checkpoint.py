@@ -111,9 +111,9 @@ class OffloadedTensors:
         assert isinstance(store, DriveStore), "others have no generations"
         found, lacking = self._resumable_generations()[step], self._offloaded.updates.unusable
         for later in (one for one in store.generations.list_complete_generations() if one.step > step):
-            store.generations.remove_generation(later.slot)
+            store.generations.invalidate_generation(later.slot)
 
-        def read_generation() -> NonOffloadedState:
+        def read_payload_and_rewrite_shards() -> NonOffloadedState:
             payload = io.BytesIO(store.generations.read_generation_payload(found))
             beside = NonOffloadedState(**torch.load(payload, weights_only=True))
             self._offloaded.rewrite_shards_from_masters(verify=True)
@@ -122,9 +122,9 @@ class OffloadedTensors:
         file, committed = store.set_newest_slot(found.slot)
         doing = f"going on from step {step} in {store.generations.directory}"
         try:
-            return run_on_all_ranks(read_generation, doing=doing)
+            return run_on_all_ranks(read_payload_and_rewrite_shards, doing=doing)
         except CheckpointError as error:
-            store.generations.remove_generation(found.slot)
+            store.generations.invalidate_generation(found.slot)
             store.set_newest_slot(file, committed=committed)
             if file is not None:
                 self._offloaded.rewrite_shards_from_masters(verify=False)

@@ -17,7 +17,7 @@ from fullshard.weights.files import find_weights_file
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
-def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
+def make_checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
     """Returns `directory` as a location, with the plan's settings for checkpoints (key, storage, timeout)."""
     section = plan.run.checkpoint
     found = location_of(directory, key_file=section.key_file)
@@ -30,7 +30,7 @@ def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation
 
 def newest_checkpoint_step(directory: str | Path, plan: Plan) -> int | None:
     """Returns the step of the newest complete checkpoint that this process sees, or None."""
-    return newest_complete_step(checkpoint_location(directory, plan))
+    return newest_complete_step(make_checkpoint_location(directory, plan))
 
 
 def find_pretrained_directory(run: Run) -> Path | None:
@@ -81,7 +81,7 @@ def restore_train_state(
         newest = run_on_rank_zero(lambda: newest_checkpoint_step(saved, plan), doing=doing) or 0
 
     def load_checkpoint_or_weights(*, missing_ok: bool) -> LoadReport | None:
-        if saved is not None and load(state, checkpoint_location(saved, plan), missing_ok=missing_ok):
+        if saved is not None and load(state, make_checkpoint_location(saved, plan), missing_ok=missing_ok):
             return None
         return load_pretrained(state.model, weights, plan=plan) if weights is not None and not alone else None
 

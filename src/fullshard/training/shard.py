@@ -21,8 +21,8 @@ from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.fsdp_params import compute_dtype, shard_dtype
-from fullshard.offload.generation_manifest import DataFileRecord, OwnerIdentity, read_world_size
+from fullshard.offload.fsdp_params import compute_dtype, master_dtype
+from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, read_world_size
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.gradients import DeviceGradients, GradientStore, HostGradients
 from fullshard.offload.malloc import fix_malloc_thresholds
@@ -30,8 +30,8 @@ from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import (
     OffloadedState,
     OffloadSettings,
-    attach_offloaded_state,
     find_offloaded_state,
+    set_offload_attribute,
 )
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.sharding import apply
@@ -67,7 +67,7 @@ def shard(
     keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, keeper=keeper)
     if keeper is not None:
-        attach_offloaded_state(model, keeper)
+        set_offload_attribute(model, keeper)
     return model
 
 
@@ -82,7 +82,7 @@ def build_streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, pla
         )
     section, settings = plan.run.optimizer, offloaded.settings
     gradients: GradientStore
-    if settings.is_on_gpu:
+    if settings.has_gpu:
         gradients = HostGradients(offloaded.engine, pinned=True)
     else:
         gradients = DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
@@ -153,7 +153,7 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
 ) -> DriveShards:
     path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
     device, verify = local_device(plan), plan.run.offload.verify_reads
-    dtype_of = shard_dtype if frozen else compute_dtype
+    dtype_of = master_dtype if frozen else compute_dtype
     return _open_on_all_ranks(
         lambda: DriveShards(
             engine, units, path=path, device=device, dtype_of=dtype_of, verify=verify, system=system
@@ -164,15 +164,15 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
 
 def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: DriveSystemCalls) -> DriveStore:
     moments = _MOMENTS[plan.run.offload.moments]
-    records: list[DataFileRecord] = []
+    records: list[DataFileRegion] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(DataFileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(DataFileRegion(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
     directory = rank_offload_directory(plan, rank=rank())
     layouts = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
-    identity = OwnerIdentity(
+    identity = RunRankIdentity(
         run_id=directory.parent.name,
         rank=rank(),
         world_size=plan.world_size,
@@ -230,10 +230,10 @@ def _keep_only_common_generation(generations: GenerationFiles) -> None:
         common = max(set[int].intersection(*all_gather_object(set(own))), default=None)
         if common is None or all(all_gather_object(_is_generation_undamaged(generations, own[common]))):
             break
-        generations.remove_generation(own[common].slot)
+        generations.invalidate_generation(own[common].slot)
     for step, one in own.items():
         if step != common:
-            generations.remove_generation(one.slot)
+            generations.invalidate_generation(one.slot)
 
 
 def _is_generation_undamaged(generations: GenerationFiles, one: Generation) -> bool:

@@ -19,7 +19,7 @@ from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimize
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
-from fullshard.weights.names import complete_transformers_config
+from fullshard.weights.names import full_transformers_config
 
 _COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
 
@@ -90,7 +90,7 @@ class TrainState:
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "optimizer": _optimizer_class_name(self.optimizer),
             "tied": dict(_tied_parameter_names(self.model)),
-            "huggingface": complete_transformers_config(self.model),
+            "huggingface": full_transformers_config(self.model),
         }
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
@@ -187,12 +187,12 @@ class TrainState:
         if self.offloaded:
             self.offloaded.wait_for_updates()
 
-    def register_before_update(self, act: Callable[[], None]) -> None:
+    def register_before_next_update(self, act: Callable[[], None]) -> None:
         """Registers `act` to be called once, before the next optimizer step or load."""
         self._before_update.append(act)
 
     def run_before_update_callbacks(self) -> None:
-        """Calls the functions of `register_before_update`, before an optimizer step or a load."""
+        """Calls the functions of `register_before_next_update`, before an optimizer step or a load."""
         acts, self._before_update = self._before_update, []
         for act in acts:
             act()

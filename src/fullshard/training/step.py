@@ -126,7 +126,7 @@ def run_step(
         state.recent.add_step(mean, norm, section=survival)
         limit = plan.run.optimizer.clip_norm
         factor = unscale * (min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
-        _update_parameters(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
+        _scale_gradients_and_step(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
     clear_gradients(state.model, state.optimizer)
     if count > 0:
         state.loss_scale.update(finite=finite)
@@ -167,7 +167,9 @@ def _backward_context(
 def _all_reduce_and_check_ranks(
     sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int
 ) -> list[float]:
-    """Returns the first four of `sums` over all ranks, after checking the ranks' fingerprints. Collective.
+    """Returns the loss, token count, squared norm and stop requests of `sums`, summed over all ranks.
+
+    Collective. Raises TrainError if the ranks' fingerprints (step, settings, collectives) differ.
 
     issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
@@ -204,7 +206,7 @@ def _run_microbatches(
         with record_function("fullshard::compute"):
             state.phase.enter(RunPhase.FORWARD)
             value = loss(state.model, move_batch_to_device(batch, sums.device))
-            total, count = _loss_sum_and_count(value)
+            total, count = _parse_loss_result(value)
         # A sum is over the tokens of the batch. A mean counts as one item.
         tokens = plan.run.tokens_per_step // plan.world_size
         nominal = 1 << ((tokens if isinstance(value, tuple) else plan.accumulation) - 1).bit_length()
@@ -239,7 +241,7 @@ def _microbatch_count_error(got: str, expected: int) -> TrainError:
     )
 
 
-def _loss_sum_and_count(value: Any) -> tuple[Tensor, Any]:
+def _parse_loss_result(value: Any) -> tuple[Tensor, Any]:
     """Returns (sum, count) from the loss function's result, with count 1 for a mean. Raises TrainError."""
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
@@ -266,7 +268,7 @@ def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 
 @torch.no_grad()
-def _update_parameters(
+def _scale_gradients_and_step(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float, learning_rate: float
 ) -> None:
     set_learning_rate(optimizer, learning_rate)

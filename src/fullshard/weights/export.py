@@ -17,7 +17,7 @@ from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
-from fullshard.distributed.agreement import run_on_this_rank
+from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, WeightMap, map_weights_by_name
@@ -82,7 +82,7 @@ def export(
     _export_newest_checkpoint(checkpoint, write_safetensors_files, target=target)
 
 
-def export_pretrained(
+def export_in_hf_layout(
     checkpoint: str | Path | CheckpointLocation,
     directory: str | Path,
     *,
@@ -140,7 +140,7 @@ def _export_newest_checkpoint(
     """Calls `write` with the newest complete checkpoint, on this rank alone, and logs the size written."""
 
     def export_checkpoint(files: CheckpointFiles, manifest: Manifest) -> None:
-        written = run_on_this_rank(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
+        written = run_alone_or_raise(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
         logger.info("exported %s to %s (%s)", files, target, format_bytes(written.total_tensor_bytes))
 
     call_with_newest_checkpoint(checkpoint, export_checkpoint)
@@ -202,7 +202,7 @@ def _build_writer(
         },
         shapes=names.shapes,
     )
-    return SafetensorsWriter.from_weight_map(
+    return SafetensorsWriter.for_mapped_tensors(
         source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
     )
 

@@ -25,8 +25,8 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
-from fullshard.weights.export import check_shard_bytes, export_pretrained
-from fullshard.weights.names import build_meta_model, complete_transformers_config, map_model_tensors_to_file
+from fullshard.weights.export import check_shard_bytes, export_in_hf_layout
+from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
 from fullshard.weights.tensor_source import ADDED, AdapterMerging
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
@@ -85,7 +85,7 @@ def export_hf(
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    export_pretrained(
+    export_in_hf_layout(
         checkpoint,
         directory,
         naming=known.naming,
@@ -121,7 +121,7 @@ def _describe_for_transformers(manifest: Manifest, run: Run | None, *, doing: st
     if recorded is None and run is not None and isinstance(run.model, HuggingFaceModel):
         # Whoever wrote the checkpoint may have switched it on.
         model = run.model.model_copy(update={"trust_remote_code": False})
-        recorded = complete_transformers_config(build_hf_model(model))
+        recorded = full_transformers_config(build_hf_model(model))
     if not isinstance(recorded, dict):
         named = None if run is None or isinstance(run.model, DecoderConfig) else run.model.setting_text
         raise CheckpointError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.distributed.agreement import run_on_this_rank
+from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, make_lora_config
 from fullshard.spec.model_section import HuggingFaceModel
@@ -52,7 +52,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
         with disk.open_atomic_replacement(target / _CONFIG) as file:
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
-    run_on_this_rank(write_config, doing=f"exporting {checkpoint} to {target}")
+    run_alone_or_raise(write_config, doing=f"exporting {checkpoint} to {target}")
 
 
 def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: tuple[str, ...]) -> WeightMap:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.models.huggingface import auto_map_class_references, remove_code_references
 from fullshard.models.quiet_import import import_quietly
-from fullshard.spec.pretrained import check_config_sizes
+from fullshard.spec.pretrained import check_config_limits
 from fullshard.spec.small_files import ForeignErrorTranslator
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor, map_weights_by_name
 from fullshard.weights.trace import TracedTensor, UntraceableOperationError, make_source_tensor
@@ -40,7 +40,7 @@ def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> W
     transformers model are mapped as by `from_pretrained`, those of any other model by name. Raises
     CheckpointError if transformers' rules do not fit the tensors, or compute values.
     """
-    found = _find_transformers_module(model)
+    found = _find_transformers_submodule(model)
     if found is None:
         return map_weights_by_name(_state_dict_shapes(model), saved, prefixes=_BASES)
     within, pretrained = found
@@ -81,9 +81,9 @@ def map_model_tensors_to_file(twin: Any, tensors: Mapping[str, Shape]) -> Weight
     )
 
 
-def complete_transformers_config(model: nn.Module) -> dict[str, Any] | None:
+def full_transformers_config(model: nn.Module) -> dict[str, Any] | None:
     """Returns the config from which `build_meta_model` rebuilds a transformers model; None for others."""
-    found = _find_transformers_module(model)
+    found = _find_transformers_submodule(model)
     if found is None:
         return None
     _, pretrained = found
@@ -102,7 +102,7 @@ def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
         raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
     import_quietly("transformers.modeling_utils")
     transformers: Any = importlib.import_module("transformers")
-    check_config_sizes(config, source=needed_for)
+    check_config_limits(config, source=needed_for)
     values = {key: value for key, value in remove_code_references(config).items() if key != "model_type"}
     named = config.get("architectures")
 
@@ -129,7 +129,7 @@ def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
         return made(known)
 
 
-def _find_transformers_module(model: nn.Module) -> tuple[str, Any] | None:
+def _find_transformers_submodule(model: nn.Module) -> tuple[str, Any] | None:
     """Returns (name prefix, module) of the outermost transformers module in `model`; None without one."""
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and hasattr(module, "config"):

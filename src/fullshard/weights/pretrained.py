@@ -98,7 +98,7 @@ def load_pretrained(
     """
     outside = find_offloaded_state(model)
     elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
-    loaded = load_selected_tensors(model, directory, wanted=lambda one: one not in elsewhere)
+    loaded = fill_selected_tensors(model, directory, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]
     if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
@@ -111,7 +111,7 @@ def load_pretrained(
         names = [name for name in missing if parameters[name] not in elsewhere]
         initialise_parameters(model, names, plan=plan, init=init)
     for own in iterate_parameters_to_load(outside) if outside is not None and elsewhere else ():
-        load_selected_tensors(model, directory, wanted=own.__contains__)
+        fill_selected_tensors(model, directory, wanted=own.__contains__)
         if plan is not None:
             names = [name for name in missing if parameters[name] in own]
             initialise_parameters(model, names, plan=plan, init=init)
@@ -120,7 +120,7 @@ def load_pretrained(
     return loaded
 
 
-def load_selected_tensors(
+def fill_selected_tensors(
     model: nn.Module, directory: str | Path, *, wanted: Callable[[Tensor], bool] = lambda _tensor: True
 ) -> LoadReport:
     """Fills those parameters and buffers of `model` for which `wanted` returns True. Collective.
@@ -147,7 +147,7 @@ def load_selected_tensors(
 
 
 @dataclass(frozen=True)
-class _TensorAssignment:
+class _TensorAssignments:
     """Assignment of file tensors to model tensors.
 
     map: parts of the file tensors for each model tensor
@@ -184,7 +184,7 @@ class _TensorAssignment:
         return Counter(f"{old} → {new}".replace("torch.", "") for old, new in pairs if old != new)
 
 
-def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAssignment:
+def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAssignments:
     """Assigns the tensors of `files` to those of `model`. Raises CheckpointError if they do not fit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -203,12 +203,12 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
             continue
         filled[name] = tensors[name]
         tied += [(alias, name) for alias in own if alias != name]
-    reading = _TensorAssignment(files, found, filled, tuple(missing), tuple(tied))
+    reading = _TensorAssignments(files, found, filled, tuple(missing), tuple(tied))
     _check_tensors_are_loadable(reading)
     return reading
 
 
-def _check_tensors_are_loadable(reading: _TensorAssignment) -> None:
+def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
     """Raises CheckpointError for tensors without memory, and for quantised weights."""
     for name, tensor in reading.filled.items():
         if tensor.is_meta:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import DamagedCheckpointError
-from fullshard.system.direct_io import ALIGNMENT, is_direct_io_enabled, open_direct
+from fullshard.system.direct_io import ALIGNMENT, has_o_direct_flag, open_direct
 from fullshard.weights.files import PretrainedFiles
 from fullshard.weights.strided import GAP_BYTES, StridedCopy, split_copy
 
@@ -64,7 +64,7 @@ def _merge_copies_into_reads(moves: Iterable[StridedCopy], files: PretrainedFile
         itemsize = tensor.dtype.itemsize
         for piece in split_copy(move, most=(BUFFER_BYTES - ALIGNMENT) // itemsize, itemsize=itemsize):
             begin = tensor.begin + piece.begin * itemsize
-            placed.append((tensor.file, begin, begin + piece.source_span * itemsize, piece))
+            placed.append((tensor.file, begin, begin + piece.span_length * itemsize, piece))
     placed.sort(key=lambda one: one[:3])
     reads: list[_FileRead] = []
     for file, begin, end, move in placed:
@@ -118,7 +118,7 @@ class _ReadAheadReader:
             path = self.files.directory / file
             opener = os.open if self.cached else open_direct
             self.open[file] = opener(path, os.O_RDONLY | os.O_CLOEXEC)
-            self.cached = self.cached or not is_direct_io_enabled(self.open[file])
+            self.cached = self.cached or not has_o_direct_flag(self.open[file])
         return self.open[file]
 
     def _fill_buffer(self, read: _FileRead, buffer: Tensor, *, descriptor: int) -> None:
@@ -143,7 +143,7 @@ class _ReadAheadReader:
         for begin, move in read.moves:
             dtype = self.files.tensors[move.source].dtype
             first = begin - _round_down_to_alignment(read.begin)
-            elements = buffer[first : first + move.source_span * dtype.itemsize]
+            elements = buffer[first : first + move.span_length * dtype.itemsize]
             if first % dtype.itemsize:  # the format does not guarantee alignment
                 elements = elements.clone()
             move.fill_target(elements.view(dtype))

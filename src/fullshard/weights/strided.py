@@ -27,7 +27,7 @@ class StridedCopy:
     target: Tensor
 
     @property
-    def source_span(self) -> int:
+    def span_length(self) -> int:
         """Number of source elements from the first to the last copied one, with the gaps between."""
         return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
 
@@ -45,7 +45,7 @@ class StridedCopy:
         return StridedCopy(self.source, start, self.strides, self.target.narrow(dim, begin, length))
 
     def fill_target(self, elements: Tensor) -> None:
-        """Fills `target` from `elements`, the `source_span` elements from `begin` on. Converts the dtype."""
+        """Fills `target` from `elements`, the `span_length` elements from `begin` on. Converts the dtype."""
         self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
 
 
@@ -78,9 +78,9 @@ def split_copy(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[Strid
         return
     outer = max(dims, key=lambda dim: move.strides[dim])
     stride, size = move.strides[outer], move.target.shape[outer]
-    inner = move.source_span - (size - 1) * stride
+    inner = move.span_length - (size - 1) * stride
     far_apart = (stride - inner) * itemsize > GAP_BYTES
-    if move.source_span <= most and not far_apart:
+    if move.span_length <= most and not far_apart:
         yield move
         return
     fitting = 1 if far_apart or inner >= most else max(1, (most - inner) // max(stride, 1) + 1)

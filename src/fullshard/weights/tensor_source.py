@@ -78,7 +78,7 @@ class SavedModel:
             if move.is_contiguous:
                 self._read_piece_elements(move.target.view(-1), place, begin=move.begin)
             else:
-                elements = torch.empty(move.source_span, dtype=target.dtype)
+                elements = torch.empty(move.span_length, dtype=target.dtype)
                 self._read_piece_elements(elements, place, begin=move.begin)
                 move.fill_target(elements)
         if not whole_rows:
@@ -87,13 +87,13 @@ class SavedModel:
     def _read_piece_elements(self, target: Tensor, place: _PieceLocation, *, begin: int) -> None:
         flat = place.piece.model_copy(update={"shape": (math.prod(place.piece.shape),), "index": (0,)})
         with self._reader.open_data_file(place.file) as file:
-            self._reader.read_piece_part(file, flat, offsets=(begin,), target=target)
+            self._reader.read_piece_part_into(file, flat, offsets=(begin,), target=target)
 
 
 def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_PieceLocation]]:
     """Returns the pieces of each model tensor, ordered by index, with one of several copies of a piece."""
     found: dict[str, dict[tuple[int, ...], _PieceLocation]] = {name: {} for name in manifest.model_tensors}
-    for file in manifest.data_files:
+    for file in manifest.data_file_names_on_this_disk:
         for piece in reader.read_table(file).pieces:
             if piece.name in found:
                 found[piece.name].setdefault(piece.index, _PieceLocation(file, piece))
@@ -169,11 +169,11 @@ class MergedModel:
     def _read_lora_factors(self, adapter: _LoraAdapter) -> tuple[Tensor, Tensor]:
         """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
         if self._loaded is None or self._loaded[0] != adapter.base:
-            a, b = self._read_whole_tensor(adapter.a), self._read_whole_tensor(adapter.b)
+            a, b = self._read_saved_tensor_as_fp32(adapter.a), self._read_saved_tensor_as_fp32(adapter.b)
             self._loaded = (adapter.base, a, b)
         return self._loaded[1], self._loaded[2]
 
-    def _read_whole_tensor(self, name: str) -> Tensor:
+    def _read_saved_tensor_as_fp32(self, name: str) -> Tensor:
         saved = self._source.tensors[name]
         flat = torch.empty(math.prod(saved.shape), dtype=saved.torch_dtype)
         self._source.read_into(flat, name, begin=0)

@@ -33,7 +33,7 @@ class TracedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, keywords = func.overloadpacket, dict(kwargs or {})
         if packet in _COPIES:
-            return _copy_traced_tensor(args[0])
+            return _clone(args[0])
         if packet not in _FOLLOWED:
             raise UntraceableOperationError(str(func))
         return _FOLLOWED[packet](*args, **keywords)
@@ -55,7 +55,7 @@ def make_source_tensor(name: str, shape: Shape) -> TracedTensor:
 _COPIES = (_ATEN.clone, _ATEN.detach, _ATEN.alias)
 
 
-def _copy_traced_tensor(tensor: TracedTensor) -> TracedTensor:
+def _clone(tensor: TracedTensor) -> TracedTensor:
     return make_traced_tensor(tuple(tensor.shape), tensor.parts)
 
 
@@ -118,7 +118,7 @@ def _unbind(tensor: TracedTensor, dim: int = 0) -> list[TracedTensor]:
 def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
-        return _copy_traced_tensor(tensor)
+        return _clone(tensor)
     return _edit_dims(tensor, lambda values: _replace_entry(values, dim))
 
 
@@ -172,7 +172,7 @@ def _reshape(tensor: TracedTensor, size: Sequence[int]) -> TracedTensor:
 
 
 @dataclass(frozen=True)
-class _ElementRun:
+class _FlattenedRun:
     """Consecutive elements of a flattened tensor, which come from elements of a source at a fixed distance.
 
     at: first element in the flattened tensor
@@ -215,22 +215,22 @@ def _count_equal_leading_dims(one: Shape, other: Shape) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _flattened_box_runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_ElementRun]:
+def _flattened_box_runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_FlattenedRun]:
     """Returns the runs of a box in the flattened tensor of shape `sizes`, with `begin` relative to the box.
 
     at, shape: position and shape of the box
     strides: source elements from one index of the box to the next, per dim
     """
-    runs, inner = [_ElementRun(0, 1, 0, 0)], 1
+    runs, inner = [_FlattenedRun(0, 1, 0, 0)], 1
     for dim in reversed(range(len(sizes))):
         first = runs[0]
         joins = inner == 1 or shape[dim] == 1 or strides[dim] == first.stride * inner
         if len(runs) == 1 and first.length == inner and joins:
             stride = strides[dim] if inner == 1 else first.stride
-            runs = [_ElementRun(at[dim] * inner, shape[dim] * inner, 0, stride)]
+            runs = [_FlattenedRun(at[dim] * inner, shape[dim] * inner, 0, stride)]
         else:
             runs = [
-                _ElementRun((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
+                _FlattenedRun((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
                 for i in range(shape[dim])
                 for r in runs
             ]
@@ -238,7 +238,7 @@ def _flattened_box_runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape
     return runs
 
 
-def _split_run_into_boxes(run: _ElementRun, sizes: Shape) -> list[BoxCopy]:
+def _split_run_into_boxes(run: _FlattenedRun, sizes: Shape) -> list[BoxCopy]:
     """Returns the boxes that `run` fills in a tensor of shape `sizes`. They have no source name."""
     if not sizes:
         return [BoxCopy("", begin=run.begin, strides=(), at=(), shape=())]
@@ -254,7 +254,7 @@ def _split_run_into_boxes(run: _ElementRun, sizes: Shape) -> list[BoxCopy]:
             strides = tuple(step * run.stride for step in (inner, *row_major_strides(inner_sizes)))
             found.append(BoxCopy("", begin, strides, (row, *(0 for _ in inner_sizes)), (rows, *inner_sizes)))
         else:
-            for box in _split_run_into_boxes(_ElementRun(column, taken, begin, run.stride), inner_sizes):
+            for box in _split_run_into_boxes(_FlattenedRun(column, taken, begin, run.stride), inner_sizes):
                 found.append(BoxCopy("", box.begin, (0, *box.strides), (row, *box.at), (1, *box.shape)))
         at += taken
     return found
@@ -272,7 +272,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     _ATEN.stack: _stack,
     _ATEN.permute: _permute,
     _ATEN.transpose: _transpose,
-    _ATEN.t: lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else _copy_traced_tensor(tensor),
+    _ATEN.t: lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else _clone(tensor),
     _ATEN.view: _reshape,
     _ATEN._unsafe_view: _reshape,
     _ATEN.reshape: _reshape,

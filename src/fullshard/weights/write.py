@@ -41,7 +41,7 @@ class SafetensorsWriter:
     piece_bytes: int
 
     @classmethod
-    def from_weight_map(
+    def for_mapped_tensors(
         cls,
         source: TensorSource,
         names: WeightMap,
@@ -127,6 +127,6 @@ class SafetensorsWriter:
             return
         most = max(1, self.piece_bytes // dtype.itemsize)
         for part in split_copy(move, most=most, itemsize=dtype.itemsize):
-            elements = torch.empty(part.source_span, dtype=dtype)
+            elements = torch.empty(part.span_length, dtype=dtype)
             self.source.read_into(elements, part.source, begin=part.begin)
             part.fill_target(elements)
