@@ -61,10 +61,10 @@ def test_a_pace_sums_the_steps_after_the_warmup(steps: list[tuple[int, float]], 
 
 
 def test_a_step_that_was_slowed_by_being_measured_is_in_no_speed():
-    made = pace(6, 4).with_step(tokens=100, seconds=9.0, measured=True)
+    made = pace(6, 4).with_step(tokens=100, seconds=9.0, is_slowed=True)
     assert (made.steps, made.timed_steps, made.seconds) == (7, 2, pace(6, 4).seconds)
     # In the warmup it is left out anyway, once.
-    warm = Throughput(warmup_steps=1).with_step(tokens=100, seconds=9.0, measured=True)
+    warm = Throughput(warmup_steps=1).with_step(tokens=100, seconds=9.0, is_slowed=True)
     assert (warm.untimed_steps, warm.timed_steps) == (0, 0)
 
 

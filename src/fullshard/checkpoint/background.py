@@ -198,7 +198,7 @@ class BackgroundSaver:
             got = f"{type(failed).__name__}: {failed}"
             error = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
         finally:
-            mine.held.release_shards()
+            mine.reader.release_shards()
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
@@ -257,7 +257,7 @@ class _StagingBuffers:
             self._live = LiveShardReader(self._sources, copied=self._copy_to_buffer)
             self._sources = {}
         plain = {n: t.detach().to("cpu", copy=True) for n, t in mine.tensors.items() if n not in shards}
-        return replace(mine, tensors=mine.tensors | plain, held=self._live or UnchangingShardReader())
+        return replace(mine, tensors=mine.tensors | plain, reader=self._live or UnchangingShardReader())
 
     def copy_shards(self, mine: Snapshot) -> None:
         """Copies the shards into buffers, and puts the copies into the snapshot `mine`."""

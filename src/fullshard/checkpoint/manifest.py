@@ -148,7 +148,7 @@ class Manifest(FrozenModel):
 
     @property
     def files_on_this_disk(self) -> dict[str, SavedFile]:
-        """Files on the same disk as this manifest: all files, unless nodes have disks of their own."""
+        """Files on this manifest's disk: all files, or this node's if each node has a disk of its own."""
         return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
 
     @property

@@ -135,7 +135,7 @@ class ObjectStore:
             return self._file_system.open(self._fsspec_path(url), "wb", block_size=part_bytes)
 
     def possible_md5s_of_object(self, url: str) -> set[str]:
-        """Returns the digests that a store other than S3 reports; one may be the object's MD5, in hex."""
+        """Returns the digests, in hex, that a store other than S3 reports; one may be the MD5."""
         path = self._fsspec_path(url)
         entry: Mapping[str, Any] = self.call_backend(url, "info", path, options={"refresh": True})
         reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}

@@ -100,12 +100,13 @@ def save(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a state to save. `held` reads the shards, which training may change meanwhile."""
+    """This rank's part of a state to save."""
 
     step: int
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
-    held: ShardReader = field(default_factory=UnchangingShardReader)
+    # Another reader copies shards that training changes during the save.
+    reader: ShardReader = field(default_factory=UnchangingShardReader)
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,12 @@ class CheckpointSaver:
         metadata: Metadata | None = None
         with raise_on_all_ranks(doing, group=group):
             if self.layout == "ranks":
-                own = storage.write_rank_shard_file(mine.tensors, draft, held=mine.held)
+                own = storage.write_rank_shard_file(mine.tensors, draft, reader=mine.reader)
             else:
                 own, metadata = storage.write_with_dcp(
-                    mine.tensors, draft, held=mine.held, every_copy=disk.node is not None, group=group
+                    mine.tensors, draft, reader=mine.reader, every_copy=disk.node is not None, group=group
                 )
-        mine.held.release_shards()
+        mine.reader.release_shards()
         if self.read_back:
             with raise_on_all_ranks(f"reading back step {mine.step}", group=group):
                 check_written_files(draft, self._build_manifest(mine, disk, content=(own, {})))
@@ -289,10 +290,10 @@ def _check_no_nan_in_model(mine: Snapshot) -> None:
     sums: dict[str, Tensor] = {}
     for name, shard in shards.items():
         # A sum is the quickest check of all elements: it is NaN if one is, or if infinities cancel out.
-        with mine.held.open_shard(name, shard, last=False) as numbers:
+        with mine.reader.open_shard(name, shard, last=False) as numbers:
             sums[name] = numbers.sum()
     for name in [name for name, total in sums.items() if math.isnan(total.item())]:
-        with mine.held.open_shard(name, shards[name], last=False) as numbers:
+        with mine.reader.open_shard(name, shards[name], last=False) as numbers:
             if numbers.isnan().any():
                 raise CheckpointError(
                     f"{name} is not saved.",

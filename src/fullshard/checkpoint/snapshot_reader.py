@@ -18,8 +18,8 @@ from fullshard.errors import CheckpointError
 class UnchangingShardReader:
     """Reader of shards that nothing changes while they are saved.
 
-    They are written through aligned buffers of large pages, which is faster than from malloc's small pages
-    (docs/log.md).
+    The shards are written through aligned buffers of large pages, which is faster than from malloc's small
+    pages (docs/log.md).
     """
 
     in_step = False  # see `shard_file.ShardFileWriter`

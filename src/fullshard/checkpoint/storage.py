@@ -80,8 +80,8 @@ class DcpCheckpointWriter(StorageWriter):
     metadata: DCP's metadata, on rank 0
     """
 
-    def __init__(self, draft: CheckpointFiles, *, held: ShardReader, besides: Mapping[str, Tensor]) -> None:
-        self.draft, self.held, self.besides = draft, held, besides
+    def __init__(self, draft: CheckpointFiles, *, reader: ShardReader, besides: Mapping[str, Tensor]) -> None:
+        self.draft, self.reader, self.besides = draft, reader, besides
         self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
@@ -106,7 +106,7 @@ class DcpCheckpointWriter(StorageWriter):
             besides = {(fqn, shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()}
             copies = ((*at, detached_local_tensor(t)) for at, t in besides.items() if at not in planned)
             every = itertools.chain(shards, copies)
-            pieces, self.written = write_shards(self.draft, name, shards=every, held=self.held)
+            pieces, self.written = write_shards(self.draft, name, shards=every, reader=self.reader)
             for item, piece in zip(plan.items, pieces, strict=False):
                 info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
@@ -134,12 +134,12 @@ def write_shards(
     name: str,
     *,
     shards: Iterable[tuple[str, Sequence[int], Tensor]],
-    held: ShardReader,
+    reader: ShardReader,
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
     """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
     shards: (name of the tensor, position of the shard in the tensor, shard) of each
-    held: reader of the shards, if they may change meanwhile
+    reader: opens each shard to write, or a copy if training changes it meanwhile
 
     Returns the records, in the order of the shards, and the manifest's entries for both files.
     """
@@ -149,11 +149,11 @@ def write_shards(
         return (), {}
     with (
         draft.create_file(name) as file,
-        ShardFileWriter(file, in_step=held.in_step, strong=draft.key is not None) as pieces,
+        ShardFileWriter(file, in_step=reader.in_step, strong=draft.key is not None) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            with held.open_shard(tensor_name, shard, last=True) as numbers:
+            with reader.open_shard(tensor_name, shard, last=True) as numbers:
                 pieces.write_tensor(tensor_name, numbers.detach().cpu(), index=index)
     table = pieces.table
     described = write_small_file(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
@@ -264,7 +264,7 @@ def write_with_dcp(
     tensors: Mapping[str, Tensor],
     draft: CheckpointFiles,
     *,
-    held: ShardReader,
+    reader: ShardReader,
     every_copy: bool,
     group: Group,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
@@ -274,7 +274,7 @@ def write_with_dcp(
 
     Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
-    writer = DcpCheckpointWriter(draft, held=held, besides=tensors if every_copy else {})
+    writer = DcpCheckpointWriter(draft, reader=reader, besides=tensors if every_copy else {})
     with _suppress_single_process_warning():
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
     writer.attempt.raise_captured()
@@ -298,11 +298,11 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
 
 
 def write_rank_shard_file(
-    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, held: ShardReader
+    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, reader: ShardReader
 ) -> dict[str, SavedFile]:
     """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
     shards = ((name, (), detached_local_tensor(tensor)) for name, tensor in tensors.items())
-    _, written = write_shards(draft, rank_shard_file_name(rank()), shards=shards, held=held)
+    _, written = write_shards(draft, rank_shard_file_name(rank()), shards=shards, reader=reader)
     return written
 
 

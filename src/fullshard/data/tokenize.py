@@ -100,7 +100,11 @@ class TaskTokenizer:
         self._skip_messages: list[str] = []
 
     def tokenize_task(self, task: Task) -> TokenizedTask:
-        """Returns the tokens of `task`. Raises DataError for a corrupt record, if `on_error` is "stop"."""
+        """Returns the tokens of `task`, a run of file parts.
+
+        A corrupt record is skipped and counted, or raises DataError if `on_error` is "stop". Raises DataError
+        for a text that the tokenizer does not take.
+        """
         self._skipped, self._skip_messages = 0, []
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0

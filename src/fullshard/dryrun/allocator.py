@@ -54,7 +54,7 @@ def simulate_allocator(events: Iterable[Event]) -> AllocatorPeak:
             if block is None:
                 block = _AllocatorBlock(address=reserved, size=new_segment_bytes(size))
                 reserved += block.size
-            pool.split_block(block, size)
+            pool.shrink_block(block, size)
             used[event.block] = block, pool
             allocated += block.size
             most_allocated = max(most_allocated, allocated)
@@ -103,7 +103,7 @@ class _FreeBlockPool:
         index = bisect.bisect_left(self.order, (size, -1))
         return self._remove_free_block(self.blocks[self.order[index][1]]) if index < len(self.order) else None
 
-    def split_block(self, block: _AllocatorBlock, size: int) -> None:
+    def shrink_block(self, block: _AllocatorBlock, size: int) -> None:
         """Shrinks `block`, which is in use, to `size`, and frees the remainder if it is large enough."""
         left_over = block.size - size
         worth_it = left_over >= ROUND if size <= SMALL else left_over > SMALL

@@ -271,7 +271,7 @@ def _train_steps(job: _TrainJob) -> bool:
         if step.rollback and _try_roll_back(job, step):
             steps = _iterate_steps(job)
             continue
-        _record_validate_and_save(job, step, measured=index == metered or index in profiled)
+        _record_validate_and_save(job, step, is_slowed=index == metered or index in profiled)
         if step.stopping and step.index < job.plan.run.train.steps:
             return True
 
@@ -306,14 +306,14 @@ def _profiled_step_indices(job: _TrainJob) -> range:
     return steps if steps.stop <= job.plan.run.train.steps else range(0)
 
 
-def _record_validate_and_save(job: _TrainJob, step: Step, *, measured: bool) -> None:
-    """Records the figures of `step`, validates and saves if due. `measured`: excluded from the pace."""
+def _record_validate_and_save(job: _TrainJob, step: Step, *, is_slowed: bool) -> None:
+    """Records `step`, without its time if `is_slowed` by measuring. Validates and saves if due."""
     if job.startup_seconds is None:
         job.startup_seconds, job.first_loss = time.time() - job.command_started, step.loss
         job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
     job.last = step
     job.pace = job.pace.with_step(
-        tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, measured=measured
+        tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, is_slowed=is_slowed
     )
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)

@@ -26,7 +26,7 @@ def build_model(run: Run) -> nn.Module:
 
 
 def build_python_model(section: PythonModel) -> nn.Module:
-    """Builds the module that the user's function `model.python` returns, on meta. Raises SpecError."""
+    """Builds, on meta, the module of the user's function `model.python`. Raises SpecError without one."""
     factory = import_callable(section.python, key="model.python")
     try:
         model = construct_with_meta_parameters(lambda: factory(**section.options))

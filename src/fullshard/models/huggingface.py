@@ -144,7 +144,8 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
     """Returns `data`, the values of config.json, with the options of `section` applied.
 
     An option is named as in the config, or by the name common to all models (`num_hidden_layers`). The option
-    of a part (`text_config`) is a table. Lists with one entry per layer follow the number of layers.
+    of a part (`text_config`) is a table. Lists with an entry per layer are cut to fewer layers, and left out
+    for more: the config rebuilds them.
 
     config: the config of `data`, without options. Raises SpecError for an option that it does not have.
     """

@@ -27,8 +27,8 @@ class DriveCounters:
 
     def wrap_system_calls(self, system: DriveSystemCalls) -> DriveSystemCalls:
         """Returns `system` with `preadv` and `pwritev` that count the bytes they transfer."""
-        read = partial(self._transfer_and_count, system.preadv, "read")
-        write = partial(self._transfer_and_count, system.pwritev, "written")
+        read = partial(self._transfer_and_count_bytes, system.preadv, "read")
+        write = partial(self._transfer_and_count_bytes, system.pwritev, "written")
         return replace(system, preadv=read, pwritev=write)
 
     def mark_update_start(self) -> None:
@@ -45,7 +45,7 @@ class DriveCounters:
         read, written = (median_low(getattr(one, kind) for one in self.steps) for kind in ("read", "written"))
         return DriveTrafficBytes(read=read, written=written)
 
-    def _transfer_and_count(  # signature: the system call's, after the bound arguments
+    def _transfer_and_count_bytes(  # signature: the system call's, after the bound arguments
         self, transfer: _Transfer, kind: str, descriptor: int, buffers: Sequence[memoryview], offset: int
     ) -> int:
         count = transfer(descriptor, buffers, offset)

@@ -57,10 +57,10 @@ def compute_dtype(engine_parameter: Any) -> torch.dtype:
 
 
 def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
-    """Makes FSDP2 gather the result of `source` from now on: see [Note: a shard that is elsewhere].
+    """Makes FSDP2 gather the result of `source`, not its own shard: see [Note: a shard that is elsewhere].
 
-    source: returns this rank's padded shard on the device, in the dtype of its argument
-    local: the master, which becomes the parameter's local tensor; None if it is not on the same device
+    source: called with the compute dtype; returns this rank's padded shard in it, on the device
+    local: the fp32 master, which becomes the parameter's local tensor; None if it is not on the same device
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:

@@ -73,18 +73,18 @@ class Throughput(FrozenModel):
     data_seconds: NonNegativeFloat = 0.0
 
     def with_step(
-        self, *, tokens: int, seconds: float, data_seconds: float = 0.0, measured: bool = False
+        self, *, tokens: int, seconds: float, data_seconds: float = 0.0, is_slowed: bool = False
     ) -> "Throughput":
         """Returns the sums after one more step.
 
-        measured: True excludes the step's time, because the memory meter or the profiler slowed the step
+        is_slowed: True excludes the step's time, because the memory meter or the profiler slowed the step
         """
         warm = self.steps >= self.warmup_steps
-        timed = warm and not measured
+        timed = warm and not is_slowed
         return Throughput(
             warmup_steps=self.warmup_steps,
             steps=self.steps + 1,
-            untimed_steps=self.untimed_steps + (warm and measured),
+            untimed_steps=self.untimed_steps + (warm and is_slowed),
             tokens=self.tokens + timed * tokens,
             seconds=self.seconds + timed * seconds,
             data_seconds=self.data_seconds + timed * data_seconds,

@@ -87,7 +87,8 @@ class ReplicaCheck:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """Returns Σ (2i + 1) · word_i mod 2^64 over the words of this rank's part, as an int64 scalar tensor.
 
-    The factors are odd, so a change of one word always changes the sum. They differ, so a swap does too.
+    The factors are odd, so a change of one word always changes the sum. They differ, so swapping two
+    different words changes it too.
     """
     local = local_tensor(tensor.detach()).contiguous().reshape(-1)
     words = local.view(_WORDS[local.element_size()])
