@@ -118,7 +118,7 @@ def test_one_checkpoint_can_be_named(tmp_path, caplog):
         assert loaded(path).step == 1
     assert f"loaded step 1 from {path}" in caplog.messages
     without_manifest(path)
-    with pytest.raises(CheckpointError, match=f"{path} is no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=f"{path} is not a complete checkpoint"):
         load(State(0, numbers()), path, missing_ok=True)
 
 

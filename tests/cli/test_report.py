@@ -62,7 +62,7 @@ def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
 @pytest.mark.parametrize(
     ("left", "message"),
     [
-        (None, "is no directory"),
+        (None, "is not a directory"),
         ([], "not the directory of a run"),
         (["metrics.jsonl"], "train --resume"),
         (["measurement.json"], "not a saved measurement"),

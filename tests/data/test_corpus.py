@@ -176,7 +176,7 @@ def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
     [
         (BAD_LINES[1], r"a\.jsonl line 2(?s:.)*no JSON(?s:.)*on_error"),
         (BAD_LINES[2], r"no field 'text' in \S+a\.jsonl line 2(?s:.)*fields other"),
-        (BAD_LINES[3], r"a\.jsonl line 2(?s:.)*no text, but int"),
+        (BAD_LINES[3], r"a\.jsonl line 2(?s:.)*not text but int"),
         ('{"text": "a\\u0000b"}', r"a\.jsonl line 2(?s:.)*NUL"),
     ],
 )

@@ -53,7 +53,7 @@ def test_dangling_link_is_refused(tmp_path: Path):
 
 
 def test_device_is_refused():
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         matching_file_sizes(["/dev/null"])
 
 

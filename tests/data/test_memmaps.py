@@ -75,10 +75,10 @@ def test_the_key_follows_what_is_in_the_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "data", "fields", "message"),
     [
-        ("a.bin", b"1234", {}, r"does not say what it holds(?s:.)*data\.dtype"),
+        ("a.bin", b"1234", {}, r"does not state its dtype(?s:.)*data\.dtype"),
         ("a.bin", b"123", {"dtype": "uint16"}, r"whole tokens(?s:.)*3 bytes, for a dtype of 2"),
-        ("a.bin", b"\xff\xff", {"dtype": "int16"}, "no token(?s:.)*-1, below 0"),
-        ("a.npy", b"text", {}, "no array of tokens"),
+        ("a.bin", b"\xff\xff", {"dtype": "int16"}, "not a token(?s:.)*-1, below 0"),
+        ("a.npy", b"text", {}, "not an array of tokens"),
     ],
 )
 def test_files_that_hold_no_tokens_are_refused(
@@ -92,7 +92,7 @@ def test_files_that_hold_no_tokens_are_refused(
 @pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 1, 1), int), np.array([], int)])
 def test_arrays_that_hold_no_tokens_are_refused(tmp_path: Path, array: np.ndarray):
     np.save(tmp_path / "a.npy", array)
-    with pytest.raises(DataError, match="no array of tokens"):
+    with pytest.raises(DataError, match="not an array of tokens"):
         stores(tmp_path, "a.npy")
 
 
@@ -100,7 +100,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path):
     np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
     index = tmp_path / "a.idx"
     for change, message in (
-        (lambda: index.write_bytes(b"no index"), "no index of tokens"),
+        (lambda: index.write_bytes(b"no index"), "not an index of tokens"),
         (lambda: write_index(index, [4, 2, 5], [0, 1, 2, 3], code=6), "cannot be used"),
         (lambda: write_index(index, [4, 2, 50], [0, 1, 2, 3]), "does not fit"),
         (lambda: write_index(index, [4, 2, 5], [0, 1, 2]), "does not fit"),

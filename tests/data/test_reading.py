@@ -109,5 +109,5 @@ def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
     with pytest.raises(DataError, match=r"(?s)no field 'story'.*fields text, other"):
         list(read_records(shards[0], DataSourceFields(text_field="story")))
     path.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="no parquet file"):
+    with pytest.raises(DataError, match="not a parquet file"):
         split_file_into_parts("parquet", path, size=4)

@@ -77,7 +77,7 @@ def test_absent_and_broken_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="cannot be read"):
         open_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         open_tokenizer(str(tmp_path))
 
 

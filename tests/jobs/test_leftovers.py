@@ -118,7 +118,7 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
         said = unusable_state_message(plan, found, step=5) or ""
         assert said.startswith(f"{directory} holds step 8 of 4 ranks (")
         assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
-        assert (unusable_state_message(plan, found, step=0) or "").endswith("the run begins anew")
+        assert (unusable_state_message(plan, found, step=0) or "").endswith("the run starts again")
         assert unusable_state_message(plan, found, step=8) is None, "the checkpoint is as new"
     assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
 

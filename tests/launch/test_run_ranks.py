@@ -165,7 +165,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_the_first(start: Start, tmp
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == CTRL_C_EXIT_CODE
-    assert err.endswith("ended at once; what was not saved is lost\n")
+    assert err.endswith("ended at once; unsaved steps are lost\n")
     assert not any(runs(pid) for pid in pids)
 
 

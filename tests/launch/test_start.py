@@ -33,7 +33,7 @@ def test_ranks_are_those_asked_for_else_those_of_the_plan_else_two() -> None:
 
 
 def test_a_job_that_is_no_function_is_named() -> None:
-    with pytest.raises(LaunchError, match="jobs:absent is no function"):
+    with pytest.raises(LaunchError, match="jobs:absent is not a function"):
         LaunchRequest(run=Run(), job=NO_JOB).call_job()
 
 

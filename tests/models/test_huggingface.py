@@ -138,7 +138,7 @@ def test_what_cannot_be_built_is_told(own: dict[str, Any], message: str, tmp_pat
     ("config", "message"),
     [
         ({"model_type": "none of them"}, "has no model 'none of them'"),
-        ({"hidden_size": 8}, "is no config.json of a model"),
+        ({"hidden_size": 8}, "is not a config.json of a model"),
         ({"model_type": "llama", "architectures": ["SomebodysOwn"]}, "has no model class 'SomebodysOwn'"),
     ],
 )

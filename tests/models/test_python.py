@@ -28,10 +28,10 @@ def test_what_the_constructor_computes_stays() -> None:
 @pytest.mark.parametrize(
     ("python", "message"),
     [
-        ("tests.models.own", "names nothing"),
+        ("tests.models.own", "does not exist"),
         ("tests.models.nowhere:make", "cannot be imported"),
         ("tests.models.own:Pyramids", "own has no Pyramids"),
-        ("tests.models.own:__doc__", "is no function"),
+        ("tests.models.own:__doc__", "is not a function"),
         ("tests.models.own:no_module", "made no module"),
     ],
 )

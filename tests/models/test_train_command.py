@@ -38,7 +38,7 @@ def test_a_model_of_transformers_trains_from_its_weights_and_goes_on(tmp_path: P
     settings = (f"model.hf={source}", "model.weights=require")
     said = train(tmp_path / "run", *settings, "train.steps=3")
     assert f"tensors from {source}" in said
-    assert "a sample of what it writes" in said
+    assert "sample of the generated text" in said
     assert "resumed at step 3 of 4" in train(tmp_path / "run", *settings, "train.steps=4", resume=True)
     measured = Measurement.load(tmp_path / "run" / "measurement.json")
     assert measured.flops_per_token is not None

@@ -163,11 +163,11 @@ def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
     show_measurement(made, prediction=told, file=out)
     said = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "offload optimizer:nvme in drive" in said
-    assert "predicted: 900 B of the drive a rank" in said
+    assert "predicted: 900 B of the drive per rank" in said
     assert "a step reads 2 B and writes 4 B" in said
     assert max(map(len, out.getvalue().splitlines())) <= 100
-    assert ("", "a step reads 4 B and writes 4 B of the drive, a rank") in measurement_rows(made)
-    assert dict(measurement_rows(made))["host memory"] == "200 B a rank beside, for its tier"
+    assert ("", "each step reads 4 B and writes 4 B of the drive, per rank") in measurement_rows(made)
+    assert dict(measurement_rows(made))["host memory"] == "200 B more per rank, for the offload target"
 
 
 def test_what_a_drive_of_unknown_rate_takes_is_not_predicted():

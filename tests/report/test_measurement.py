@@ -48,14 +48,14 @@ def test_the_table_is_short_plain_and_aligned_off_a_terminal():
 
 def test_speed_is_that_of_all_ranks_and_of_one_and_says_what_was_left_out():
     rows = list(measurement_rows(whole()))
-    assert ("speed", "200 tokens/s on all ranks, 100 a rank") in rows
+    assert ("speed", "200 tokens/s on all ranks, 100 per rank") in rows
     assert ("", "over 6 steps, the 4 warmup steps before them left out") in rows
     assert ("step", "500.0 ms, of these 100.0 ms waiting for data") in rows
 
 
 def test_mfu_says_what_it_is_held_against():
     rows = dict(measurement_rows(whole()))
-    assert rows["MFU"] == "10.0 % of 1.00 GFLOP/s a rank (cpu, fp32, a matmul measured here)"
+    assert rows["MFU"] == "10.0 % of 1.00 GFLOP/s per rank (cpu, fp32, a matmul measured here)"
 
 
 def test_validation_is_held_against_the_entropy_of_the_bytes():

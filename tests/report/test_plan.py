@@ -69,7 +69,7 @@ def test_seconds_are_held_against_the_step():
     assert said["step"] == "2.0 s"
     assert said["compute"].split()[:4] == ["1.5", "s", "75", "%"]
     assert said["waiting: all-gather"].split()[:4] == ["500.0", "ms", "25", "%"]
-    assert said["speed"] == "524k tokens/s, 65.5k a rank"
+    assert said["speed"] == "524k tokens/s, 65.5k per rank"
     assert said["MFU"] == "40.0 %"
 
 
@@ -152,8 +152,8 @@ def test_a_tier_says_what_it_takes_and_what_binds():
     said = rows(plan)
     assert "WHAT-IF" not in said
     assert said["offload"] == "optimizer:nvme"
-    assert said["host memory"] == "64.00 GiB of 32.00 GiB a rank: TOO MUCH"
-    assert said["drive"] == "96.00 GiB a rank"
+    assert said["host memory"] == "64.00 GiB of 32.00 GiB per rank: TOO MUCH"
+    assert said["drive"] == "96.00 GiB per rank"
     assert said["at least"] == "disk 30.0 s, update 2.0 s, beside each other: disk binds"
     # 48 GiB every 2 seconds; each day has 86,400.
     assert "a step reads 48.00 GiB and writes 48.00 GiB" in lines(plan)
@@ -181,7 +181,7 @@ def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | No
     }
     plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=terms)})
     said = [text for label, text in plan_rows(page(plan))]
-    assert f"16.00 GiB of 32.00 GiB a rank for activations{room}" in said
+    assert f"16.00 GiB of 32.00 GiB per rank for activations{room}" in said
     assert "a step copies 12.00 GiB there and back, 500.0 ms in all" in said
     assert plan.prediction is not None
     assert plan.prediction.fits_in_memory == (not room)

@@ -101,7 +101,7 @@ def test_a_cached_repository_is_found_at_its_main_revision(variable: str, tmp_pa
 
 
 def test_what_is_no_config_is_refused(tmp_path: Path):
-    for text, says in [("{", "is no JSON"), ("[1]", "no JSON object")]:
+    for text, says in [("{", "is not JSON"), ("[1]", "no JSON object")]:
         path = tmp_path / "config.json"
         path.write_text(text)
         with pytest.raises(SpecError, match=says):

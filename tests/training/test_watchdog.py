@@ -33,10 +33,10 @@ HARMS = {
         r"rank 1 does not come to the collective that rank 0 waits in: in data of step 3 .*hangs.py",
         [8, 8],
     ),
-    "stops_itself": (2, r"rank 1 does not answer, last heard of in .*: its process is stopped", [8, None]),
+    "stops_itself": (2, r"rank 1 does not answer, last heartbeat in .*: its process is stopped", [8, None]),
     "holds_the_interpreter": (
         2,
-        r"rank 1 does not answer, last heard of in .*: its process runs, but no Python in it does",
+        r"rank 1 does not answer, last heartbeat in .*: its process runs, but no Python in it does",
         [8, 1],
     ),
     "skips_a_collective": (
@@ -175,16 +175,16 @@ def test_where_all_are_alike_none_is_blamed() -> None:
 def test_a_rank_that_says_nothing_is_named_before_any_that_waits(state: str | None, said: str) -> None:
     silent = {3: UnresponsiveRank(seen(RunPhase.FORWARD), state)}
     verdict = diagnose_hang({0: WAITING, 1: BUSY, 2: WAITING}, silent, now=NOW)
-    assert verdict.error.what.startswith("rank 3 does not answer, last heard of in forward of step 5")
+    assert verdict.error.what.startswith("rank 3 does not answer, last heartbeat in forward of step 5")
     assert said in verdict.error.what
-    assert "rank 3: last heard of 1 s ago" in str(verdict.error.got)
+    assert "rank 3: last heartbeat 1 s ago" in str(verdict.error.got)
 
 
 def test_ranks_that_never_spoke_are_named_too() -> None:
     verdict = diagnose_hang(
         {0: WAITING}, {2: UnresponsiveRank(None, None), 1: UnresponsiveRank(None, None)}, now=NOW
     )
-    assert verdict.error.what.startswith("rank 1 (and rank 2) does not answer, never heard of")
+    assert verdict.error.what.startswith("rank 1 (and rank 2) does not answer, no heartbeat yet")
 
 
 def test_of_thousands_of_ranks_few_lines_and_stacks_are_shown() -> None:

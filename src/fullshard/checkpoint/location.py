@@ -127,7 +127,7 @@ class LocalLocation:
 
     def exists(self) -> bool:
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is no directory of checkpoints.", got="a file")
+            raise CheckpointError(f"{self.path} is not a directory of checkpoints.", got="a file")
         return self.path.is_dir()
 
     def root_as_checkpoint(self) -> CheckpointFiles:

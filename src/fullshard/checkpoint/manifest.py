@@ -200,7 +200,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
         text = files.read_file(MANIFEST)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(
-            f"{files} is no whole checkpoint.",
+            f"{files} is not a complete checkpoint.",
             got=f"{MANIFEST}: {error.strerror}",
             why="the manifest is written last, so without it a save was broken off",
         ) from error

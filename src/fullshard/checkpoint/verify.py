@@ -128,7 +128,7 @@ def _open_reader_for_diff(files: CheckpointFiles) -> DcpCheckpointReader:
         raise CheckpointError(
             f"{files} cannot be compared.",
             got='layout = "ranks"',
-            why="its tensors are in parts, each a rank's own",
+            why="each rank saved its own parts of the tensors",
         )
     return run_alone_or_raise(lambda: build_reader(files, manifest), doing=f"reading {files}")
 

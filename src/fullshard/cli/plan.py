@@ -208,7 +208,7 @@ def _with_drive_rate(hardware: "Hardware", text: str) -> "Hardware":
     if not 0 < rate < float("inf"):
         got = f"--drive-rate {text}"
         raise SpecError("the drive's rate is not a positive number.", got=got, fix="--drive-rate 3.5G")
-    source = f"{hardware.source}; drive: {format_count(rate)}B/s a rank, as asked"
+    source = f"{hardware.source}; drive: {format_count(rate)}B/s per rank, from --drive-rate"
     return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
 
 

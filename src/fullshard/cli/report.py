@@ -58,7 +58,7 @@ def _read_run_results(directory: Path) -> _RunResults:
     from fullshard.spec.plan import Plan
 
     if not os.path.isdir(directory):
-        raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
+        raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
     measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
     if not measured.exists():
         got = f"no {MEASUREMENT_NAME} and no {_METRICS}"

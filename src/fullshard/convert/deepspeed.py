@@ -97,7 +97,7 @@ def _convert_precision(state: ConversionState) -> None:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
             state.record_setting(key, "precision.mode", value=mode)
         elif value == AUTO:
-            state.record_not_needed(key, 'left open there: precision.mode = "auto" goes by the device')
+            state.record_not_needed(key, 'left open there: precision.mode = "auto" chooses by device')
         elif on or autocast or AUTO in [state.get(other) for other in modes]:
             state.record_not_needed(key, f"off; {', '.join(on) or 'another key'} says the precision")
         else:
@@ -140,7 +140,9 @@ def _convert_batch_sizes(state: ConversionState) -> None:
         if micro and steps and not ranks:
             state.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
     if state.checked_positive_integer(keys[1]):
-        state.record_setting(keys[1], "train.microbatch", value=micro, why="sequences a rank at once")
+        state.record_setting(
+            keys[1], "train.microbatch", value=micro, why="sequences per rank and microbatch"
+        )
     if steps:
         state.record_not_needed(keys[2], "accumulation is train.global_batch / (train.microbatch × ranks)")
     if micro and not total:

@@ -186,7 +186,7 @@ def default_run_setting(target: str) -> Any:
 
 
 def parse_number(value: Any) -> float | None:
-    """Returns `value` as a float, also if it is text (YAML reads `1e-4` as text); None if it is no number."""
+    """Returns `value` as a float, also if it is text (YAML reads `1e-4` as text); None for others."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -41,8 +41,8 @@ OFFLOAD = 'the planner offloads where nothing else fits; offload.tier = "{tier}"
 # Explanations that several tables share, as `$name`.
 _TEXTS = {
     "offload": OFFLOAD.format(tier="params+optimizer:cpu"),
-    "tensor_parallel": "no step of training splits matmuls yet: fullshard plan run.toml --set "
-    "sharding.tensor_parallel=N says what it would take",
+    "tensor_parallel": "fullshard train cannot split matmuls yet: fullshard plan run.toml --set "
+    "sharding.tensor_parallel=N predicts the step",
     "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes their "
     'paths, such as ["model.layers.*"]',
     "sync_states": "parameters are initialised shard by shard from one seed, or read straight into "

@@ -89,7 +89,9 @@ def _convert_batch_sizes(state: ConversionState) -> None:
     local = state.checked_positive_integer(local_key)
     total = state.checked_positive_integer(total_key, unset=(-1,))
     if local:
-        state.record_setting(local_key, "train.microbatch", value=local, why="sequences a rank at once")
+        state.record_setting(
+            local_key, "train.microbatch", value=local, why="sequences per rank and microbatch"
+        )
     if total:
         state.record_setting(total_key, "train.global_batch", value=total)
     else:

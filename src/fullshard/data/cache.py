@@ -190,6 +190,6 @@ def _unwritable_cache_error(root: Path, error: OSError) -> DataError:
     return DataError(
         f"the cache of data in {root} cannot be written.",
         got=error.strerror or str(error),
-        why="tokens are made once, and kept there" + ("; nothing was left of what was begun" if full else ""),
+        why="tokens are made once, and kept there" + ("; the incomplete entry was removed" if full else ""),
         fix="data.cache = a directory with room, that can be written",
     )

@@ -134,4 +134,4 @@ def _check_messages(messages: Messages) -> None:
         raise UntokenizableRecordError(f"no list of messages, but {type(rows).__name__ if rows else 'none'}")
     for i, message in enumerate(cast(list[Any], rows)):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UntokenizableRecordError(f"message {i + 1} is no table of role and content")
+            raise UntokenizableRecordError(f"message {i + 1} is not a table of role and content")

@@ -75,7 +75,7 @@ def _iterate_python_files(root: Path) -> Iterable[Path]:
 
 
 def _non_empty_file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
-    """Returns the bytes of each non-empty file. Raises DataError for a path that is no regular file."""
+    """Returns the bytes of each non-empty file. Raises DataError for a path that is not a regular file."""
     sizes: dict[Path, int] = {}
     # Sorting by text makes the order independent of the directory in which the files lie.
     for path in sorted(paths, key=Path.as_posix):
@@ -84,7 +84,7 @@ def _non_empty_file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
         except OSError as error:
             raise unreadable_path_error(path, error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{path} is no regular file.", why="its size is not known before it is read")
+            raise DataError(f"{path} is not a regular file.", why="its size is not known before it is read")
         if found.st_size:
             sizes[path] = found.st_size
     return sizes

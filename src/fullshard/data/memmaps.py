@@ -85,7 +85,7 @@ def _max_token_and_document_ends(
         alive()
         block = tokens[first : first + _BLOCK]
         if block.min() < 0:
-            raise DataError(f"{path} holds what is no token.", got=f"{block.min()}, below 0")
+            raise DataError(f"{path} holds a value that is not a token.", got=f"{block.min()}, below 0")
         largest = max(largest, int(block.max()))
         if eod_token is not None:
             ends.append(np.flatnonzero(block == eod_token) + first + 1)
@@ -94,11 +94,11 @@ def _max_token_and_document_ends(
 
 def _open_npy_tokens(path: Path) -> tuple[Integers, Bounds | None]:
     """Returns (tokens of an .npy file, bounds of its rows if it has two dims)."""
-    with ForeignErrorTranslator(lambda got: DataError(f"{path} is no array of tokens.", got=got)):
+    with ForeignErrorTranslator(lambda got: DataError(f"{path} is not an array of tokens.", got=got)):
         array = memory_map_npy(path)  # also raises for arrays of Python objects
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
-            f"{path} is no array of tokens.",
+            f"{path} is not an array of tokens.",
             got=f"{array.dtype} of shape {list(array.shape)}",
             fix="whole numbers, in one dimension, or in two with a document a row",
         )
@@ -111,10 +111,10 @@ def _open_npy_tokens(path: Path) -> tuple[Integers, Bounds | None]:
 def _open_bin_tokens(path: Path, dtype: str | None) -> Integers:
     if dtype is None:
         raise DataError(
-            f"{path} does not say what it holds.",
+            f"{path} does not state its dtype.",
             got=f"no {path.with_suffix('.idx').name} beside it",
             why="its bytes are numbers of some dtype",
-            fix='data.dtype = "uint16", or what it was written with',
+            fix='data.dtype = "uint16", or the dtype that it was written with',
         )
     _check_file_holds_whole_tokens(path, dtype)
     return memory_map_numbers(path, dtype)
@@ -142,7 +142,7 @@ def _open_megatron_tokens(path: Path, index: Path) -> tuple[Integers, Bounds]:
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     start = bytes(data[:head])
     if not start.startswith(_MAGIC) or len(start) < head:
-        raise DataError(f"{index} is no index of tokens.", got=f"it begins with {start[: len(_MAGIC)]!r}")
+        raise DataError(f"{index} is not an index of tokens.", got=f"it begins with {start[: len(_MAGIC)]!r}")
     version, code, sequences, documents = struct.unpack_from("<QBQQ", start, len(_MAGIC))
     dtype = _DTYPES.get(code, "unknown")
     if version != _VERSION or np.dtype(dtype if code in _DTYPES else "float32").kind not in "iu":

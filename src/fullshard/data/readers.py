@@ -131,7 +131,7 @@ def open_parquet_file(path: Path) -> Any:
     except OSError as error:
         raise unreadable_path_error(path, error) from error
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is no parquet file.", got=str(error).splitlines()[0]) from error
+        raise DataError(f"{path} is not a parquet file.", got=str(error).splitlines()[0]) from error
 
 
 def open_dataset(path: str, fields: DataSourceFields) -> Any:

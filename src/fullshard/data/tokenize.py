@@ -186,7 +186,7 @@ class TaskTokenizer:
         for name in required_field_names(self.settings.fields):
             text = self._record_field(record, name)
             if not isinstance(text, str):
-                raise UntokenizableRecordError(f"{name!r} is no text, but {type(text).__name__}")
+                raise UntokenizableRecordError(f"{name!r} is not text but {type(text).__name__}")
             texts.append(text)
         return texts
 
@@ -256,7 +256,7 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
             "a process that made tokens died.",
             got=f"signal {-code}" if code < 0 else f"exit code {code}",
             why="the machine may have no memory left" if code == -9 else None,
-            fix="data.processes = 1 shows what it met",
+            fix="data.processes = 1 shows its error",
         ) from error
     finally:
         idle.put(worker)

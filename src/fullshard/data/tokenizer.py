@@ -75,7 +75,7 @@ class ByteTokenizer:
         try:
             found = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         except UnicodeEncodeError as error:
-            raise DataError("a text is no UTF-8.", got=str(error)) from error
+            raise DataError("a text is not UTF-8.", got=str(error)) from error
         if (found == SEPARATOR).any():
             raise DataError(
                 "a text holds a NUL byte.",
@@ -165,7 +165,7 @@ def _read_backend_tokenizer(file: Path) -> "Backend":
     except ValueError as error:
         raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
     fix = "a tokenizer.json of the package tokenizers"
-    with ForeignErrorTranslator(lambda got: DataError(f"{file} is no tokenizer.", got=got, fix=fix)):
+    with ForeignErrorTranslator(lambda got: DataError(f"{file} is not a tokenizer.", got=got, fix=fix)):
         backend = Backend.from_buffer(data)
         backend.no_padding()
         backend.no_truncation()

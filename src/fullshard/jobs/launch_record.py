@@ -37,7 +37,7 @@ class LaunchRecord(FrozenModel):
         if world_size != self.world_size:
             ranks += f" ({self.world_size} before)"
         if step == 0:
-            return f"restarted on {ranks}: nothing was saved, so it begins anew at step 1 of {steps}"
+            return f"restarted on {ranks}: nothing was saved, so it starts again at step 1 of {steps}"
         return f"restarted on {ranks}: resumes after step {step} of {steps}"
 
     @classmethod

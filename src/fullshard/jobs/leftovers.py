@@ -32,10 +32,10 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
         ranks = _rank_count_text(found.world_size)
         if must_resume and newest_checkpoint_step(saved, plan) is None:
             raise CheckpointError(
-                f"there is no checkpoint in {saved}, and {found.directory} is of no use here.",
+                f"there is no checkpoint in {saved}, and {found.directory} cannot be used here.",
                 got=_saved_state_text(found),
                 why=f"it is of {ranks} with an nvme tier, and {_unusable_reason(plan, found)}",
-                fix=f"--resume on {ranks} with an nvme tier; what is there stays",
+                fix=f"--resume on {ranks} with an nvme tier; the files stay",
             )
         return found
 
@@ -46,7 +46,7 @@ def unusable_state_message(plan: Plan, found: SavedRunState, *, step: int) -> st
     """Returns the message that a run resumes after `step`, without `found`; None if `found` is not newer."""
     if found.step <= step:
         return None
-    on = f"resumes from the checkpoint of step {step}" if step else "begins anew"
+    on = f"resumes from the checkpoint of step {step}" if step else "starts again"
     why = _unusable_reason(plan, found)
     return f"{found.directory} holds {_saved_state_text(found)}, which is not used, for {why}: the run {on}"
 

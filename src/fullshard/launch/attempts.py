@@ -71,7 +71,7 @@ class RestartBudget:
         """
         found = find_first_failure(ended)
         if at_once:
-            return RestartOrEnd(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
+            return RestartOrEnd(("ended at once; unsaved steps are lost",), CTRL_C_EXIT_CODE)
         if found is None:
             codes = {one.ending.exit_code for one in ended if one.ending}
             return RestartOrEnd((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)

@@ -68,6 +68,6 @@ class LaunchRequest(FrozenModel):
         job = getattr(importlib.import_module(module), name, None)
         if not callable(job):
             raise LaunchError(
-                f"{self.job} is no function.", got=f"module {module}, name {name!r}", fix="module:function"
+                f"{self.job} is not a function.", got=f"module {module}, name {name!r}", fix="module:function"
             )
         return job

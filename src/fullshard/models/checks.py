@@ -27,7 +27,7 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
         f"data.sequence_length = {run.data.sequence_length} is longer than the model's positions.",
         got=f"{type(model).__name__.removeprefix('FSDP')}, {_POSITIONS} = {longest}",
         fix=f"data.sequence_length = {longest}, or model.options.{part}{_POSITIONS} = "
-        f"{run.data.sequence_length}, whose positions it would have to learn",
+        f"{run.data.sequence_length}, and the model must learn these positions",
     )
 
 

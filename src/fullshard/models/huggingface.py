@@ -87,7 +87,7 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
     kind = data.get("model_type")
     if not isinstance(kind, str):
         raise SpecError(
-            f"{section.setting_text}: {path} is no config.json of a model.",
+            f"{section.setting_text}: {path} is not a config.json of a model.",
             got=f"an object with {', '.join(list(data)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text",
         )

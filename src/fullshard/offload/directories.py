@@ -78,7 +78,7 @@ def lock_directory(directory: Path) -> Generator[None]:
         except OSError as error:
             path, what, where = directory.parent.parent, f"{directory} cannot be used.", ""
             if not os.path.isdir(path):  # `Path.is_dir` raises if a parent cannot be read
-                what, where = f"offload.path = {path} is no directory, and cannot be made one.", str(path)
+                what, where = f"offload.path = {path} is not a directory, and cannot be made one.", str(path)
             raise offload_error_from_os_error(what, error, where=where) from error
         yield
 

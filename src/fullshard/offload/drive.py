@@ -35,7 +35,7 @@ _CACHED_BYTES = 256 << 10
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 CHECK_DRIVE = "another drive for offload.path, and a look at the system's log"
 _SETTING = "offload.path = a directory"
-_START_AGAIN = "--resume, which leaves out what is damaged, and resumes from the newest step that is whole"
+_START_AGAIN = "--resume, which skips damaged files and resumes from the newest complete step"
 _UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, and of the medium
 
 
@@ -287,7 +287,7 @@ def _check_range_inside_file(file: DriveFile, doing: str, *, offset: int, length
 @cache  # once per directory
 def _warn_no_direct_io(directory: Path) -> None:
     logger.warning(
-        "%s has no direct I/O: what is offloaded there goes through the page cache, which costs processor "
+        "%s has no direct I/O: offloaded state passes through the page cache, which costs processor "
         "time and memory. A local ext4 or XFS file system has it",
         directory,
     )

@@ -255,8 +255,8 @@ def _read_parameter_part(
     if file is None:
         raise OffloadError(
             "there is no optimizer state on the drive.",
-            why="what was there was written over by one that was not loaded to its end",
-            fix="load a whole state, or start again from a checkpoint",
+            why="it was overwritten by a load that did not finish",
+            fix="load a complete state, or resume from a checkpoint",
         )
     dtype, numel = places[0][0].dtypes[part], places[-1][1].end
     # Aligned to a page, so that it can be read into directly, bypassing the page cache.

@@ -34,7 +34,7 @@ from fullshard.system.files import open_regular_file
 
 SLOTS = (0, 1)
 _MOST_BYTES = 256 << 20
-_FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, discard it: remove the directory"
+_FOREIGN_FIX = "another offload.path; or remove the directory, if nothing in it is needed"
 
 
 class RunRankIdentity(FrozenModel):

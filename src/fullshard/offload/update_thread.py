@@ -96,8 +96,8 @@ class UpdateThread:
         raise type(error)(
             "the optimizer's state could not be updated.",
             got=f"{error.what.removesuffix('.')}:{got}" if got else error.what,
-            why=f"{why} what is left of it in memory belongs to no step".strip(),
-            fix=f"{fix}start again with --resume: it resumes from the newest whole state",
+            why=f"{why} the state in memory belongs to no single step".strip(),
+            fix=f"{fix}start again with --resume, which resumes from the newest complete state",
         ) from error
 
 
@@ -105,8 +105,8 @@ def half_loaded_error() -> OffloadError:
     """Returns the error for optimizer state that an interrupted load has set in part."""
     return OffloadError(
         "the optimizer's state was loaded in part.",
-        why="the load was broken off by an error, and what is there now is of two states",
-        fix="load a whole state, or start again from a checkpoint",
+        why="an error ended the load, so the state is a mixture of two",
+        fix="load a complete state, or resume from a checkpoint",
     )
 
 
@@ -114,7 +114,7 @@ def frozen_half_loaded_error() -> OffloadError:
     """Returns the error for frozen parameters that an interrupted load has set in part."""
     return OffloadError(
         "the frozen parameters were loaded in part.",
-        why="the load was broken off by an error, and what is there now is of two states",
+        why="an error ended the load, so the state is a mixture of two",
         fix="load the weights or a checkpoint that has them again",
     )
 

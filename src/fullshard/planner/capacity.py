@@ -74,7 +74,7 @@ def largest_fitting_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run)
         best = search(spec, hardware, run_with_settings(run, {"train": {"microbatch": microbatch}})).best
         if best is not None:
             return LargestFittingSize(size=microbatch, plan=best)
-    raise _nothing_fits_error("microbatch", f"divisors of {each_rank} sequences a rank")
+    raise _nothing_fits_error("microbatch", f"divisors of {each_rank} sequences per rank")
 
 
 def largest_fitting_sequence_length(

@@ -134,7 +134,7 @@ def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tu
         share = 100 * sum(waits.values()) / total
         return "links", f"{share:.0f} % of the step, most of it {name} ({format_seconds(longest)})"
     if time.engine > _NOTABLE * total:
-        return "host", f"the engine's own copies and hooks are {100 * time.engine / total:.0f} % of the step"
+        return "host", f"FSDP2's own copies and hooks are {100 * time.engine / total:.0f} % of the step"
     share = 100 * (time.compute + time.recompute) / total
     again = f", {100 * time.recompute / total:.0f} % a second time" if time.recompute else ""
     return "computing", f"{share:.0f} % of the step{again}"
@@ -245,7 +245,7 @@ def _prefetch_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
     explicit, mode = ratio < 1, plan.run.prefetch.mode
     return RuleOfThumb(
         name="prefetch",
-        says="the engine's own prefetch, if there is more computing than communication; else prefetch deeper",
+        says="FSDP2's own prefetch, if there is more computing than communication; else prefetch deeper",
         figures=f"{ratio:.2f} seconds of computing a second of communication",
         advises="explicit" if explicit else "implicit",
         chosen=mode,

@@ -238,7 +238,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
         return None
     held = f"{format_bytes(terms.host_bytes)} of host memory"
     held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
-    return f'offload.tier = "{best.run.offload.tier}" with {held} a rank: {_format_plan_cost(best)}'
+    return f'offload.tier = "{best.run.offload.tier}" with {held} per rank: {_format_plan_cost(best)}'
 
 
 def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:

@@ -82,7 +82,7 @@ def check_tensor_parallel_split(spec: ModelSpec, plan: Plan) -> None:
         raise PlanError(
             f"a block of {spec.name} cannot be split over {degree} ranks.",
             got=f"sharding.tensor_parallel = {degree}; {got or ', '.join(whole[:3])}",
-            why="each rank computes whole heads, and as many rows of each matrix as the others",
+            why="each rank computes whole heads, and an equal share of the rows of each matrix",
             fix="sharding.tensor_parallel = a divisor of the heads and of d_ff",
         )
 

@@ -112,7 +112,7 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     check_config_limits(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
         raise SpecError(
-            f"{path} is no config.json of a model, and no saved spec.",
+            f"{path} is not a config.json of a model, and not a saved spec.",
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
         )

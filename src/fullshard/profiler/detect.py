@@ -157,9 +157,9 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
     try:
         done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SpecError("torch could not be asked for GPUs.", got=str(error)) from error
+        raise SpecError("torch could not list the GPUs.", got=str(error)) from error
     if done.returncode:
-        raise SpecError("torch could not be asked for GPUs.", got=done.stderr.strip().splitlines()[-1:])
+        raise SpecError("torch could not list the GPUs.", got=done.stderr.strip().splitlines()[-1:])
     return DetectedGpus(*json.loads(done.stdout))
 
 

@@ -11,7 +11,7 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines: the best point of each rate curve, other rates, and the fit errors."""
     hardware, rates = calibration.hardware, calibration.hardware.rates
     yield "hardware", _hardware_text(hardware)
-    yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; a rank's rates:"
+    yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; rates per rank:"
     for dtype, curve in rates.matmul.items():
         yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
     for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
@@ -27,7 +27,7 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
             yield from _collective_rate_rows(axis, link, calibration=calibration)
     if hardware.host_bytes_per_second is not None:
         yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
-    yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s a rank"
+    yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s per rank"
     if hardware.disk_bytes_per_second is not None:
         yield "drive, reading and writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
     if calibration.step_errors:

@@ -26,7 +26,7 @@ def show_measurement(
         show_comparison(compare_prediction(prediction, measurement), file=file)
     if measurement.sample is not None:
         sample = indent(escape_control_characters(measurement.sample), "    ")
-        print(f"\na sample of what it writes\n\n{sample}", file=file)
+        print(f"\nsample of the generated text\n\n{sample}", file=file)
 
 
 def measurement_rows(
@@ -40,11 +40,11 @@ def measurement_rows(
         yield "offload", m.offload
         if prediction is not None and prediction.offload is not None and prediction.offload.disk_bytes:
             held = format_bytes(prediction.offload.disk_bytes)
-            yield "", f"predicted: {held} of the drive a rank"
+            yield "", f"predicted: {held} of the drive per rank"
             yield from (("", line) for line in drive_traffic_lines(prediction))
         elif m.drive is not None:
             moved = f"reads {format_bytes(m.drive.read)} and writes {format_bytes(m.drive.written)}"
-            yield "", f"a step {moved} of the drive, a rank"
+            yield "", f"each step {moved} of the drive, per rank"
     if not m.pace.steps:
         yield "steps", f"none: {m.last_step} were done before"
         return
@@ -79,7 +79,7 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
         why = "were warmup" if not pace.untimed_steps else "were warmup or measured otherwise"
         yield "speed", f"not known: all {pace.steps} steps {why}"
         return
-    many = f"on all ranks, {format_count(rate / m.world_size)} a rank"
+    many = f"on all ranks, {format_count(rate / m.world_size)} per rank"
     yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
     slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
     yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
@@ -87,7 +87,7 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:
         whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
-        peak = f"{_format_flop_count(m.peak.flops_per_second)}/s a rank"
+        peak = f"{_format_flop_count(m.peak.flops_per_second)}/s per rank"
         yield "MFU", f"{100 * m.mfu:.1f} % of {peak} ({m.peak.device}, {m.peak.dtype}, {whence})"
 
 
@@ -104,7 +104,7 @@ def _peak_memory_rows(peak: PeakBytes) -> Iterator[tuple[str, str]]:
         if count > CRUMB_BYTES * peak.total:
             yield f"  {term_label(name)}", format_bytes(count)
     if peak.host is not None:
-        yield "host memory", f"{format_bytes(peak.host)} a rank beside, for its tier"
+        yield "host memory", f"{format_bytes(peak.host)} more per rank, for the offload target"
     cuda = [("active", peak.active), ("allocated", peak.allocated), ("reserved", peak.reserved)]
     counted = [f"{label} {format_bytes(count)}" for label, count in cuda if count is not None]
     if counted:

@@ -13,7 +13,7 @@ from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 BAR_COLUMNS = 24
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
-_COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes a rank", "step", "tokens/s", "MFU", "")
+_COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes per rank", "step", "tokens/s", "MFU", "")
 # Labels of terms whose label is not the name of the term with blanks.
 _LABELS = {
     "rest": "activations, rest",
@@ -22,7 +22,7 @@ _LABELS = {
     "exposed_all_gather": "waiting: all-gather",
     "exposed_reduce_scatter": "waiting: reduce-scatter",
     "exposed_all_reduce": "waiting: all-reduce",
-    "engine": "copies of the engine",
+    "engine": "copies of FSDP2",
     "offload": "waiting: host and drive",
 }
 
@@ -81,7 +81,7 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     yield from _memory_rows(prediction)
     if plan.run.checkpoint.mode == "async":
         staged = format_bytes(prediction.memory.staged_checkpoint_bytes)
-        yield "checkpoints", f"{staged} of host memory a rank besides, for the copy that is written"
+        yield "checkpoints", f"{staged} more host memory per rank, for the copy that is written"
     if page.dry_run is not None:
         yield from _dry_run_rows(page.dry_run, prediction)
     if prediction.offload is not None:
@@ -229,9 +229,9 @@ def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if terms.fits_in_host_memory else ": TOO MUCH"
-    yield "host memory", f"{format_bytes(terms.host_bytes)}{of} a rank{room}"
+    yield "host memory", f"{format_bytes(terms.host_bytes)}{of} per rank{room}"
     if terms.disk_bytes:
-        yield "drive", f"{format_bytes(terms.disk_bytes)} a rank"
+        yield "drive", f"{format_bytes(terms.disk_bytes)} per rank"
         yield from (("", line) for line in drive_traffic_lines(prediction))
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
@@ -245,7 +245,7 @@ def _host_activation_rows(terms: ActivationOffloadTerms, *, held: int) -> Iterat
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if capacity is None or held <= capacity else ": TOO MUCH"
-    yield "on the host", f"{format_bytes(terms.host_bytes)}{of} a rank for activations{room}"
+    yield "on the host", f"{format_bytes(terms.host_bytes)}{of} per rank for activations{room}"
     copied, seconds = format_bytes(terms.copied_bytes), format_seconds(terms.copy_seconds)
     yield "", f"a step copies {copied} there and back, {seconds} in all"
 
@@ -289,7 +289,7 @@ def _bar_rows(
 
 def _speed_rows(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]:
     rate = prediction.tokens_per_second
-    each = f", {format_count(rate / plan.world_size)} a rank" if plan.world_size > 1 else ""
+    each = f", {format_count(rate / plan.world_size)} per rank" if plan.world_size > 1 else ""
     yield "speed", f"{format_count(rate)} tokens/s{each}"
     if prediction.mfu is not None:
         yield "MFU", f"{100 * prediction.mfu:.1f} %"
@@ -297,7 +297,7 @@ def _speed_rows(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]
 
 def _budget_rows(budget: TrainingBudget, plan: Plan) -> Iterator[tuple[str, str]]:
     prediction = plan.prediction
-    assert prediction is not None, "only what is predicted has a price"
+    assert prediction is not None, "only a predicted plan has a price"
     hours = budget.rank_hours(plan, prediction)
     yield f"{format_count(budget.tokens)} tokens", format_duration(budget.training_seconds(prediction))
     kind = "GPU" if plan.device == "cuda" else "rank"

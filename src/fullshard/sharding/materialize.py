@@ -293,7 +293,7 @@ class _ModelValueSetter:
                 raise ShardError(
                     f"{name} was not initialised.",
                     got=f"{_class_name_before_sharding(holder)} on meta; no reset_parameters sets it",
-                    why="its values would be whatever lay in memory",
+                    why="its memory is uninitialised",
                     fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
                 )
 

@@ -27,7 +27,7 @@ class CalibrationSettings(FrozenModel):
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Reads settings that `save` wrote. Raises SpecError if there are none."""
-        return cls.read_json(Path(directory, SETTINGS_NAME), what="what a calibration is asked for")
+        return cls.read_json(Path(directory, SETTINGS_NAME), what="the settings of a calibration")
 
 
 class MeasuredStep(FrozenModel):

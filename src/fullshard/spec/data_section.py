@@ -138,7 +138,7 @@ class DataSection(DataSourceFields):
         if "messages" in kinds and self.tokenizer is None:
             raise ValueError('records = "messages" needs a tokenizer, whose chat template writes them out')
         if self.eos_token is not None and self.tokenizer is None:
-            raise ValueError("eos_token is a token of a tokenizer, and there is none")
+            raise ValueError("eos_token needs a tokenizer")
         return self
 
 

@@ -17,7 +17,7 @@ def import_callable(dotted: str, *, key: str) -> Callable[..., Any]:
     module_name, _, name = dotted.partition(":")
     if not module_name or not name or not all(part.isidentifier() for part in module_name.split(".")):
         raise SpecError(
-            f"{key} = {dotted!r} names nothing.",
+            f"{key} = {dotted!r} does not exist.",
             why="it is package.module:name",
             fix=f'{key} = "mypackage.mymodule:myfunction"',
         )
@@ -36,7 +36,7 @@ def import_callable(dotted: str, *, key: str) -> Callable[..., Any]:
         return found
     there = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
     raise SpecError(
-        f"{key} = {dotted!r} is no function.",
+        f"{key} = {dotted!r} is not a function.",
         got=f"{module_name} has no {name}" if found is None else f"{name} is {type(found).__name__}",
         fix=f"one of {', '.join(there[:6])}" if there else None,
     )

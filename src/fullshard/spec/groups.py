@@ -100,7 +100,7 @@ def group_shards(held: Iterable[ShardSizes], *, sub_group_parameters: int) -> tu
     count = sum(one.max_numel for one in held) // limit
     if count > _MOST_GROUPS:
         raise PlanError(
-            "a rank's state would be in too many groups.",
+            "the state of a rank would be in too many groups.",
             got=f"{count:,} of {limit:,} parameters, offload.sub_group_parameters = {sub_group_parameters:,}",
             why="the update goes through them one by one",
             fix=f"offload.sub_group_parameters = {count * limit // 1000:,} or more; or more ranks",

@@ -228,7 +228,7 @@ class Hardware(FrozenModel):
         """Returns a copy with other numbers of nodes and ranks. Raises SpecError beyond MOST_RANKS ranks."""
         if nodes * ranks_per_node > MOST_RANKS:
             raise SpecError(
-                "there is no machine of so many ranks.",
+                "the machine has too many ranks.",
                 got=f"{nodes:,} nodes of {ranks_per_node:,}",
                 fix=f"at most {MOST_RANKS:,}",
             )

@@ -83,7 +83,7 @@ def _find_chip(name: str, text: str) -> CatalogChip:
     known = {normalized_chip_name(alias): chip.name for chip in chips for alias in (chip.name, *chip.aliases)}
     near = dict.fromkeys(known[one] for one in difflib.get_close_matches(key, known, n=3, cutoff=0.5))
     raise SpecError(
-        f"{name!r} is no chip of the catalog.",
+        f"{name!r} is not a chip of the catalog.",
         got=text,
         fix=f"{' or '.join(near)}, or a hardware.toml" if near else _EXAMPLES,
     )

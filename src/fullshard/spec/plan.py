@@ -196,7 +196,7 @@ def check_training_supports_run(run: Run) -> None:
         raise PlanError(
             "this is planned, not yet run.",
             got=f"sharding.tensor_parallel = {run.sharding.tensor_parallel}",
-            why="fullshard plan says what it would take; fullshard train has no such step yet",
+            why="fullshard plan predicts it; fullshard train cannot run it yet",
             fix="sharding.tensor_parallel = 1",
         )
     check_offload_supports_optimizer(run)

@@ -76,7 +76,7 @@ def preset_or_none(name: str) -> ModelPreset | None:
     for pattern, why in _NOT_EXPRESSED:
         if re.fullmatch(pattern, key.rpartition("/")[2]):
             raise SpecError(
-                f"{name} is no preset.",
+                f"{name} is not a preset.",
                 why=f"the reference decoder cannot express it: {why}",
                 fix="the path of its config.json, or its name where it is cached (needs fullshard[hf])",
             )

@@ -89,7 +89,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SpecError(f"{path} cannot be read.", got=error.strerror) from error
     except ValueError as error:
-        raise SpecError(f"{path} is no JSON.", got=str(error)) from error
+        raise SpecError(f"{path} is not JSON.", got=str(error)) from error
     if not isinstance(data, dict):
         raise SpecError(f"{path} holds no JSON object.", got=type(data).__name__)
     return cast(dict[str, Any], data)

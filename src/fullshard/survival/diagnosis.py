@@ -100,7 +100,7 @@ def diagnose_hang(
         what,
         got="\n       ".join(lines),
         why="nothing moves, so the watchdog ends the run (fault_tolerance.watchdog_timeout_seconds)",
-        fix="what is said of that rank; then the same command with --resume, from the newest checkpoint",
+        fix="see its message; then the same command with --resume, from the newest checkpoint",
     )
     shown = [rank for rank in culprits if rank in reports][:_SHOWN]
     shown += [group[0] for group in groups if group[0] not in culprits][:_SHOWN]
@@ -114,7 +114,7 @@ def diagnose_lost_store(rank: int, report: RankReport) -> Diagnosis:
         f"rank {rank} hangs and can reach no other: {_phase_and_place(report)}.",
         got="the store in which the ranks meet does not answer",
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
-        fix="what is said on the other hosts; then fullshard train --resume",
+        fix="see the messages on the other hosts; then fullshard train --resume",
     )
     return Diagnosis(error, f"rank {rank}, every thread\n{report.stacks}")
 
@@ -185,7 +185,7 @@ def _unresponsive_ranks_text(silent: Mapping[int, UnresponsiveRank]) -> str:
     first = min(silent)
     others = f" (and {rank_list_text(sorted(silent)[1:])})" if len(silent) > 1 else ""
     last = silent[first].last
-    where = "never heard of" if last is None else f"last heard of in {_phase_text(last)}"
+    where = "no heartbeat yet" if last is None else f"last heartbeat in {_phase_text(last)}"
     return f"rank {first}{others} does not answer, {where}: {_STATES.get(silent[first].state, _RUNS)}."
 
 
@@ -207,6 +207,6 @@ _STATES = {
 def _last_heartbeat_text(silent: UnresponsiveRank, *, now: float) -> str:
     last = silent.last
     if last is None:
-        return "never heard of"
+        return "no heartbeat yet"
     place = f"{_phase_text(last)}, process {last.process} on {last.host}"
-    return f"last heard of {now - last.at:.0f} s ago in {place}"
+    return f"last heartbeat {now - last.at:.0f} s ago in {place}"

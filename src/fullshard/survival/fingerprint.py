@@ -100,11 +100,14 @@ def fingerprint_mismatch_error(
     for rank in range(world_size):
         groups.setdefault(_fingerprint_text(reported.get(rank), shown), []).append(rank)
     smallest_first = sorted(groups.items(), key=lambda group: len(group[1]))
-    what = "; ".join(_DIFFERENCES[name] for name in differing) or "what was summed is not what they sent"
+    what = (
+        "; ".join(_DIFFERENCES[name] for name in differing)
+        or "the sums differ from the values that the ranks sent"
+    )
     return TrainError(
         f"the ranks are not in the same step (step {own.step}): {what}.",
         got="; ".join(f"{rank_list_text(ranks)}: {text}" for text, ranks in smallest_first),
-        why="a rank skipped or repeated it, and what all ranks have summed since does not belong together",
+        why="a rank skipped or repeated one, so later collectives mixed different values",
         fix="look for collectives or steps in code that not every rank runs: `if rank == 0`, an exception "
         'that is swallowed, data of other lengths; fault_tolerance.fingerprint = "step" does not count '
         "collectives",

@@ -57,7 +57,7 @@ class ReplicaCheck:
         if self._every and plan.replicate_degree == 1 and plan.world_size > 1 and dist.get_rank() == 0:
             logger.warning(
                 "fault_tolerance.check_replicas_every: %s holds every shard on one rank alone; "
-                "only what is not sharded can be compared",
+                "only unsharded tensors can be compared",
                 plan.strategy,
             )
 

@@ -32,7 +32,7 @@ _REASONS: dict[int, tuple[str, str]] = {
     ),
     errno.ENAMETOOLONG: ("the path is too long", "{directory} with a shorter path"),
     errno.EIO: ("the disk reports an error", _CHECK_DISK),
-    errno.ENODATA: ("the disk cannot read what it was given to keep", _CHECK_DISK),
+    errno.ENODATA: ("the disk cannot read its stored data", _CHECK_DISK),
     errno.ESTALE: (
         "the network file system lost it",
         "the mount, then again, or {directory} on a local disk",

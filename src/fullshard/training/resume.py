@@ -56,7 +56,7 @@ def find_pretrained_directory(run: Run) -> Path | None:
         raise SpecError(
             f"{section.setting_text}: its weights are packed.",
             got=f"quantization_config: {method}",
-            why="what is trained is in fp32 or bf16, and nothing here unpacks them",
+            why="training needs fp32 or bf16, and quantized weights are not unpacked",
             fix='the model as it was before, or model.weights = "none"',
         )
     return None if found is None else config.parent

@@ -156,7 +156,7 @@ def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
         raise SpecError(
             "fullshard.full_state is of a training state.",
             got=type(state).__name__,
-            why="names and tensors are those that a checkpoint of it has, the optimizer's among them",
+            why="its names and tensors are those of a checkpoint, with the optimizer's",
             fix="fullshard.full_state(fullshard.TrainState(model, optimizer))",
         )
     return _iterate_full_tensors(state)

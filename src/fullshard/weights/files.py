@@ -82,7 +82,9 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     """
 
     def damaged_file_error(got: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"{path} is no whole safetensors file.", got=got, fix="fetch it again")
+        return DamagedCheckpointError(
+            f"{path} is not a complete safetensors file.", got=got, fix="get it again"
+        )
 
     with path.open("rb") as file:
         with ForeignErrorTranslator(damaged_file_error), safe_open(path, framework="numpy"):
@@ -134,7 +136,7 @@ def _read_indexed_headers(index: Path) -> dict[str, FileTensor]:
     try:
         data: Any = parse_json(read_bytes(index, most_bytes=_INDEX_BYTES))
     except ValueError as error:
-        raise DamagedCheckpointError(f"{index} is no JSON.", got=str(error)) from error
+        raise DamagedCheckpointError(f"{index} is not JSON.", got=str(error)) from error
     weight_map: Any = cast(dict[str, Any], data).get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weight_map, dict):
         raise DamagedCheckpointError(f"{index} names no files.", got="no weight_map in it")
@@ -173,5 +175,5 @@ def _missing_weights_error(path: Path) -> CheckpointError:
         f"{path} holds no weights in safetensors.",
         got=", ".join(other[:3]) or "no *.safetensors",
         why="a .bin is a pickle, which can run code" if other else None,
-        fix="transformers' save_pretrained writes them from what it loads" if other else None,
+        fix="transformers' save_pretrained writes safetensors" if other else None,
     )

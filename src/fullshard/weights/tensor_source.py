@@ -49,7 +49,7 @@ class SavedModel:
             raise CheckpointError(
                 f"{reader.files} cannot be exported.",
                 got='layout = "ranks"',
-                why="its tensors are in parts, each a rank's own",
+                why="each rank saved its own parts of the tensors",
                 fix='load it on its ranks and save it with checkpoint.layout = "sharded"',
             )
         self._reader = reader
@@ -193,7 +193,9 @@ def _lora_adapters_by_base(
         kinds = [pair for pair in (_LINEAR, _EMBEDDING) if name in (f"{module}{one}" for one in pair)]
         if not kinds or len(tensor.shape) != 2:
             raise CheckpointError(
-                "the adapters cannot be merged.", got=f"{name}, {tensor}", why="it is no factor of a matrix"
+                "the adapters cannot be merged.",
+                got=f"{name}, {tensor}",
+                why="it is not a factor of a matrix",
             )
         if base not in tensors:
             raise CheckpointError(
