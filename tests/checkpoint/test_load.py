@@ -124,7 +124,7 @@ def test_one_checkpoint_can_be_named(tmp_path, caplog):
 
 def test_a_file_is_no_directory_of_checkpoints(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="no directory of checkpoints"):
+    with pytest.raises(CheckpointError, match="not a directory of checkpoints"):
         load(State(0, numbers()), tmp_path / "file", missing_ok=True)
 
 
@@ -246,7 +246,7 @@ def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
 
 
 def test_a_manifest_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         read_manifest(tmp_path)
 
 

@@ -188,7 +188,7 @@ DAMAGES: dict[str, Any] = {
 def test_a_damaged_file_is_told_before_anything_is_read(tmp_path, damage):
     path = written(tmp_path, numbers()) / "model.safetensors"
     DAMAGES[damage](path)
-    with pytest.raises(DamagedCheckpointError, match="no whole safetensors file"):
+    with pytest.raises(DamagedCheckpointError, match="not a complete safetensors file"):
         open_pretrained_files(tmp_path)
 
 
