@@ -117,7 +117,7 @@ def streamed_step(directory: Path, *, count: int, groups: int) -> Callable[[], N
 
 
 def plain_loop(directory: Path, *, size_bytes: int, piece_bytes: int) -> Callable[[], None]:
-    files = [DriveFile.create(directory / f"plain-{one}", size_bytes) for one in range(2)]
+    files = [DriveFile.open_or_create(directory / f"plain-{one}", size_bytes) for one in range(2)]
     buffers = [as_memoryview(allocate_host_memory(piece_bytes, pinned=False)) for _ in files]
     turn = 0
 

@@ -14,7 +14,7 @@ from runs import settings
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.search import add_workspace_bytes, allocator_reserve_bytes
-from fullshard.planner.step_time import step_seconds
+from fullshard.planner.step_time import predict_terms
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
@@ -59,7 +59,7 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
             errors.append(terms.total / seen["bytes"] - 1)
         seconds = ""
         if hardware is not None:
-            time = step_seconds(spec, plan, hardware)
+            time = predict_terms(spec, plan, hardware)
             times.append(abs(time.total / row["seconds"] - 1))
             parts = " ".join(f"{n} {1000 * s:.0f}" for n, s in time.terms().items() if s > 0.0005)
             seconds = f", predicted {time.total:.4f} ({percent(time.total, row['seconds'])}): ms {parts}"

@@ -167,7 +167,7 @@ def main(part: str = "") -> None:
         if row["use"] == "test":
             errors.append(abs(error))
         told = row.get("peak_memory_gib")
-        memory = f"{prediction.allocator_reserved_bytes / 2**30:6.1f} GiB, told {told}" if told else ""
+        memory = f"{prediction.total_reserved_bytes / 2**30:6.1f} GiB, told {told}" if told else ""
         terms = " ".join(f"{n[:12]} {s:.2f}" for n, s in prediction.time.terms().items() if s > 0.005)
         print(
             f"{row['use']:5s} {row['name'][:58]:58s} told {row['tokens_per_second_per_gpu']:8.0f} "
