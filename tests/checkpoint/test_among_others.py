@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
@@ -233,3 +234,13 @@ def test_an_export_takes_the_newest_again_when_its_checkpoint_is_removed(tmp_pat
     export(noted["directory"], tmp_path / "model.safetensors", naming=naming)
     expected = {n.removeprefix("model."): t for n, t in numbers(3).items() if n.startswith("model.")}
     assert_same(load_file(tmp_path / "model.safetensors"), expected)
+
+
+def test_files_that_vanish_while_they_are_listed_are_left_out(tmp_path: Path):
+    class WithAVanished(type(tmp_path)):
+        def iterdir(self):
+            yield from super().iterdir()
+            yield Path(self / "vanished")
+
+    (tmp_path / "stays").write_bytes(b"four")
+    assert LocalFiles(WithAVanished(tmp_path)).file_sizes_bytes() == {"stays": 4}

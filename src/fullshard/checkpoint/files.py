@@ -5,7 +5,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -147,8 +147,13 @@ class LocalFiles:
     def file_sizes_bytes(self) -> dict[str, int]:
         if not self.path.is_dir():
             return {}
-        found = {path.name: path.lstat() for path in sorted(self.path.iterdir())}
-        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+        found: dict[str, int] = {}
+        for path in sorted(self.path.iterdir()):
+            with suppress(FileNotFoundError):  # a live writer removed it after it was listed
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found[path.name] = status.st_size
+        return found
 
     def read_file(self, name: str) -> bytes:
         with self.open_file(name) as file:
