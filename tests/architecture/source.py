@@ -30,6 +30,15 @@ class Module:
     def tree(self) -> ast.Module:
         return _parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree, found once for all rules."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
     @property
     def room(self) -> str:
         """`fullshard.spec.run` -> `spec`; the package itself is ``."""

@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def over_budget(module: Module) -> list[str]:
     lines = module.text.count("\n")
     found = [f"{lines} lines in the file (at most {FILE_LINES})"] if lines > FILE_LINES else []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, Function) and _lines(node) > FUNCTION_LINES:
             found.append(f"{node.lineno}: {node.name} has {_lines(node)} lines (at most {FUNCTION_LINES})")
         if isinstance(node, ast.ClassDef):
@@ -34,7 +34,7 @@ def over_budget(module: Module) -> list[str]:
 
 def unclear_signatures(module: Module) -> list[str]:
     found: list[str] = []
-    for function, is_method in _functions(module.tree):
+    for function, is_method in _functions(module):
         if _is_dictated(function, module):
             continue
         arguments = function.args
@@ -55,16 +55,14 @@ def unclear_signatures(module: Module) -> list[str]:
 def broad_handlers(module: Module) -> list[str]:
     return [
         f"{node.lineno}: except {ast.unparse(node.type) if node.type else ''}"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or {"Exception", "BaseException"} & _names(node.type))
     ]
 
 
 def asserts_without_message(module: Module) -> list[str]:
-    return [
-        f"{node.lineno}" for node in ast.walk(module.tree) if isinstance(node, ast.Assert) and not node.msg
-    ]
+    return [f"{node.lineno}" for node in module.nodes if isinstance(node, ast.Assert) and not node.msg]
 
 
 def effects_at_import(module: Module) -> list[str]:
@@ -114,14 +112,14 @@ def patches(module: Module) -> list[str]:
     own = {(one.name or one.module.split(".")[0]) for one in module.imports if _is_own(one.module)}
     own |= {
         node.asname
-        for statement in ast.walk(module.tree)
+        for statement in module.nodes
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for node in statement.names
         if node.asname and _is_own(getattr(statement, "module", None) or node.name)
     }
     return mocks + [
         f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("setattr", "delattr")
@@ -142,9 +140,9 @@ def _names(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-def _functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
+def _functions(module: Module) -> Iterator[tuple[Function, bool]]:
     """Every function, and whether its first parameter is `self` or `cls`."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, Function):
                 static = any(ast.unparse(one) == "staticmethod" for one in child.decorator_list)
@@ -154,7 +152,7 @@ def _functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
 def _is_dictated(function: Function, module: Module) -> bool:
     """Python dictates its own dunder methods, and `nn.Module.__call__` hands `forward` what it got."""
     dunder = function.name.startswith("__") and function.name.endswith("__") and function.name != "__init__"
-    head = module.text.splitlines()[function.lineno - 1 : function.body[0].lineno]
+    head = module.lines[function.lineno - 1 : function.body[0].lineno]
     return dunder or function.name == "forward" or any("# signature: " in line for line in head)
 
 

@@ -13,7 +13,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def docstrings(module: Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         if text is not None:
             yield getattr(node, "lineno", 1), text

@@ -32,7 +32,7 @@ def test_the_map_of_contributing_names_every_room():
 def test_no_class_name_stands_in_two_modules():
     places = defaultdict[str, list[str]](list)
     for module in package().values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module.name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from fullshard.errors import PlanError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
-from fullshard.jobs.run_directory import LAUNCH, RunDirectory, open_run_directory
-from fullshard.jobs.run_log import FILE_NAME
+from fullshard.jobs.run_directory import LAUNCH, METRICS, RunDirectory, open_run_directory
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -23,7 +22,7 @@ TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 def attempt(root: Path, launch: LaunchId, *, finishes: bool = False) -> RunDirectory:
     """Writes a line of metrics, as a run does."""
     with open_run_directory(root, resume=False, launch=launch) as found:
-        with (root / FILE_NAME).open("a") as file:
+        with (root / METRICS).open("a") as file:
             file.write("a step\n")
         if finishes:
             found.record_run_end(interrupted=False)
@@ -41,7 +40,7 @@ def test_an_attempt_goes_on_with_what_its_own_launch_has_written(tmp_path: Path)
     first, second = attempt(root, ONE), attempt(root, ONE)
     assert (first.previous_attempt, second.previous_run) == (None, None)
     assert second.previous_attempt is not None
-    assert (root / FILE_NAME).read_text() == "a step\n" * 2
+    assert (root / METRICS).read_text() == "a step\n" * 2
 
 
 def test_another_launch_sets_it_aside(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_plan_is_made_anew_for_the_ranks_that_are_left(ranks, tmp_path: Path) 
     ranks(3).run(train, directory, 2, 3)
     Path(directory, LAUNCH).write_text('{"jobs": ["torchrun:mine"], "world_size": 3}')
     assert ranks(2).run(train, directory, 4, 3) == [(2, True)] * 2
-    steps = [line.split(",")[0] for line in Path(directory, FILE_NAME).read_text().splitlines()]
+    steps = [line.split(",")[0] for line in Path(directory, METRICS).read_text().splitlines()]
     assert steps == [f'{{"step": {step}' for step in (1, 2, 3, 4)]
 
 

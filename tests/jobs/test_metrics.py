@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fullshard.errors import SpecError, TrainError
 from fullshard.jobs.progress import StepMetrics
-from fullshard.jobs.run_log import FILE_NAME, PREVIOUS_FILE_NAME, MetricsLog
+from fullshard.jobs.run_directory import METRICS
+from fullshard.jobs.run_log import PREVIOUS_METRICS, MetricsLog
 
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:
@@ -59,13 +60,13 @@ def test_after_a_crash_and_a_resume_every_step_has_one_line(
     tmp_path_factory: pytest.TempPathFactory, done: int, resumed: int, cut: int
 ):
     directory = tmp_path_factory.mktemp("run")
-    path = directory / FILE_NAME
+    path = directory / METRICS
     write(directory, range(1, done + 1))
     path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])  # the crash
     whole = steps_in_whole_lines(path)
     write(directory, range(resumed + 1, 10), after_step=resumed)
     assert steps_in(path) == [step for step in whole if step <= resumed] + list(range(resumed + 1, 10))
-    assert [entry.name for entry in directory.iterdir()] == [FILE_NAME]
+    assert [entry.name for entry in directory.iterdir()] == [METRICS]
 
 
 def steps_in_whole_lines(path: Path) -> list[int]:
@@ -75,8 +76,8 @@ def steps_in_whole_lines(path: Path) -> list[int]:
 def test_a_new_run_keeps_the_file_of_the_last(tmp_path: Path):
     write(tmp_path, range(1, 4))
     write(tmp_path, range(1, 3))
-    assert steps_in(tmp_path / FILE_NAME) == [1, 2]
-    assert steps_in(tmp_path / PREVIOUS_FILE_NAME) == [1, 2, 3]
+    assert steps_in(tmp_path / METRICS) == [1, 2]
+    assert steps_in(tmp_path / PREVIOUS_METRICS) == [1, 2, 3]
 
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path):

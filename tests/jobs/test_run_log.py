@@ -11,7 +11,8 @@ import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
 from fullshard.jobs.progress import PlainProgressLines, RunProgress
-from fullshard.jobs.run_log import FILE_NAME, RunLog, open_run_log
+from fullshard.jobs.run_directory import METRICS
+from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
 from fullshard.training.loop import Step
@@ -54,7 +55,7 @@ def test_rank_0_shows_and_keeps_every_step(tmp_path: Path):
     ) as log:
         for index in (1, 2, 3, 4):
             log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
-    lines = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["mfu"] == pytest.approx(200 / 2 * 1e6 / 1e9)
     assert lines[3]["validation_loss"] == 2.0

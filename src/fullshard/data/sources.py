@@ -33,6 +33,7 @@ from fullshard.data.tokenizer import (
 )
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection, DataSource, DataSourceFields
+from fullshard.system.process import count_usable_cores
 
 IN_MEMORY_BYTES = 64 << 20
 """Text files of at most this size together are encoded as bytes in memory, and not cached."""
@@ -93,8 +94,7 @@ def open_token_stores(
     else:
         digests = [*file_digests(files.paths, root=root, alive=alive), *files.fingerprints]
         facts = {"files": digests, "kind": files.kind, **_settings_cache_facts(settings)}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = section.processes or cores
+        processes = section.processes or count_usable_cores()
 
         def write_token_files(draft: Path) -> Mapping[str, Any]:
             facts = _tokenize_into_draft(draft, files, settings=settings, processes=processes, alive=alive)

@@ -134,7 +134,7 @@ def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokeniz
 
 
 def locate_tokenizer_file(path: str) -> Path:
-    """Returns the tokenizer.json that `path` is or contains. Raises DataError if there is none."""
+    """Returns the tokenizer.json that `path` is or contains. Raises DataError if it is missing."""
     place = Path(os.path.expanduser(path))
     file = place / TOKENIZER_FILE if os.path.isdir(place) else place
     if not os.path.isfile(file):
@@ -201,7 +201,7 @@ def _choose_end_token(backend: "Backend", file: Path, *, named: str | None) -> i
 
 
 def _read_configured_eos_token(config: Path) -> str | None:
-    """Returns the eos_token in tokenizer_config.json; None if there is none."""
+    """Returns the eos_token in tokenizer_config.json; None if the file or the token is missing."""
     try:
         data: Any = parse_json(read_tokenizer_text(config)) if config.exists() else None
     except ValueError:

@@ -60,7 +60,7 @@ def bind_local_groups_to_loopback(environment: MutableMapping[str, str] = os.env
 
 
 def find_loopback_interface() -> str | None:
-    """Returns the name of a loopback interface that is up, such as `lo`; None if there is none."""
+    """Returns the name of a loopback interface that is up, such as `lo`; None if every one is down."""
     request = _SIOCGIFFLAGS.get(sys.platform)
     if request is None:
         return None

@@ -42,7 +42,7 @@ class LaunchRecord(FrozenModel):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Reads the record; returns None if there is none, or if another program wrote the file."""
+        """Reads the record; returns None if the file does not exist or another program wrote it."""
         try:
             record = cls.read_json(path, what="the record of a launch")
         except SpecError:

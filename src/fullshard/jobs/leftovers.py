@@ -14,7 +14,7 @@ from fullshard.training.shard import rank_offload_directory
 
 
 def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
-    """Finds offloaded state that a resuming run cannot use; None if there is none. Collective.
+    """Returns offloaded state that a resuming run cannot use; None if all of it can be used. Collective.
 
     State is unusable if the offload target or the number of ranks has changed.
 

@@ -11,14 +11,14 @@ from typing import Any, TextIO
 
 from fullshard.errors import SpecError, TrainError
 from fullshard.jobs.progress import Progress, StepMetrics, show_progress
+from fullshard.jobs.run_directory import METRICS
 from fullshard.jobs.trackers import Tracker, check_trackers_installed, open_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
 from fullshard.system.files import atomic_replace_context, open_regular_file
 from fullshard.training.loop import Step
 
-FILE_NAME = "metrics.jsonl"
-PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
+PREVIOUS_METRICS = "metrics.previous.jsonl"
 
 
 class MetricsLog:
@@ -30,13 +30,13 @@ class MetricsLog:
     """
 
     def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
-        self.path = Path(directory, FILE_NAME)
+        self.path = Path(directory, METRICS)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if after_step and self.path.exists():
                 _drop_lines_after_step(self.path, after_step)
             elif self.path.exists() and self.path.stat().st_size:
-                self.path.replace(self.path.with_name(PREVIOUS_FILE_NAME))
+                self.path.replace(self.path.with_name(PREVIOUS_METRICS))
             # Unbuffered, so that each line is one write and a crash between two steps loses nothing.
             self._file = FileIO(self.path, "ab", opener=open_regular_file)
         except OSError as error:

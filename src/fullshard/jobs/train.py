@@ -286,7 +286,7 @@ def _iterate_steps(job: _TrainJob) -> Iterator[Step]:
 
 
 def _try_roll_back(job: _TrainJob, step: Step) -> bool:
-    """Rolls back to the newest checkpoint after a spike in `step`. Returns False if there is none yet."""
+    """Rolls back to the newest checkpoint after a spike in `step`. Returns False without a checkpoint."""
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait_for_saves()

@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
+from fullshard.system.process import count_usable_cores
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -83,5 +85,4 @@ def set_default_log_levels(environment: MutableMapping[str, str]) -> None:
 def set_default_omp_threads(environment: MutableMapping[str, str]) -> None:
     """Sets OMP_NUM_THREADS to the cores per rank of this machine, unless the user has set it."""
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(cores // ranks, 1)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(count_usable_cores() // ranks, 1)))

@@ -81,7 +81,7 @@ def _import_peft() -> Any:
 
 
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
-    """Returns the full names of the modules that get adapters. Raises SpecError if there are none."""
+    """Returns the full names of the modules that get adapters. Raises SpecError if no module matches."""
     if section.targets != "all-linear":
         found = _find_modules_by_name_ending(model, section.targets, key="adapter.targets")
         names = {module: name for name, module in model.named_modules()}

@@ -166,8 +166,8 @@ class UnitBackwardPeakByNeighbours(NamedTuple):
     """Most bytes alive in the backward of a unit of one kind, between units of two other kinds."""
 
     kind: int  # kind of the unit
-    behind: int  # kind of the unit whose backward ran before; -1 if there is none
-    ahead: int  # kind of the unit whose backward runs next; -1 if there is none
+    behind: int  # kind of the unit whose backward ran before; -1 for the first
+    ahead: int  # kind of the unit whose backward runs next; -1 for the last
     live: int  # bytes
 
 

@@ -205,7 +205,7 @@ def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardw
 
 
 def _halve_offload_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredictor) -> int | None:
-    """Returns the first halving of the group size with which `plan` fits the host; None if there is none."""
+    """Returns the first halving of the group size with which `plan` fits the host, or None."""
     section, capacity = plan.run.offload, terms.host_capacity_bytes
     beside = require_prediction(plan).host_bytes_per_rank - terms.host_bytes
     size = section.sub_group_parameters // 2
@@ -228,7 +228,7 @@ def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
 
 
 def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """Returns, as text, the fastest plan that fits with an offload target; None if there is none to try."""
+    """Returns, as text, the fastest plan that fits with an offload target; None if no target can be tried."""
     tiers = list_offload_targets(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None

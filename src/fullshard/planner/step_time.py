@@ -146,7 +146,7 @@ class StepTimePredictor:
         )
 
     def predict_activation_offload(self, plan: Plan) -> ActivationOffloadTerms | None:
-        """Returns the predicted host use of activations that are copied there; None if there are none."""
+        """Returns the predicted host use of activations that are copied there; None if none are copied."""
         trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
         if not has_activation_copies(trace.phases):
             return None

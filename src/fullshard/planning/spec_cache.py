@@ -109,7 +109,7 @@ def build_spec_key(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
 
 
 def read_cached_spec(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
-    """Returns the shipped or cached spec of `key`; None if there is none, or the cache is off."""
+    """Returns the shipped or cached spec of `key`; None if neither exists or the cache is off."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
     shipped = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(key.torch)).get(key.settings)

@@ -14,6 +14,7 @@ from fullshard.spec.catalog import find_catalog_entry_of_chip, find_chip_by_devi
 from fullshard.spec.hardware import Chip, CollectiveRate, Hardware, Link
 from fullshard.spec.hardware_text import catalog_chip_hardware
 from fullshard.spec.rates import default_cpu_rates, read_default_rate_figures
+from fullshard.system.process import count_usable_cores
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
 # Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
@@ -128,7 +129,7 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 def cpu_name_with_core_count() -> str:
     """Returns the CPU's model and the number of cores that this process may use: `AMD EPYC, 2 cores`."""
-    cores = _count_usable_cores()
+    cores = count_usable_cores()
     return f"{_read_cpu_model_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
@@ -166,7 +167,7 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
 def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
     table = read_default_rate_figures().cpu
-    cores = max(_count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
+    cores = max(count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
     bandwidth = table.collective_bytes_per_second
     rate = CollectiveRate(base_seconds=0.0, hop_seconds=table.collective_seconds, bytes_per_second=bandwidth)
     link = Link(
@@ -195,10 +196,6 @@ def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
         overlap=0.0,  # compute and communication threads share the cores
         source=f"not calibrated; {table.source}",
     )
-
-
-def _count_usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _read_cpu_model_name() -> str:

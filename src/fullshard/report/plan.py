@@ -6,7 +6,7 @@ from typing import NamedTuple, TextIO
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import ActivationOffloadTerms, Prediction
+from fullshard.spec.prediction import ActivationOffloadTerms, Prediction, fits_in_host_memory
 from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
@@ -228,7 +228,7 @@ def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     assert terms is not None, "there is a tier"
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
-    room = "" if terms.fits_in_host_memory else ": TOO MUCH"
+    room = "" if fits_in_host_memory(terms) else ": TOO MUCH"
     yield "host memory", f"{format_bytes(terms.host_bytes)}{of} per rank{room}"
     if terms.disk_bytes:
         yield "drive", f"{format_bytes(terms.disk_bytes)} per rank"

@@ -237,7 +237,7 @@ class ActivationOffloader:
         return self._own
 
     def _get_or_make_storage_record(self, tensor: Tensor) -> SavedStorage:
-        """Returns the record of `tensor`'s storage at its present version; makes one if there is none."""
+        """Returns the record of `tensor`'s storage at its present version, made at the first call."""
         key = (storage_key(tensor), tensor._version)
         found, storage = self._storages.get(key), tensor.untyped_storage()
         if found is None or found.reference() is not storage:

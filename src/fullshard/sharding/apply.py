@@ -96,7 +96,7 @@ class UnitsAndMeshes:
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
     mesh: DeviceMesh  # of sharded units
-    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if there are none
+    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
 
 
 def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> UnitsAndMeshes:

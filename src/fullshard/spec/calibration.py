@@ -26,7 +26,7 @@ class CalibrationSettings(FrozenModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Reads settings that `save` wrote. Raises SpecError if there are none."""
+        """Reads settings that `save` wrote. Raises SpecError if the file does not exist."""
         return cls.read_json(Path(directory, SETTINGS_NAME), what="the settings of a calibration")
 
 
@@ -58,5 +58,5 @@ class Calibration(FrozenModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Reads a result that `save` wrote. Raises SpecError if there is none."""
+        """Reads a result that `save` wrote. Raises SpecError if the file does not exist."""
         return cls.read_json(Path(directory, RESULT_NAME), what="the result of a calibration")

@@ -119,10 +119,6 @@ class OffloadTerms(FrozenModel):
     host_capacity_bytes: PositiveInt | None = None
 
     @property
-    def fits_in_host_memory(self) -> bool:
-        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
-
-    @property
     def step_bottleneck(self) -> Literal["disk", "update", "copies"]:
         """The longest work of the offload target, which bounds the step: disk, update or copies."""
         longest = max(self.disk_seconds or 0.0, self.update_seconds, self.copy_seconds)

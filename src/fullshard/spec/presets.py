@@ -65,7 +65,7 @@ def read_presets() -> tuple[ModelPreset, ...]:
 
 
 def preset_or_none(name: str) -> ModelPreset | None:
-    """Returns the preset of this name or repository, ignoring case; None if there is none.
+    """Returns the preset of this name or repository, ignoring case; None if no preset has it.
 
     Raises SpecError, with the reason, for a well-known model that the reference decoder cannot express.
     """

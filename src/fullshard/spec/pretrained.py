@@ -51,7 +51,7 @@ def find_cached_config(name: str, environment: Mapping[str, str] = os.environ) -
 
 
 def locate_config_file(source: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the path of a config.json on this machine. Raises SpecError if there is none; never downloads.
+    """Returns the path of a config.json on this machine. Raises SpecError if it is missing; never downloads.
 
     source: a file, a directory that contains a config.json, or a repository in the Hugging Face cache
     """
@@ -124,7 +124,7 @@ def find_decoder_incompatibility(config: Mapping[str, Any]) -> str | None:
 
 
 def approximate_by_decoder(config: Mapping[str, Any], *, source: str) -> DecoderApproximation:
-    """Returns the reference decoder with the sizes of `config`. Raises SpecError if there is none."""
+    """Returns the reference decoder with the sizes of `config`. Raises SpecError for other models."""
     reason = find_decoder_incompatibility(config)
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)

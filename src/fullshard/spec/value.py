@@ -147,7 +147,7 @@ def _shortened_repr(value: object) -> str:
 
 
 def _similar_names_text(text: str, names: Sequence[str]) -> str | None:
-    """Returns the names that contain `text`, else similar names, joined by "or"; None if there are none."""
+    """Returns the names that contain `text`, else similar names, joined by "or"; None if no name is close."""
     key = text.lower()
     near = [name for name in names if key and key in name.lower()]
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None

@@ -34,3 +34,8 @@ def read_stat_fields_after_comm(pid: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
+
+
+def count_usable_cores() -> int:
+    """Returns the number of cores that this process may run on; all of the machine's if that is unknown."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
