@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fullshard.dryrun.process import dry_run as dry_run
     from fullshard.dryrun.values import Program as Program
     from fullshard.errors import FullshardError as FullshardError
+    from fullshard.models.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fullshard.models.decoder import DecoderModel as DecoderModel
     from fullshard.models.huggingface import meta_model as meta_model
     from fullshard.planner.memory import peak_bytes as peak_bytes
@@ -74,6 +75,7 @@ _HOMES = {
     "Program": "dryrun.values",
     "dry_run": "dryrun.process",
     "FullshardError": "errors",
+    "chunked_cross_entropy": "models.chunked_loss",
     "DecoderModel": "models.decoder",
     "meta_model": "models.huggingface",
     "peak_bytes": "planner.memory",

@@ -3,7 +3,7 @@
     cli -> planning -> launch | dryrun | training | planner | report | convert
     cli -> jobs -> calibration -> training -> weights -> offload | checkpoint | models | sharding
                                   training -> survival | data | profiler
-    dryrun -> tracing -> sharding
+    dryrun -> tracing -> sharding | models
     every room with torch -> distributed -> spec -> system -> quantities -> errors
 
 A room may import anything further right. Rooms separated by a bar do not import each other.
@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": VALUES,
     "planner": VALUES,
     "report": VALUES,
-    "tracing": {"sharding"} | SHARED,
+    "tracing": {"models", "sharding"} | SHARED,
     "survival": SHARED,
     "weights": {"checkpoint", "models", "offload", "sharding"} | SHARED,
     "training": {"weights", "survival"} | LOWER | SHARED,

@@ -67,6 +67,9 @@ class OddModel(nn.Module):
             self.head.weight = self.embedding.weight
         self.reset_buffers()
 
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
     def reset_buffers(self) -> None:
         if not self.scale_buffer.is_meta:
             self.scale_buffer.copy_(torch.linspace(0.9, 1.1, WIDTH))

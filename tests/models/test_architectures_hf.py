@@ -50,11 +50,13 @@ def sum_and_count(loss: Loss, model: nn.Module, batch: Any) -> tuple[Tensor, Ten
 def check_against_the_unsharded(name: str, settings: tuple[str, ...] = ()) -> float:
     """Both lose the same, and the mean of the gradients over ranks, each with a batch of its own, is one."""
     world_size = dist.get_world_size()
-    plain, (model, run) = of_transformers(name), built(name)
+    plain, (model, run) = of_transformers(name), built(name, "train.loss_chunk=5")
     plain.load_state_dict(materialize(built(name)[0], seed=0).state_dict())
     shard(model, plan_of(world_size, *settings))
     loss, batch = choose_loss(run, model), batch_of(name, dist.get_rank())
-    expected, seen = sum_and_count(loss, plain, batch), sum_and_count(loss, model, batch)
+    whole_logits = choose_loss(built(name)[1], plain)
+    expected = sum_and_count(whole_logits, plain, batch)
+    seen = sum_and_count(loss, model, batch)
     assert expected[1] == seen[1]
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-6, atol=1e-6)
     expected[0].backward()

@@ -16,9 +16,9 @@ from fullshard.sharding.units import find_recompute_blocks, find_units
 from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.model import LiveTensorBytes, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import Run
+from fullshard.spec.run import RecomputeSection, Run
 from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
+from fullshard.training.loss import choose_loss, next_token_loss
 from tests.fakes.models import VOCABULARY, OddModel
 
 CPU = torch.device("cpu")
@@ -56,7 +56,8 @@ def specify(plan: Plan) -> ModelSpec:
 @cache  # a second each
 def _specified(plan: str) -> ModelSpec:
     own = Plan.model_validate_json(plan)
-    return describe(decoder(own), own, loss=next_token_loss)
+    model = decoder(own)
+    return describe(model, own, loss=choose_loss(own.run, model))
 
 
 def only_trace(plan: Plan) -> MicrobatchTrace:
@@ -92,10 +93,11 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
     apply_recompute(find_recompute_blocks(model, plan.run.sharding.units, units=units), plan.run.recompute)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
+    loss = choose_loss(plan.run, model)
     if accumulating:
-        next_token_loss(model, batch)[0].backward()
+        loss(model, batch)[0].backward()
     with measure_peak_memory(CPU) as peak:
-        total, count = next_token_loss(model, batch)
+        total, count = loss(model, batch)
         total.backward()
         del total, count
     return peak.bytes
@@ -119,6 +121,38 @@ def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     blocks = {"none": 0, "every": 2, "offload": 0}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_chunk_of_logits_stands_for_all(tied, precision):
+    sizes = ("model.vocabulary=4096", f"model.tied={str(tied).lower()}", f"precision.mode={precision}")
+    chunked = specify(plan_of(*sizes, "train.loss_chunk=16"))
+    whole = specify(plan_of(*sizes, "train.loss_chunk=0"))
+    # Fake tensors add the two gradients of a tied weight out of place.
+    twice = 4096 * 64 * (2 if precision == "bf16" else 4) if tied else 0
+    for microbatch in (1, 3):
+        plan = plan_of(*sizes, "train.loss_chunk=16", f"train.global_batch={microbatch}")
+        counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=4096)
+        trace = chunked.choose_trace(plan.run.recompute, microbatch)
+        predicted = highest(trace.phases, microbatch=microbatch)
+        assert -twice <= counted - predicted <= (SCRATCH_BYTES if precision == "bf16" else 0)
+        without = whole.choose_trace(plan.run.recompute, microbatch)
+        assert predicted < highest(without.phases, microbatch=microbatch)
+    assert (chunked.flops_per_token, chunked.active_numel) == (whole.flops_per_token, whole.active_numel)
+    for microbatch in (1, 4):
+        assert matmul_flops(chunked, microbatch) == pytest.approx(matmul_flops(whole, microbatch), rel=1e-9)
+
+
+def matmul_flops(spec: ModelSpec, microbatch: int) -> float:
+    """FLOP of the matmuls of a microbatch's forward and backward."""
+    trace = spec.choose_trace(RecomputeSection(mode="none"), microbatch)
+    return sum(
+        launch.times * kernel.flops.value_at(microbatch)
+        for phase in trace.phases
+        for launch in phase.work
+        if (kernel := spec.kernels[launch.kernel]).kind == "matmul"
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"mixture": True}])

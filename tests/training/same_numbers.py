@@ -28,6 +28,7 @@ from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
+from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows, global_batch
@@ -56,6 +57,7 @@ def make_run(
     accumulation: tuple[int, str] = (1, "every_microbatch"),
     prefetch: str = "implicit",
     units: str = "block",
+    loss_chunk: int = 0,
     extra: Sequence[str] = (),
 ) -> Run:
     microbatches, sync = accumulation
@@ -82,6 +84,7 @@ def make_run(
             "train.global_batch=24",
             f"train.microbatch={24 // ranks // microbatches}",
             f"train.gradient_sync={sync}",
+            f"train.loss_chunk={loss_chunk}",
             f"train.steps={STEPS}",
             "schedule.warmup_steps=2",
             "optimizer.learning_rate=1e-2",
@@ -113,7 +116,7 @@ def train_sharded(model_name: str, run: Run) -> tuple[dict[str, Tensor], list[fl
     plan = Plan.from_run(run, world_size=world_size)
     model = shard(build(model_name, run), plan)
     state = TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY))
-    steps = list(train(state, plan))
+    steps = list(train(state, plan, loss=choose_loss(run, model)))
     assert not any(step.skipped for step in steps)
     whole = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()

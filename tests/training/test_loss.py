@@ -118,6 +118,8 @@ def test_the_loss_that_a_run_names_goes_before_the_models() -> None:
     run = Run.load(overrides=["train.loss=tests.models.own:square_loss"])
     assert choose_loss(run, nn.Identity()) is square_loss
     assert choose_loss(Run.load(), nn.Identity()) is next_token_loss
+    asked: Any = choose_loss(Run.load(overrides=["train.loss_chunk=64"]), nn.Identity())
+    assert (asked.func, asked.keywords) == (next_token_loss, {"chunk_rows": 64})
 
 
 def test_experts_are_balanced_where_the_model_is_asked_to() -> None:
@@ -129,3 +131,4 @@ def test_experts_are_balanced_where_the_model_is_asked_to() -> None:
     total, count = next_token_loss(asked, batch)
     balance = asked(batch["tokens"]).aux_loss * asked.config.router_aux_loss_coef
     torch.testing.assert_close(total, next_token_loss(plain, batch)[0] + count * balance)
+    torch.testing.assert_close(next_token_loss(asked, batch, chunk_rows=5)[0], total)

@@ -20,6 +20,7 @@ RECOMPUTE = ("none", "full", "every", "selective")
 ACCUMULATION = ((1, "every_microbatch"), (2, "every_microbatch"), (2, "last_microbatch"))
 PREFETCH = ("implicit", "none", "explicit")
 UNITS = ("block", "size", "names", "unsharded_head")
+LOSS_CHUNK = (0, 4)  # 4 of the 9 rows of a sequence
 RANKS = (1, 2, 3, 4)
 
 Case = tuple[Any, ...]
@@ -30,6 +31,7 @@ AXES: dict[str, Sequence[Any]] = {
     "accumulation": ACCUMULATION,
     "prefetch": PREFETCH,
     "units": UNITS,
+    "loss_chunk": LOSS_CHUNK,
     "ranks": RANKS,
 }
 
@@ -98,7 +100,8 @@ def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Callable[
     check(case, ranks)
 
 
-WITHIN = ("prefetch", "units")  # thousands of tests would cost seconds wherever tests are collected
+# Thousands of tests would cost seconds wherever tests are collected.
+WITHIN = ("prefetch", "units", "loss_chunk")
 
 
 @pytest.mark.long

@@ -75,10 +75,9 @@ class StorageEventRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.track_and_get_blocks(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        if self.device == "cuda":
-            within = transient_kernel_bytes(OpCall(func, args, kwargs))
-        else:
-            within = _chunk_cat_padding_bytes(func, args, kwargs=kwargs)
+        within = transient_kernel_bytes(OpCall(func, args, kwargs), device=self.device)
+        if self.device == "cpu":
+            within += _chunk_cat_padding_bytes(func, args, kwargs=kwargs)
         if within:
             self.events.append(FreeEvent(self._record_new_block(within)))
         return result

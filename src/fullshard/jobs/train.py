@@ -370,7 +370,8 @@ def _sample_text_or_none(job: _TrainJob) -> str | None:
     model, count = job.state.model, job.plan.run.log.sample_tokens
     if not count:
         return None
-    if job.loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
+    loss = getattr(job.loss, "func", job.loss)
+    if loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
         job.log.print_message("no sample: nothing says that the model continues a text")
         return None
     prompt = job.data.encode(SAMPLE_PROMPT)

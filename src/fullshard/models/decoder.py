@@ -121,6 +121,10 @@ class DecoderModel(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Returns the module that computes the logits, by the name that models of transformers give it."""
+        return self.head
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises the parameters that `module` itself holds.
 

@@ -98,6 +98,7 @@ def build_spec_key(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
         "adapter": run.adapter.model_dump(mode="json"),
         "data": run.data.model_dump(mode="json", include={"sequence_length", "document_mask"}),
         "microbatch": run.train.microbatch,
+        "loss_chunk": run.train.loss_chunk,
         "units": run.sharding.units.model_dump(mode="json"),
         "precision": run.precision.model_dump(mode="json"),
         "recompute": run.recompute.model_dump(mode="json"),

@@ -89,6 +89,7 @@ class Kernel(FrozenModel):
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
     bytes: bytes that one launch reads and writes in device memory
+    backward: True if it computes a gradient during forward, as a chunked loss does
     """
 
     kind: Literal["matmul", "attention", "attention_backward", "elementwise"]
@@ -96,6 +97,7 @@ class Kernel(FrozenModel):
     flops: LinearInMicrobatch = LinearInMicrobatch()
     bytes: LinearInMicrobatch = LinearInMicrobatch()
     causal: bool = False
+    backward: bool = False
 
 
 class KernelIndexAndCount(NamedTuple):

@@ -80,6 +80,9 @@ class TrainSection(FrozenModel):
         `auto` is `last_microbatch` for zero1 and no_shard, else `every_microbatch`.
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.training.loss`);
         unset, next-token loss for models that predict it, else the model's own loss
+    `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
+        logits never exist as a whole. 0 computes all rows at once. `auto` is 2,048 if the logits of a
+        sequence take more than 64 MiB in fp32, else 0.
     """
 
     renamed = {"accumulate_sync": "gradient_sync", "warmup_steps_untimed": "untimed_warmup_steps"}
@@ -89,6 +92,7 @@ class TrainSection(FrozenModel):
     microbatch: PositiveCount | None = None
     gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
     loss: str | None = None
+    loss_chunk: Literal["auto"] | Count = 0
     validate_every: Count = 100
     validate_sequences: PositiveCount = 240
     max_skipped_steps: PositiveCount = 10

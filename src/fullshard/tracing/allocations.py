@@ -1,6 +1,8 @@
 """Counts tensor bytes without an allocator: a storage counts from its first use until its release."""
 
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Event
+from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import (
     GROUPED,
     KernelLaunch,
@@ -66,18 +69,19 @@ class _FusedElementwiseKernel:
 class AllocationRecorder(TorchDispatchMode):
     """Records every storage that an operation returns, under the current `kind`, and every kernel launch.
 
-    It must be entered inside a FakeTensorMode. With `transients`, memory that CUDA kernels allocate and free
-    within one operation counts too. Transient memory of CPU kernels is never seen.
+    It must be entered inside a FakeTensorMode. Memory that kernels of `device` allocate and free within one
+    operation counts too, as far as it is known (`transient_kernel_bytes`).
     """
 
-    def __init__(self, *, transients: bool = False) -> None:
+    def __init__(self, device: DeviceType) -> None:
         super().__init__()
         self.kind: Kind = "activations"
         self.recorded = [PhaseRecord("start", -1)]
-        self._transients = transients
+        self._device: DeviceType = device
         self._blocks: dict[int, _LiveStorage] = {}
         self._born = 0
         self._fusing = _FusedElementwiseKernel(0)
+        self._work_factor, self._is_backward = 1.0, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +94,7 @@ class AllocationRecorder(TorchDispatchMode):
         result = args[0].new_empty(grouped_mm_output_shape(call)) if grouped else func(*args, **call.kwargs)
         for tensor in list_tensors(result):
             self._track_storage(tensor, self.kind)
-        if self._transients and (size := transient_kernel_bytes(call)):
+        if size := transient_kernel_bytes(call, device=self._device):
             self._record_change(self.kind, size)
             self._record_change(self.kind, -size)
         launch = find_kernel_launch(call, result)
@@ -115,6 +119,24 @@ class AllocationRecorder(TorchDispatchMode):
         self._record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
+    @contextmanager
+    def scale_work(self, factor: float) -> Generator[None]:
+        """While active, multiplies the FLOP and bytes of kernels by `factor`, but not memory."""
+        self._record_fused_launch()
+        self._work_factor = factor
+        yield
+        self._record_fused_launch()
+        self._work_factor = 1.0
+
+    @contextmanager
+    def mark_backward(self) -> Generator[None]:
+        """While active, records kernels as those of a backward."""
+        self._record_fused_launch()
+        self._is_backward = True
+        yield
+        self._record_fused_launch()
+        self._is_backward = False
+
     def record_host_copy(self, way: Way, size: int) -> None:
         """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
         self.recorded[-1].copies.append((way, size))
@@ -124,6 +146,10 @@ class AllocationRecorder(TorchDispatchMode):
         self.recorded[-1].event_change_count = len(self.recorded[-1].changes)
 
     def _record_launch(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
+        factor = self._work_factor
+        launch = launch._replace(
+            flops=round(factor * launch.flops), bytes=round(factor * launch.bytes), backward=self._is_backward
+        )
         self.recorded[-1].work.append(launch)
         if launch.kind != "elementwise":
             self._record_fused_launch()
@@ -150,7 +176,7 @@ class AllocationRecorder(TorchDispatchMode):
         if run.last is not None:
             alive = {block.serial for block in self._blocks.values()}
             kept = sum(size for serial, size in run.written.items() if serial in alive)
-            moved = sum(run.read.values()) + kept
+            moved = round(self._work_factor * (sum(run.read.values()) + kept))
             self.recorded[-1].fused.append(run.last._replace(bytes=moved))
 
     def _track_storage(self, tensor: Tensor, kind: Kind | None) -> None:

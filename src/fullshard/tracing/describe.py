@@ -258,7 +258,7 @@ class _RecomputeTracer:
         apply_recompute(repeated, plan.run.recompute, device=self.device, copier=copier)
 
         def record_microbatch(microbatch: int) -> _MicrobatchRecording:
-            tracer = MicrobatchTracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
+            tracer = MicrobatchTracer(twin, found, plan=plan, fakes=fakes, device=self.device)
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
             batch = _make_fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
@@ -319,6 +319,8 @@ def _flops_and_parameters_per_token(
     matmul = attention = 0.0
     for phase, times in _forward_phases_with_counts(trace):
         for kernel, count in ((kernels[launch.kernel], launch.times) for launch in phase.work):
+            if kernel.backward:
+                continue
             flops = count * times * kernel.flops.value_at(microbatch)
             if kernel.kind == "attention":
                 # Causal attention computes S (S + 1) / 2 of S² pairs.

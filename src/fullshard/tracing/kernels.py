@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
-from fullshard.spec.plan import Dtype
+from fullshard.spec.plan import DeviceType, Dtype
 
 KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
@@ -39,13 +39,17 @@ class OpCall(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """One kernel launch. `flops` of causal attention counts only the unmasked pairs of positions."""
+    """One kernel launch. `flops` of causal attention counts only the unmasked pairs of positions.
+
+    backward: True if it computes a gradient during forward, as a chunked loss does
+    """
 
     kind: KernelKind
     dtype: Dtype
     flops: int
     bytes: int
     causal: bool = False
+    backward: bool = False
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -69,8 +73,10 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     return KernelLaunch("elementwise", dtype, 0, moved)
 
 
-def transient_kernel_bytes(call: OpCall) -> int:
-    """Returns the bytes that the CUDA kernel of `call` allocates, besides its results, and frees at its end.
+def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
+    """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
+
+    On the CPU only those of an addition in place are known, which casts the tensor that it adds. On a GPU:
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -78,6 +84,8 @@ def transient_kernel_bytes(call: OpCall) -> int:
     - Embedding backward: one fp32 row per token.
     """
     name = call.bare_operator_name
+    if device == "cpu":
+        return _added_cast_bytes(call) if name == "add_" else 0
     if name.startswith(_ATTENTION) and name.endswith("backward"):
         named = call.arguments_by_name()
         query, key = named["query"], named["key"]
@@ -89,6 +97,12 @@ def transient_kernel_bytes(call: OpCall) -> int:
     if name == "embedding_dense_backward":
         return 4 * call.args[0].numel()
     return 0
+
+
+def _added_cast_bytes(call: OpCall) -> int:
+    total, added = call.args[:2]
+    differs = isinstance(added, Tensor) and added.ndim and added.dtype != total.dtype
+    return added.numel() * total.itemsize if differs else 0
 
 
 def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:

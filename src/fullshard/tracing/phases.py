@@ -41,6 +41,7 @@ class KernelIndex:
                 flops=_line_over_microbatch(a.flops, b.flops, microbatch=microbatch),
                 bytes=_line_over_microbatch(a.bytes, b.bytes, microbatch=microbatch),
                 causal=a.causal,
+                backward=a.backward,
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
@@ -93,7 +94,8 @@ def can_extrapolate_to_smaller(smaller: Recording, *, low: Recording, high: Reco
 
 def _phase_structure(recorded: PhaseRecord) -> tuple[object, ...]:
     kinds = [(kind, size > 0) for kind, size in recorded.changes]
-    work = [[(launch.kind, launch.dtype) for launch in some] for some in (recorded.work, recorded.fused)]
+    lists = (recorded.work, recorded.fused)
+    work = [[(one.kind, one.dtype, one.backward) for one in launches] for launches in lists]
     ways = [way for way, _ in recorded.copies]
     return recorded.event, recorded.unit, recorded.event_change_count, kinds, work, ways
 

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.models.chunked_loss import trace_one_chunk
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import DeviceType, Plan
 from fullshard.tracing.allocations import AllocationRecorder, PhaseRecord
 from fullshard.tracing.kernels import list_tensors
 
@@ -28,7 +29,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class MicrobatchTracer:
-    """Traces microbatches of a model of fake tensors. `transients`: see `AllocationRecorder`."""
+    """Traces microbatches of a model of fake tensors. `device`: the device whose kernels compute."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class MicrobatchTracer:
         *,
         plan: Plan,
         fakes: FakeTensorMode,
-        transients: bool = False,
+        device: DeviceType,
     ) -> None:
         self.model, self.units, self.plan, self.fakes = model, units, plan, fakes
-        self.transients = transients
-        self.allocations = AllocationRecorder()
+        self.device: DeviceType = device
+        self.allocations = AllocationRecorder(device)
         self._to_run: list[set[nn.Module]] = [set() for _ in units]  # modules of a unit yet to run
         self._in_backward: set[int] = set()
         self._finished: set[int] = set()
@@ -49,12 +50,13 @@ class MicrobatchTracer:
 
     def trace_microbatch(self, loss: LossFunction, batch: Any) -> list[PhaseRecord]:
         """Returns a record of each phase of one forward and backward. Earlier gradients do not count."""
-        self.allocations = AllocationRecorder(transients=self.transients)
+        self.allocations = AllocationRecorder(self.device)
         self._finished, self._backward_began = set(), False
         self._to_run = [set() for _ in self.units]
         handles = self._register_hooks()
         try:
-            with torch.autograd.set_multithreading_enabled(False), self.fakes, self.allocations:
+            one_chunk = trace_one_chunk(self.allocations)
+            with torch.autograd.set_multithreading_enabled(False), self.fakes, self.allocations, one_chunk:
                 self._ignore_existing_tensors(batch)
                 result = loss(self.model, batch)
                 value = result[0] if isinstance(result, tuple) else result

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import TrainError
+from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.token_arguments import position_and_document_arguments
 from fullshard.spec.dotted import import_callable
@@ -18,8 +19,6 @@ from fullshard.spec.run import Run
 # (model, microbatch) -> the summed loss and the number of items in the sum, or only a mean, which counts as
 # one item: means of microbatches of different lengths then weigh the same.
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
-
-IGNORED_LABEL = -100
 
 
 def choose_loss(run: Run, model: nn.Module) -> Loss:
@@ -32,14 +31,18 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
         return import_callable(run.train.loss, key="train.loss")
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
         return model_computed_loss
-    return next_token_loss
+    rows = run.train.loss_chunk
+    return next_token_loss if rows == 0 else partial(next_token_loss, chunk_rows=rows)
 
 
-def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def next_token_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], *, chunk_rows: Rows = 0
+) -> tuple[Tensor, Tensor]:
     """Returns the summed cross entropy in nats, and the number of labels in the sum.
 
     batch["tokens"], batch["labels"]: (microbatch, sequence) int64; a label of -100 does not count
     batch["positions"], batch["documents"]: optional, see `token_arguments`
+    chunk_rows: rows of logits that are computed at once; see `chunked_cross_entropy`
 
     The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
     TrainError for a batch without tokens or labels.
@@ -52,10 +55,10 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             got=_batch_text(batch),
             fix="fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
         ) from None
-    output = model(tokens, **position_and_document_arguments(model, batch))
-    logits: Tensor = getattr(output, "logits", output)
-    flat = labels.flatten()
-    total = F.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=IGNORED_LABEL, reduction="sum")
+    arguments = position_and_document_arguments(model, batch)
+    total, output = chunked_cross_entropy(
+        model, lambda: model(tokens, **arguments), labels=labels, chunk_rows=chunk_rows
+    )
     count = (labels != IGNORED_LABEL).sum()
     balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
     if balance is not None:

@@ -1,0 +1,234 @@
+"""Cross entropy whose logits are computed in chunks of rows, and never exist as a whole.
+
+[Note: gradients in forward]
+For each chunk, the head's logits, the loss, and the gradients of the chunk's hidden states and of the head's
+parameters are computed at once, and the logits are freed. Backward only scales the gradients. So it costs the
+same matmuls as whole logits. Gradients of parameters in half precision are summed over chunks in fp32.
+
+[Note: a chunk stands for all]
+A trace (see `fullshard.tracing.trace`) runs one chunk and multiplies its work, so that its structure does not
+depend on the size of the microbatch. So no chunk is longer than a sequence, and all have as many rows.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from fullshard.models.deferred_logits import DeferredLogits, HeadCall, count_logits, defer_head, find_head
+
+IGNORED_LABEL = -100
+AUTO_ROWS = 2048
+"""Rows of a chunk by default: with fewer, reading the head's weights takes longer than the matmuls."""
+_WORTHWHILE_BYTES = 64 << 20
+"""Size of a sequence's logits in fp32 from which on they are computed in chunks by default."""
+
+Rows = int | Literal["auto"]
+
+
+class ChunkTracer(Protocol):
+    """Records the work of one chunk for all chunks."""
+
+    def scale_work(self, factor: float) -> AbstractContextManager[None]:
+        """While active, multiplies recorded work by `factor`."""
+        ...
+
+    def mark_backward(self) -> AbstractContextManager[None]:
+        """While active, records work as that of a backward."""
+        ...
+
+
+_tracer: ContextVar[ChunkTracer | None] = ContextVar("chunk tracer", default=None)
+
+
+@contextmanager
+def trace_one_chunk(tracer: ChunkTracer) -> Generator[None]:
+    """While active, runs only the first chunk of each loss. See [Note: a chunk stands for all]."""
+    before = _tracer.set(tracer)
+    try:
+        yield
+    finally:
+        _tracer.reset(before)
+
+
+def chunked_cross_entropy(
+    model: nn.Module,
+    call: Callable[[], Any],
+    *,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    chunk_rows: Rows = "auto",
+) -> tuple[Tensor, Any]:
+    """Returns (summed cross entropy in nats, output of the model), without ever holding all logits.
+
+    The model must say which module computes its logits, by `get_output_embeddings()`, as models of
+    transformers do. Scalings and caps that it applies to the logits are applied to each chunk. If it does
+    anything else with them (WholeLogitsWarning), or has no such method, the logits are computed whole.
+
+    model: the model, sharded or not
+    call: calls the model once, such as `lambda: model(tokens)`; what it returns is not used
+    labels: int64 (microbatch, sequence), the token that each position predicts; -100 does not count
+    weights: factors of the loss of each label, of the shape of `labels`; unset, 1
+    chunk_rows: rows of logits computed at once, at most a sequence; 0 computes them whole. "auto" is 2,048
+        if the logits of a sequence take more than 64 MiB in fp32, else 0. In fp16 they are always whole,
+        because small gradients would vanish before they are scaled.
+    """
+    head, length = find_head(model), labels.shape[-1]
+    targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
+    if head is not None and chunk_rows == "auto":
+        worthwhile = 4 * length * count_logits(head) > _WORTHWHILE_BYTES
+        chunk_rows = AUTO_ROWS if worthwhile else 0
+    if head is None or not chunk_rows:
+        output = call()
+        return _whole_loss(getattr(output, "logits", output), targets), output
+    rows = min(int(chunk_rows), length)
+    finish = partial(_call_head_for_loss, targets=targets, rows=rows)
+    with defer_head(model, head, finish=finish) as found:
+        call()
+    if found.value is None:
+        logits = getattr(found.output, "logits", found.output)
+        if isinstance(logits, DeferredLogits):
+            logits = logits.call.compute_whole("the loss")
+        return _whole_loss(logits, targets), found.output
+    return found.value, found.output
+
+
+class _Targets(NamedTuple):
+    """Labels and their weights, each (rows,)."""
+
+    labels: Tensor
+    weights: Tensor | None
+
+    def rows(self, part: slice) -> "_Targets":
+        return _Targets(self.labels[part], None if self.weights is None else self.weights[part])
+
+
+def _whole_loss(logits: Tensor, targets: _Targets) -> Tensor:
+    rows = logits.flatten(0, -2).to(_loss_dtype(logits))
+    if targets.weights is None:
+        return F.cross_entropy(rows, targets.labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    each = F.cross_entropy(rows, targets.labels, ignore_index=IGNORED_LABEL, reduction="none")
+    return (each * targets.weights).sum()
+
+
+def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tensor:
+    """Calls the head as a module, so that its hooks run, with the loss in place of its forward."""
+    head, forward = call.head, call.head.forward
+    replaced = "forward" in head.__dict__
+
+    def compute_loss(hidden: Tensor) -> Tensor:
+        if hidden.dtype == torch.float16:
+            return _whole_loss(call.apply_steps(forward(hidden)), targets)
+        own = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        trained = dict.fromkeys((*own, *call.trained))
+        work = _ChunkWork(lambda chunk: call.apply_steps(forward(chunk)), targets, rows)
+        return _ChunkedCrossEntropy.apply(work, hidden, *trained)
+
+    head.forward = compute_loss
+    try:
+        return head(call.hidden)
+    finally:
+        if replaced:
+            head.forward = forward
+        else:
+            del head.__dict__["forward"]
+
+
+class _ChunkWork(NamedTuple):
+    """Inputs of a chunked loss that have no gradient: how to compute logits, labels, rows of a chunk."""
+
+    logits_of: Callable[[Tensor], Tensor]
+    targets: _Targets
+    rows: int
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Summed cross entropy. See [Note: gradients in forward]."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _ChunkWork, hidden: Tensor, *trained: Tensor) -> Tensor:
+        flat = hidden.flatten(0, -2)
+        needs_hidden = ctx.needs_input_grad[1]
+        hidden_gradient = torch.empty_like(flat) if needs_hidden else None
+        needed = [one for one, needs in zip(trained, ctx.needs_input_grad[2:], strict=True) if needs]
+        sums = [torch.zeros_like(one, dtype=_loss_dtype(one)) for one in needed]
+        total = flat.new_zeros((), dtype=_loss_dtype(flat))
+        for part in _iterate_chunks(len(flat), work.rows):
+            chunk = flat[part].detach().requires_grad_(needs_hidden)
+            inputs = [chunk, *needed] if needs_hidden else needed
+            with torch.set_grad_enabled(bool(inputs)):
+                logits = work.logits_of(chunk)
+            edge = get_gradient_edge(logits) if inputs else None
+            loss, gradient = _loss_and_gradient(logits, work.targets.rows(part), wanted=bool(inputs))
+            total += loss
+            del logits
+            if edge is None:
+                continue
+            with _mark_backward():
+                found = list(torch.autograd.grad([edge], inputs, [gradient], materialize_grads=True))
+                del gradient
+                if hidden_gradient is not None:
+                    hidden_gradient[part] = found.pop(0)
+                while found:  # each is freed once it is added
+                    sums[-len(found)] += found.pop(0)
+        ctx.gradients = _in_dtypes_of(needed, sums)
+        if hidden_gradient is not None:
+            ctx.gradients.insert(0, hidden_gradient.view_as(hidden))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("a chunked loss can run backward only once: its gradients are scaled in place")
+        scaled = (gradients.pop(0).mul_(factor) if needs else None for needs in ctx.needs_input_grad[1:])
+        return (None, *scaled)
+
+
+def _in_dtypes_of(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+    """Casts each sum to its parameter's dtype, and frees it. Empties `sums`."""
+    return [sums.pop(0).to(one.dtype) for one in parameters]
+
+
+def _loss_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _loss_and_gradient(logits: Tensor, targets: _Targets, *, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the summed loss, and if `wanted`, its gradient of the logits (rows, vocabulary)."""
+    labels, weights = targets
+    counted = labels != IGNORED_LABEL
+    target = torch.where(counted, labels, 0).unsqueeze(1)
+    log_softmax = torch.log_softmax(logits.detach(), dim=-1, dtype=_loss_dtype(logits))
+    each = torch.where(counted, log_softmax.gather(1, target).squeeze(1), 0.0)
+    total = -(each if weights is None else each * weights).sum()
+    if not wanted:
+        return total, None
+    softmax = log_softmax.exp_()
+    softmax.scatter_add_(1, target, softmax.new_full((1, 1), -1.0).expand_as(target))
+    softmax.masked_fill_(~counted.unsqueeze(1), 0.0)
+    if weights is not None:
+        softmax.mul_(weights.unsqueeze(1))
+    return total, softmax.to(logits.dtype)
+
+
+def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
+    tracer = _tracer.get()
+    if tracer is None:
+        yield from (slice(start, min(start + rows, count)) for start in range(0, count, rows))
+        return
+    with tracer.scale_work(count / rows):
+        yield slice(0, rows)
+
+
+def _mark_backward() -> AbstractContextManager[None]:
+    tracer = _tracer.get()
+    return nullcontext() if tracer is None else tracer.mark_backward()

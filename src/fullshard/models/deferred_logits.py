@@ -1,0 +1,243 @@
+"""Runs a model's forward up to its output head, so that a loss can compute the logits in chunks of rows.
+
+[Note: the head runs last]
+Logits are the largest tensor of a language model: 8,192 tokens of a vocabulary of 128,256 take 2 GiB in bf16,
+and their gradients and fp32 copies several times as much. So a stand-in takes the head's place while forward
+runs. It returns `DeferredLogits`: the hidden states, and a record of what forward does to the logits (soft
+caps, scalings, casts). Once forward is done, the head is called once, as a module, so that FSDP2 gathers its
+unit as always, and computes the loss instead of the logits. It runs inside the model's own call, because the
+head may belong to the root unit.
+
+Anything else that forward does with the logits needs them whole: they are computed on the spot, with a
+WholeLogitsWarning that names the operation.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+Step = Callable[[Tensor], Tensor]
+
+
+class WholeLogitsWarning(UserWarning):
+    """A model applies an operation to its logits that cannot be applied in chunks."""
+
+
+@dataclass
+class HeadCall:
+    """A call of a head that has not been computed.
+
+    head: the head
+    hidden: (..., width)
+    steps: operations that the model applied to the logits, in order
+    trained: tensors with gradients that the steps read, such as a learnt temperature
+    whole: the logits, once something needed them whole
+    """
+
+    head: nn.Module
+    hidden: Tensor
+    steps: tuple[Step, ...] = ()
+    trained: tuple[Tensor, ...] = ()
+    whole: Tensor | None = None
+
+    def apply_steps(self, logits: Tensor) -> Tensor:
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def compute_whole(self, operation: str) -> Tensor:
+        """Returns the logits, which `operation` needs whole. Warns once per operation and line of code."""
+        if self.whole is None:
+            warnings.warn(
+                f"the logits are computed whole, not in chunks: {type(self.head).__name__}'s output goes "
+                f"through {operation}",
+                WholeLogitsWarning,
+                stacklevel=4,
+            )
+            self.whole = self.apply_steps(self.head(self.hidden))
+        return self.whole
+
+
+class DeferredLogits(Tensor):
+    """Logits (..., vocabulary) that are not computed: shape, dtype, device, and the call of the head."""
+
+    call: HeadCall
+
+    @staticmethod
+    def of_call(call: HeadCall, *, vocabulary: int, dtype: torch.dtype | None = None) -> "DeferredLogits":
+        shape, device = (*call.hidden.shape[:-1], vocabulary), call.hidden.device
+        made: Any = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
+            DeferredLogits, shape, dtype=dtype or call.hidden.dtype, device=device
+        )
+        made.call = call
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", func))
+        if name in _METADATA or (name == "__get__" and func in _METADATA_GETTERS):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        own = next((one for one in args if isinstance(one, DeferredLogits)), None)
+        pointwise = name in _POINTWISE and _are_same_for_rows(args, kwargs)
+        if own is not None and own.call.whole is None and pointwise:
+            return own._add_step(func, args=args, kwargs=kwargs)
+        with DisableTorchFunctionSubclass():
+            return func(*_with_whole_logits(args, name), **_with_whole_logits(kwargs, name))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Handles operations that torch starts without `__torch_function__`."""
+        name = str(func)
+        return func(*_with_whole_logits(args, name), **_with_whole_logits(kwargs or {}, name))
+
+    def _add_step(self, func: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "DeferredLogits":
+        where = next(index for index, one in enumerate(args) if one is self)
+
+        def apply_to_chunk(logits: Tensor) -> Tensor:
+            return func(*args[:where], logits, *args[where + 1 :], **kwargs)
+
+        call, (*_, vocabulary) = self.call, self.shape
+        read = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not self]
+        trained = (*call.trained, *(one for one in read if one.requires_grad))
+        added = HeadCall(call.head, call.hidden, (*call.steps, apply_to_chunk), trained)
+        with torch.no_grad():
+            dtype = apply_to_chunk(call.hidden.new_empty((0, vocabulary), dtype=self.dtype)).dtype
+        return DeferredLogits.of_call(added, vocabulary=vocabulary, dtype=dtype)
+
+
+_PLAIN = (type(None), bool, int, float, torch.dtype)
+# Questions about a tensor that need no values.
+_METADATA = {"dim", "size", "numel", "is_floating_point", "is_complex", "ndimension", "element_size"}
+_METADATA_GETTERS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_meta", "layout")
+}
+# Operations on each logit alone, if their other arguments are the same for all rows.
+_POINTWISE = {
+    *("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "tanh"),
+    *("__imul__", "__itruediv__", "add", "__add__", "__radd__", "sub", "__sub__", "clamp", "neg", "__neg__"),
+    *("to", "float", "bfloat16", "half", "double", "type", "contiguous"),
+}
+
+
+def _are_same_for_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True if all arguments but one are numbers, dtypes, scalars, or vectors over the vocabulary."""
+    others = [one for one in (*args, *kwargs.values()) if not isinstance(one, DeferredLogits)]
+    return len(others) == len(args) + len(kwargs) - 1 and all(
+        one.ndim <= 1 if isinstance(one, Tensor) else isinstance(one, _PLAIN) for one in others
+    )
+
+
+def _with_whole_logits(nest: Any, operation: str) -> Any:
+    if isinstance(nest, DeferredLogits):
+        return nest.call.compute_whole(operation)
+    if isinstance(nest, tuple | list):
+        parts = [_with_whole_logits(one, operation) for one in cast(list[Any], nest)]
+        return tuple(parts) if isinstance(nest, tuple) else parts
+    if isinstance(nest, dict):
+        return {k: _with_whole_logits(one, operation) for k, one in cast(dict[Any, Any], nest).items()}
+    return nest
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a head; its output is deferred. Other attributes are the head's."""
+
+    def __init__(self, head: nn.Module, *, vocabulary: int) -> None:
+        super().__init__()
+        self.__dict__["stands_for"], self.__dict__["vocabulary"] = head, vocabulary
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        call = HeadCall(self.__dict__["stands_for"], hidden)
+        return DeferredLogits.of_call(call, vocabulary=self.__dict__["vocabulary"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stands_for"], name)
+
+
+def count_logits(head: nn.Module) -> int:
+    """Returns the number of logits that a head computes for each row."""
+    return cast(int, head.out_features)
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """Returns the module that computes the logits, from `get_output_embeddings`; None without that method."""
+    if hasattr(model, "_orig_mod"):  # compiled as a whole, with its head
+        return None
+    found = getattr(model, "get_output_embeddings", lambda: None)()
+    return found if isinstance(found, nn.Module) and hasattr(found, "out_features") else None
+
+
+@dataclass
+class DeferredForward:
+    """Result of a forward whose head was deferred.
+
+    output: the model's output, with DeferredLogits instead of logits
+    value: what `finish` returned; None if the logits were computed whole, or the head was not called
+    """
+
+    output: Any = None
+    value: Tensor | None = None
+
+
+@contextmanager
+def defer_head(
+    model: nn.Module, head: nn.Module, *, finish: Callable[[HeadCall], Tensor]
+) -> Generator[DeferredForward]:
+    """While active, a call of `model` ends with `finish(call)` instead of the call of its head.
+
+    See [Note: the head runs last]. `finish` must call the head exactly once.
+    """
+    found, forward, own = DeferredForward(), model.forward, "forward" in model.__dict__
+
+    @wraps(forward)
+    def forward_and_finish(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+        with _replace_head(model, head):
+            output = forward(*args, **kwargs)
+        logits = getattr(output, "logits", output)
+        found.output = output
+        if isinstance(logits, DeferredLogits) and logits.call.whole is None:
+            found.value = finish(logits.call)
+        # FSDP2 gathers the root unit for backward when a tensor of its outputs gets a gradient.
+        return output, found.value
+
+    model.forward = forward_and_finish
+    try:
+        yield found
+    finally:
+        if own:
+            model.forward = forward
+        else:
+            del model.__dict__["forward"]
+
+
+@contextmanager
+def _replace_head(model: nn.Module, head: nn.Module) -> Generator[None]:
+    stand_in = _StandIn(head, vocabulary=count_logits(head))
+    places = list(_iterate_places(model, head))
+    for modules, name in places:
+        modules[name] = stand_in
+    try:
+        yield
+    finally:
+        for modules, name in places:
+            modules[name] = head
+
+
+def _iterate_places(model: nn.Module, wanted: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    for module in model.modules():
+        for name, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
+            if child is wanted:
+                yield cast(dict[str, Any], module._modules), name  # pyright: ignore[reportPrivateUsage]
