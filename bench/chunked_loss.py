@@ -15,20 +15,27 @@ from fullshard.models.chunked_loss import chunked_cross_entropy
 from fullshard.models.decoder import DecoderModel
 from fullshard.profiler.memory import measure_peak_memory
 from fullshard.quantities import format_bytes
+from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import DecoderConfig
 
 LENGTH = 1024
 
 
-def run(model: DecoderModel, batch: torch.Tensor, *, rows: int) -> tuple[float, int]:
-    """Returns seconds and peak bytes of one forward and backward, gradients included."""
+def run(model: DecoderModel, batch: torch.Tensor, *, rows: int) -> float:
+    """Returns seconds of one forward and backward."""
+    model.zero_grad()
+    started = time.perf_counter()
+    total, _ = chunked_cross_entropy(model, lambda: model(batch), labels=batch, chunk_rows=rows)
+    (total / batch.numel()).backward()
+    return time.perf_counter() - started
+
+
+def peak_bytes(model: DecoderModel, batch: torch.Tensor, *, rows: int) -> int:
+    """Returns peak bytes of one forward and backward, gradients included."""
     model.zero_grad()
     with measure_peak_memory(torch.device("cpu")) as peak:
-        started = time.perf_counter()
-        total, _ = chunked_cross_entropy(model, lambda: model(batch), labels=batch, chunk_rows=rows)
-        (total / batch.numel()).backward()
-        seconds = time.perf_counter() - started
-    return seconds, peak.bytes
+        run(model, batch, rows=rows)
+    return peak.bytes
 
 
 def main() -> None:
@@ -39,19 +46,17 @@ def main() -> None:
     asked = parser.parse_args()
     for dtype in (getattr(torch, name) for name in asked.dtypes):
         for tied in (False, True):
-            torch.manual_seed(0)
             sizes = DecoderConfig(
                 d_model=256, layers=4, heads=4, kv_heads=4, d_ff=768, vocabulary=32_000, max_sequence=LENGTH
             )
-            model = DecoderModel(sizes.model_copy(update={"tied": tied})).to(dtype)
+            model = materialize(DecoderModel(sizes.model_copy(update={"tied": tied})), seed=0).to(dtype)
             batch = torch.randint(0, sizes.vocabulary, (1, LENGTH))
-            ratios, peaks = list[float](), [0, 0]
-            for index in range(asked.rounds + 1):
+            peaks = [peak_bytes(model, batch, rows=rows) for rows in (0, asked.rows)]  # also warms up
+            ratios = list[float]()
+            for index in range(asked.rounds):
                 order = (0, asked.rows) if index % 2 else (asked.rows, 0)
                 found = {rows: run(model, batch, rows=rows) for rows in order}
-                peaks = [found[0][1], found[asked.rows][1]]
-                if index:  # the first round warms up
-                    ratios.append(found[asked.rows][0] / found[0][0])
+                ratios.append(found[asked.rows] / found[0])
             low, *_, high = statistics.quantiles(ratios, n=10)
             whole, chunked = (format_bytes(one) for one in peaks)
             print(
