@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.models.deferred_logits import DeferredLogits, HeadCall, count_logits, defer_head, find_head
+from fullshard.models.deferred_logits import (
+    DeferredLogits,
+    HeadCall,
+    count_logits,
+    defer_head,
+    find_head,
+    replace_forward,
+)
 
 IGNORED_LABEL = -100
 AUTO_ROWS = 2048
@@ -80,7 +87,7 @@ def chunked_cross_entropy(
         if the logits of a sequence take more than 64 MiB in fp32, else 0. In fp16 they are always whole,
         because small gradients would vanish before they are scaled.
     """
-    head, length = find_head(model), labels.shape[-1]
+    head, length = find_head(model) if chunk_rows else None, labels.shape[-1]
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
     if head is not None and chunk_rows == "auto":
         worthwhile = 4 * length * count_logits(head) > _WORTHWHILE_BYTES
@@ -121,7 +128,6 @@ def _whole_loss(logits: Tensor, targets: _Targets) -> Tensor:
 def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tensor:
     """Calls the head as a module, so that its hooks run, with the loss in place of its forward."""
     head, forward = call.head, call.head.forward
-    replaced = "forward" in head.__dict__
 
     def compute_loss(hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float16:
@@ -131,14 +137,8 @@ def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tens
         work = _ChunkWork(lambda chunk: call.apply_steps(forward(chunk)), targets, rows)
         return _ChunkedCrossEntropy.apply(work, hidden, *trained)
 
-    head.forward = compute_loss
-    try:
+    with replace_forward(head, compute_loss):
         return head(call.hidden)
-    finally:
-        if replaced:
-            head.forward = forward
-        else:
-            del head.__dict__["forward"]
 
 
 class _ChunkWork(NamedTuple):

@@ -200,7 +200,7 @@ def defer_head(
 
     See [Note: the head runs last]. `finish` must call the head exactly once.
     """
-    found, forward, own = DeferredForward(), model.forward, "forward" in model.__dict__
+    found, forward = DeferredForward(), model.forward
 
     @wraps(forward)
     def forward_and_finish(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
@@ -213,14 +213,22 @@ def defer_head(
         # FSDP2 gathers the root unit for backward when a tensor of its outputs gets a gradient.
         return output, found.value
 
-    model.forward = forward_and_finish
-    try:
+    with replace_forward(model, forward_and_finish):
         yield found
+
+
+@contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    """While active, a call of `module` runs its hooks and `forward`."""
+    before, own = module.forward, "forward" in module.__dict__
+    module.forward = forward
+    try:
+        yield
     finally:
         if own:
-            model.forward = forward
+            module.forward = before
         else:
-            del model.__dict__["forward"]
+            del module.__dict__["forward"]
 
 
 @contextmanager
