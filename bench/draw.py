@@ -1,6 +1,8 @@
 """Draws settings at random from the cross of models and mechanisms, for bench/runs.py.
 
-python bench/draw.py RANKS COUNT SEED > SETTINGS.toml
+python bench/draw.py RANKS COUNT SEED [chunked] > SETTINGS.toml
+
+With `chunked`, the logits of each setting are computed in chunks of a random number of rows.
 """
 
 import random
@@ -52,14 +54,20 @@ def setting(draw: random.Random, ranks: int) -> tuple[str, list[str]]:
     ]
 
 
-def main(ranks: int, count: int, seed: int) -> None:
+def with_chunked_logits(draw: random.Random, name: str, overrides: list[str]) -> tuple[str, list[str]]:
+    rows = draw.choice([8, 16, 32])
+    return f"{name} chunk {rows}", [*overrides, f"train.loss_chunk={rows}"]
+
+
+def main(ranks: int, count: int, seed: int, *, chunked: bool) -> None:
     draw = random.Random(seed)
     drawn: dict[str, list[str]] = {}
     while len(drawn) < count:
-        drawn |= dict([setting(draw, ranks)])
+        one = setting(draw, ranks)
+        drawn |= dict([with_chunked_logits(draw, *one) if chunked else one])
     for name, overrides in drawn.items():
         print(f'[[setting]]\nname = "{name}"\noverrides = {overrides}\n')
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:4]), chunked=sys.argv[4:] == ["chunked"])

@@ -20,7 +20,7 @@ from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
+from fullshard.training.loss import choose_loss
 
 CHIP = "H200"  # what settings for a GPU were measured on
 
@@ -45,7 +45,7 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
         plan = Plan.from_run(run, world_size=row["world_size"], device=device)
         with torch.device("meta"):
             model = DecoderModel(run.decoder_config)
-        spec = describe(model, plan, loss=next_token_loss, device_type=device)
+        spec = describe(model, plan, loss=choose_loss(run, model), device_type=device)
         terms, seen = peak_bytes(spec, plan), row["memory"]
         reserved = ""
         if device == "cuda":

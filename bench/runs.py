@@ -29,7 +29,7 @@ from fullshard.profiler.memory import measure_peak_memory
 from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.loss import next_token_loss
+from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState
@@ -58,13 +58,14 @@ def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = DecoderModel(plan.run.decoder_config)
     model = shard(model, plan)
+    loss = choose_loss(plan.run, model)
     state = TrainState(model, build_optimizer(model, plan))
 
     def step() -> float:
         dist.barrier()
         start = time.perf_counter()
         batches = microbatches(plan, device)
-        run_step(state, plan, microbatches=batches, loss=next_token_loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=batches, loss=loss, learning_rate=1e-3)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - start

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.unit_bytes import padded_numel, unpadded_shard_numel
+from fullshard.planner.unit_bytes import padded_numel, unit_bytes, unpadded_shard_numel
+from fullshard.profiler.memory import measure_peak_memory
+from fullshard.sharding.precision import TORCH_DTYPE
+from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.prediction import MemoryTerms
 from tests.planner.measured import described, measured, meta_model, plan_of, predicted
 
@@ -52,6 +55,22 @@ def check_terms(plan, parts_of_ranks) -> None:
     assert terms.units_in_flight == parts["units_in_flight"]
     computation = terms.whole_gradients + terms.activations + terms.loss + terms.backward
     assert computation + terms.batch == pytest.approx(parts["rest"], rel=0.001)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_reduce"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_copies_of_gradients_on_their_way_to_the_reduction(ranks, precision):
+    plan = plan_of(ranks, f"precision.mode={precision}")
+    shapes = [(300, 64), (301, 64), (6000, 32), (64,)]
+    unit = UnitSpec(name="", position=0, parameters=tuple(ParamSpec(name="", shape=one) for one in shapes))
+    size = unit_bytes(unit, plan)
+    gathered, reduced = TORCH_DTYPE[plan.precision.param], TORCH_DTYPE[plan.precision.reduce]
+    buffer = torch.empty(ranks, size.reduce_output // reduced.itemsize, dtype=reduced)
+    for dtype, expected in ((gathered, size.reduce_copies), (reduced, size.reduce_copies_of_kept)):
+        gradients = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        with measure_peak_memory(torch.device("cpu")) as peak:
+            torch._chunk_cat(gradients, 0, ranks, out=buffer)
+        assert peak.bytes == expected
 
 
 @pytest.mark.parametrize(

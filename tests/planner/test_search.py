@@ -151,6 +151,11 @@ def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
     assert {getattr(plan, field) for plan in (*found.ranked, *found.by_strategy.values())} == {value}
 
 
+def test_a_plan_says_how_the_loss_was_traced():
+    spec, run = decoder_spec(SMALL).model_copy(update={"loss_chunk": 64}), run_for(SMALL)
+    assert plan(spec, hardware_of(1, 8), run).run.train.loss_chunk == 64
+
+
 def test_the_plainer_of_two_that_are_as_fast_is_taken():
     """On one rank nothing is gathered, and so it is all the same how far ahead."""
     run = run_for(SMALL, "train.global_batch=1", "sharding.strategy=full_shard")

@@ -43,8 +43,8 @@ Rows = int | Literal["auto"]
 class ChunkTracer(Protocol):
     """Records the work of one chunk for all chunks."""
 
-    def scale_work(self, factor: float) -> AbstractContextManager[None]:
-        """While active, multiplies recorded work by `factor`."""
+    def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
+        """While active, records the work of a chunk of `rows` rows as that of `of` rows."""
         ...
 
     def mark_backward(self) -> AbstractContextManager[None]:
@@ -225,7 +225,7 @@ def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
     if tracer is None:
         yield from (slice(start, min(start + rows, count)) for start in range(0, count, rows))
         return
-    with tracer.scale_work(count / rows):
+    with tracer.trace_chunk(rows, of=count):
         yield slice(0, rows)
 
 

@@ -208,8 +208,10 @@ class GradientMemoryReplay:
         if unit.whole and fresh:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             live = taken
-        ledger.in_flight += size.reduce_input
+        copies = size.reduce_copies_of_kept if unit.whole else size.reduce_copies
+        ledger.in_flight += size.reduce_input + copies
         ledger.update_peaks(live)
+        ledger.in_flight -= copies
         ledger.whole -= unit.whole
         unit.whole = 0
         ledger.reduced += size.reduce_output

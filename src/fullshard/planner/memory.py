@@ -13,7 +13,8 @@ unshard       a unit's shards, cast to the compute dtype (W/N bytes, freed at on
               may overlap), or until forward ends. In backward it is freed after its own copy-out.
 reshard       the parameters' W bytes are freed; resharding to k ranks keeps W/k of them.
 prefetch      in backward, once a unit is unsharded, the buffer of the one before it is already gathered.
-reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded),
+reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded; on the
+              CPU, some are copied twice, `UnitBytes.reduce_copies`),
               and freed. The reduced chunk of R/N bytes, cast to the master dtype, becomes the gradients. The
               buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
               until the end of backward, beside its cast.

@@ -330,6 +330,8 @@ class _CandidateSearch:
     def __init__(
         self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIfSettings | None
     ) -> None:
+        if run.train.loss_chunk == "auto":  # a plan says what was traced
+            run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.what_if = what_if
         self.timer = StepTimePredictor(spec, hardware)

@@ -38,6 +38,8 @@ class UnitBytes:
     last_whole: int  # `whole` of the last parameter
     largest_whole_reduced: int  # `whole_reduced` of the largest parameter
     reduce_input: int  # `whole_reduced`, padded: the reduce-scatter's input
+    reduce_copies: int  # copies that the CPU makes for a moment to copy gradients into `reduce_input`
+    reduce_copies_of_kept: int  # the same for gradients that were kept unsharded in the reduce dtype
     reduce_output: int  # the reduce-scatter's output, 1/N of its input
     gradient: int  # gradients of the own shards in the master dtype (as reduced if they are offloaded)
     trained: int  # elements of the own shards that the optimizer updates, without padding
@@ -77,6 +79,9 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
     chunk = sum(padded_shard_numel(p) for p in trained)
+    # On the CPU, _chunk_cat pads gradients one after the other, and then copies each one that it casts.
+    on_cpu, largest = plan.device == "cpu", max((padded_numel(p.shape, degree) for p in trained), default=0)
+    uneven = sum(padded_numel(p.shape, degree) for p in trained if p.shape[0] % degree)
     own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     return UnitBytes(
         shard_degree=degree,
@@ -98,6 +103,8 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         last_whole=sum(p.numel * compute_itemsize(p) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=degree * chunk * reduced,
+        reduce_copies=(uneven + (largest if compute != reduced else 0)) * compute if on_cpu else 0,
+        reduce_copies_of_kept=uneven * reduced if on_cpu else 0,
         reduce_output=chunk * reduced,
         gradient=chunk * (reduced if plan.copies_gradients_to_host else master),
         trained=sum(own),

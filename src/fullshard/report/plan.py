@@ -189,6 +189,9 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
     yield "precision", f"{precision.param} computed, {precision.reduce} reduced{kept}"
+    if isinstance(run.train.loss_chunk, int) and run.train.loss_chunk:
+        rows = f"logits in chunks of {run.train.loss_chunk:,} rows"
+        yield "loss", mark_as_asked(rows, pinned=asked.train.loss_chunk != "auto")
     yield "recompute", mark_as_asked(recompute_text(run), pinned=asked.recompute.mode != "auto")
     prefetch = run.prefetch.mode
     if prefetch == "explicit":

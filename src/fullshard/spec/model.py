@@ -180,6 +180,7 @@ class ModelSpec(FrozenModel):
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`. It is counted from the traced
         matmuls, so a mixture of experts counts only the experts that a token reaches.
     active_numel: number of parameters that a token is multiplied with
+    loss_chunk: rows of logits that the traced loss computes at once; 0 for all
     """
 
     name: str
@@ -189,6 +190,7 @@ class ModelSpec(FrozenModel):
     units: tuple[UnitSpec, ...]
     scalars: int = 0
     buffer_bytes: int
+    loss_chunk: int = 0
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
     flops_per_token: float | None = None

@@ -92,7 +92,7 @@ class TrainSection(FrozenModel):
     microbatch: PositiveCount | None = None
     gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
     loss: str | None = None
-    loss_chunk: Literal["auto"] | Count = 0
+    loss_chunk: Literal["auto"] | Count = "auto"
     validate_every: Count = 100
     validate_sequences: PositiveCount = 240
     max_skipped_steps: PositiveCount = 10

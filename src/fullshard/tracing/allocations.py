@@ -28,6 +28,7 @@ from fullshard.tracing.kernels import (
 Kind = Literal["activations", "loss", "backward", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _DEVICE = torch.ops.prim.device.default
+_ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass
@@ -71,6 +72,9 @@ class AllocationRecorder(TorchDispatchMode):
 
     It must be entered inside a FakeTensorMode. Memory that kernels of `device` allocate and free within one
     operation counts too, as far as it is known (`transient_kernel_bytes`).
+
+    A tensor that is used twice has two gradients. Autograd adds them in place, but those of fake tensors out
+    of place. So a gradient that is released right after such a sum counts as released before it.
     """
 
     def __init__(self, device: DeviceType) -> None:
@@ -82,6 +86,9 @@ class AllocationRecorder(TorchDispatchMode):
         self._born = 0
         self._fusing = _FusedElementwiseKernel(0)
         self._work_factor, self._is_backward = 1.0, False
+        self.loss_chunk = 0  # rows of logits that the loss computed at once; 0 for all
+        # keys of the two gradients that the latest operation added; empty after another operation
+        self._added_gradients: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,8 +99,11 @@ class AllocationRecorder(TorchDispatchMode):
         # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
         grouped = call.bare_operator_name == GROUPED
         result = args[0].new_empty(grouped_mm_output_shape(call)) if grouped else func(*args, **call.kwargs)
+        self._added_gradients.clear()
         for tensor in list_tensors(result):
             self._track_storage(tensor, self.kind)
+        if func is _ADD and self.kind == "backward" and not torch.is_grad_enabled():
+            self._added_gradients.update(map(storage_key, list_tensors(args)))
         if size := transient_kernel_bytes(call, device=self._device):
             self._record_change(self.kind, size)
             self._record_change(self.kind, -size)
@@ -120,10 +130,10 @@ class AllocationRecorder(TorchDispatchMode):
         self.recorded.append(PhaseRecord(event, unit))
 
     @contextmanager
-    def scale_work(self, factor: float) -> Generator[None]:
-        """While active, multiplies the FLOP and bytes of kernels by `factor`, but not memory."""
+    def trace_chunk(self, rows: int, *, of: int) -> Generator[None]:
+        """While active, records FLOP and bytes moved of a chunk of rows for all, but its memory once."""
         self._record_fused_launch()
-        self._work_factor = factor
+        self.loss_chunk, self._work_factor = rows, of / rows
         yield
         self._record_fused_launch()
         self._work_factor = 1.0
@@ -189,8 +199,12 @@ class AllocationRecorder(TorchDispatchMode):
         self._record_change(kind, storage.nbytes())
 
     def _record_release(self, key: int) -> None:
-        block = self._blocks.pop(key)
-        self._record_change(block.kind, -block.size)
+        block, changes = self._blocks.pop(key), self.recorded[-1].changes
+        if key in self._added_gradients and changes[-1:] == [("backward", block.size)] and block.kind:
+            changes.insert(-1, (block.kind, -block.size))
+            self._added_gradients.clear()
+        else:
+            self._record_change(block.kind, -block.size)
 
     def _record_change(self, kind: Kind | None, size: int) -> None:
         if kind is not None and size:

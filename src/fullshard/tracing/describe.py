@@ -105,15 +105,14 @@ def describe(
         )
     given = find_units(model, plan.run.sharding.units, predicate=units)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device)
-    with ExitStack() as stack:
-        stack.enter_context(_disable_packing_detection())
+    with ExitStack() as stack, _disable_packing_detection():
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels())
         if batch is None:
             stack.enter_context(_explain_failure_on_default_batch(type(model).__name__))
         traces = [trace for section in recomputes for trace in study.trace_recompute_setting(section, given)]
-    length = plan.run.data.sequence_length
-    flops, active = _flops_and_parameters_per_token(traces[0], study.table.kernels, sequence_length=length)
+    length, kernels = plan.run.data.sequence_length, study.table.kernels
+    flops, active = _flops_and_parameters_per_token(traces[0], kernels, sequence_length=length)
     return ModelSpec(
         name=type(model).__name__,
         device_type=device,
@@ -122,7 +121,8 @@ def describe(
         units=tuple(_unit_and_parameter_specs(given, model)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
-        kernels=study.table.kernels,
+        loss_chunk=study.loss_chunk,
+        kernels=kernels,
         traces=tuple(traces),
         flops_per_token=flops,
         active_numel=active,
@@ -196,6 +196,7 @@ class _RecomputeTracer:
     device: DeviceType
     table: KernelIndex = field(default_factory=KernelIndex)
     buffer_bytes: int = 0
+    loss_chunk: int = 0
     _single_differs: bool | None = None  # unknown before the first trace
 
     def trace_recompute_setting(
@@ -263,6 +264,7 @@ class _RecomputeTracer:
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
             batch = _make_fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
+            self.loss_chunk = tracer.allocations.loss_chunk
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
             # itself.
             if plan.precision.param == plan.precision.reduce:
