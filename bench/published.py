@@ -18,8 +18,9 @@ from torch import nn
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.search import predict
+from fullshard.spec.catalog import find_catalog_entry_of_chip
 from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
-from fullshard.spec.hardware_text import hardware_on
+from fullshard.spec.hardware_text import catalog_chip_hardware, hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -27,7 +28,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-# By what kernels of attention take longer than the catalog's, FlashAttention-2, in forward and in backward.
+# By what older kernels of attention take longer than FlashAttention-2, in forward and in backward.
 # Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
 # in Triton", and 3 to 10 times (3 where sequences are short) as fast as attention without such a kernel.
 KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
@@ -35,9 +36,10 @@ KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
     """The chip as the catalog has it; the network and the kernel of attention as the source tells."""
-    hardware = hardware_on(row["chip"]).with_rank_counts(
-        nodes=row["nodes"], ranks_per_node=row["gpus_per_node"]
-    )
+    entry = find_catalog_entry_of_chip(hardware_on(row["chip"]).chip)
+    assert entry is not None, "every row's chip is in the catalog"
+    one = catalog_chip_hardware(entry, attention_kernel="cudnn" if row["attention"] == "cudnn" else "flash")
+    hardware = one.with_rank_counts(nodes=row["nodes"], ranks_per_node=row["gpus_per_node"])
     hardware = with_kernel(hardware, row["attention"])
     told = row.get("across_gb_per_second_per_gpu")
     if told is None or hardware.across is None:
@@ -46,7 +48,7 @@ def hardware_of(row: dict[str, Any]) -> Hardware:
 
 
 def with_kernel(hardware: Hardware, name: str) -> Hardware:
-    """The hardware, with a kernel of attention that is not the catalog's."""
+    """The hardware, with a kernel of attention that is older than the catalog's."""
     forward, backward = KERNELS.get(name, (1.0, 1.0))
     rates = hardware.rates
     attention = {dtype: curve_with_slowdown(curve, forward) for dtype, curve in rates.attention.items()}

@@ -12,8 +12,9 @@ from fullshard.profiler.detect import (
     detect_hardware,
     user_hardware_path,
 )
-from fullshard.spec.catalog import find_catalog_entry_of_chip
+from fullshard.spec.catalog import find_catalog_entry_of_chip, find_chip_by_device_name
 from fullshard.spec.hardware_text import hardware_on
+from fullshard.spec.rates import default_gpu_rates
 
 
 def environment(path: Path, **more: str) -> dict[str, str]:
@@ -60,13 +61,37 @@ def test_a_file_that_is_named_but_absent_is_an_error(tmp_path: Path):
 
 
 def test_a_gpu_is_known_by_the_name_and_memory_that_the_driver_tells():
-    gpus = DetectedGpus(8, "NVIDIA H100 80GB HBM3", 84_942_979_072)
+    gpus = DetectedGpus(8, "NVIDIA H100 80GB HBM3", 84_942_979_072, 9, 91900)
     found = catalog_hardware_of_machine(gpus, ranks=8, ranks_per_node=8)
     assert found.host_memory_bytes, "a rank has its share of this machine's"
     assert found.model_copy(update={"host_memory_bytes": None}) == hardware_on("8xH100")
 
 
 def test_a_gpu_that_nobody_knows_is_described_for_calibration():
-    found = catalog_hardware_of_machine(DetectedGpus(1, "NVIDIA X1", 2**36), ranks=1, ranks_per_node=1)
+    found = catalog_hardware_of_machine(
+        DetectedGpus(1, "NVIDIA X1", 2**36, 12, 91900), ranks=1, ranks_per_node=1
+    )
     assert (found.device, found.chip.name, found.chip.memory_bytes) == ("cuda", "NVIDIA X1", 2**36)
     assert find_catalog_entry_of_chip(found.chip) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "major", "cudnn", "deprioritized", "kernel"),
+    [
+        ("NVIDIA H100 80GB HBM3", 9, 91900, "0", "cudnn"),
+        ("NVIDIA B200", 10, 92600, "0", "cudnn"),
+        ("NVIDIA H100 80GB HBM3", 9, 91002, "0", "flash"),
+        ("NVIDIA H100 80GB HBM3", 9, 91900, "1", "flash"),
+        ("NVIDIA A100-SXM4-80GB", 8, 91900, "0", "flash"),
+        ("AMD Instinct MI300X", 9, None, "0", "flash"),
+    ],
+)
+def test_attention_has_the_rates_of_the_kernel_that_torch_chooses_here(
+    name, major, cudnn, deprioritized, kernel
+):
+    gpus = DetectedGpus(1, name, find_chip_by_device_name(name).memory_bytes, major, cudnn)
+    under = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": deprioritized}
+    found = catalog_hardware_of_machine(gpus, ranks=1, ranks_per_node=1, environment=under)
+    entry = find_catalog_entry_of_chip(found.chip)
+    assert found.attention_kernel == kernel
+    assert found.rates == default_gpu_rates(entry, kernel)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fullshard.planning.spec_cache import build_spec_key, read_cached_spec, write_cached_spec
+from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -11,23 +12,34 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
+def describe_run(
+    plan: Plan | Run,
+    device: DeviceType,
+    *,
+    model: "Module | None" = None,
+    attention_kernel: AttentionKernel = "flash",
+) -> ModelSpec:
     """Returns the spec of the run's model, traced with the run's loss and batches for kernels of `device`.
 
     model: the run's model, if it is already built
+    attention_kernel: the kernel of attention on the GPUs (`Hardware.attention_kernel`)
 
     torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
     """
-    key = build_spec_key(plan, device)
+    key = build_spec_key(plan, device, attention_kernel=attention_kernel)
     spec = read_cached_spec(key)
     if spec is None:
-        spec = describe_run_uncached(plan, device, model=model)
+        spec = describe_run_uncached(plan, device, model=model, attention_kernel=attention_kernel)
         write_cached_spec(key, spec)
     return spec
 
 
 def describe_run_uncached(
-    plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None
+    plan: Plan | Run,
+    device: DeviceType,
+    *,
+    model: "Module | None" = None,
+    attention_kernel: AttentionKernel = "flash",
 ) -> ModelSpec:
     """Traces the run's model without using the cache. Returns the same spec as `describe_run`."""
     from fullshard.models.build import build_model
@@ -37,7 +49,10 @@ def describe_run_uncached(
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
     batch = _example_batch(plan, model)
-    return describe(model, plan, loss=choose_loss(run, model), batch=batch, device_type=device)
+    loss = choose_loss(run, model)
+    return describe(
+        model, plan, loss=loss, batch=batch, device_type=device, attention_kernel=attention_kernel
+    )
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:

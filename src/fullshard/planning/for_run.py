@@ -20,6 +20,7 @@ from fullshard.planner.search import no_plan_fits_error, predict, search
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -102,19 +103,18 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
     chosen: the user's plan, which gets a prediction; None to search for the fastest plan
     plain: the run's plan with plain defaults, returned if there is no other
     """
-    device = plain.device
     model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
     try:
         # Under torchrun, it finds the ranks per node in the environment.
-        hardware = detect_hardware(device, ranks=None if is_started_by_torchrun() else plain.world_size)
+        hardware = detect_hardware(plain.device, ranks=None if is_started_by_torchrun() else plain.world_size)
         if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
             hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:
-            return predict(describe_run(chosen, device, model=model), chosen, hardware)
+            return predict(_describe_on(hardware, chosen, model=model), chosen, hardware)
         quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        spec = describe_run(run, device, model=model)
+        spec = _describe_on(hardware, run, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
         uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
@@ -167,8 +167,13 @@ def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module
     if run.recompute.mode != "auto":
         return None
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
-    found = search(describe_run(plain, hardware.device, model=model), hardware, plain)
+    found = search(_describe_on(hardware, plain, model=model), hardware, plain)
     return found.best if found.best == found.fastest else None
+
+
+def _describe_on(hardware: Hardware, plan: Plan | Run, *, model: "Module | None") -> ModelSpec:
+    """Returns the spec of the plan's model with the kernels that run on `hardware`."""
+    return describe_run(plan, hardware.device, model=model, attention_kernel=hardware.attention_kernel)
 
 
 def _with_resolved_precision(run: Run, device: DeviceType) -> Run:

@@ -25,6 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fullshard.errors import SpecError
+from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.plan import DeviceType, Plan
@@ -72,8 +73,13 @@ class _CacheEntryHeader(FrozenModel):
     sha256: str
 
 
-def build_spec_key(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
+def build_spec_key(
+    plan: Plan | Run, device: DeviceType, *, attention_kernel: AttentionKernel = "flash"
+) -> SpecKey | None:
     """Returns the cache key of the spec of the model of `plan` with the kernels of `device`.
+
+    attention_kernel: as for `describe`. Only masked attention leaves another trace, so it is in the key only
+        of models that may mask: with documents, and those of transformers.
 
     The key is None if the model, data or loss is other code than this package and transformers, because such
     code can change undetected. Raises SpecError if the model's config.json cannot be read.
@@ -103,6 +109,8 @@ def build_spec_key(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
         "precision": run.precision.model_dump(mode="json"),
         "recompute": run.recompute.model_dump(mode="json"),
     }
+    if device == "cuda" and (run.data.document_mask or isinstance(run.model, HuggingFaceModel)):
+        settings["attention_kernel"] = attention_kernel
     if isinstance(plan, Plan):
         settings["plan"] = plan.model_dump(mode="json", exclude={"run", "prediction"})
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))

@@ -63,7 +63,7 @@ class PlanTarget:
         if self.spec is not None:
             return self.spec
         with disable_gc():
-            return describe_run(run, hardware.device)
+            return describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
 
 
 def resolve_plan_target(name: str | None) -> PlanTarget:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
 from fullshard.spec.catalog import find_catalog_entry_of_chip, find_chip_by_device_name, link_from_catalog
-from fullshard.spec.hardware import Chip, CollectiveRate, Hardware, Link
+from fullshard.spec.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
 from fullshard.spec.hardware_text import catalog_chip_hardware
 from fullshard.spec.rates import default_cpu_rates, read_default_rate_figures
 from fullshard.system.process import count_usable_cores
@@ -23,7 +23,8 @@ _ASK = """
 import json, torch
 n = torch.cuda.device_count()
 p = torch.cuda.get_device_properties(0) if n else None
-print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
+cudnn = torch.backends.cudnn.version() if n and torch.version.cuda else None
+print(json.dumps([n, p.name, p.total_memory, p.major, cudnn] if p else [0, "", 0, 0, None]))
 """
 # Files that drivers create on Linux: NVIDIA's (also before its device files exist, and on Jetson), AMD's and
 # WSL's. Without any of them, there is no GPU.
@@ -31,14 +32,25 @@ _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/kf
 
 
 class DetectedGpus(NamedTuple):
-    """The number of GPUs that torch can use, and the name and memory of the first."""
+    """The number of GPUs that torch can use, with properties of the first.
+
+    major: major number of its compute capability
+    cudnn: version of cuDNN as torch counts it (91900 for 9.19); None without it, and on AMD's GPUs
+    """
 
     number: int
     name: str
     memory_bytes: int
+    major: int
+    cudnn: int | None
+
+    def attention_kernel(self, environment: Mapping[str, str]) -> AttentionKernel:
+        """Returns the kernel that torch's attention prefers: its `check_prefer_cudnn_attention` (2.11)."""
+        wanted = environment.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+        return "cudnn" if wanted and self.major in (9, 10) and (self.cudnn or 0) > 91500 else "flash"
 
 
-_NO_GPUS = DetectedGpus(0, "", 0)
+_NO_GPUS = DetectedGpus(0, "", 0, 0, None)
 
 
 def detect_hardware(
@@ -71,7 +83,7 @@ def detect_hardware(
     each = ranks_per_node or count
     if saved is not None and _is_same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
         return saved.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
-    found = catalog_hardware_of_machine(gpus, ranks=count, ranks_per_node=each)
+    found = catalog_hardware_of_machine(gpus, ranks=count, ranks_per_node=each, environment=environment)
     if gpus.number and find_catalog_entry_of_chip(found.chip) is None:
         raise SpecError(
             "this GPU is not in the catalog.",
@@ -85,7 +97,9 @@ def detect_hardware(
     return found.model_copy(update={"source": found.source + other})
 
 
-def catalog_hardware_of_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_node: int) -> Hardware:
+def catalog_hardware_of_machine(
+    gpus: DetectedGpus, *, ranks: int, ranks_per_node: int, environment: Mapping[str, str] = os.environ
+) -> Hardware:
     """Returns this machine's hardware from the catalog; a GPU that it lacks gets placeholder rates."""
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
@@ -95,8 +109,10 @@ def catalog_hardware_of_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_nod
     chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
     entry = find_catalog_entry_of_chip(chip) if chip is not None else None
     host_memory_bytes = _host_memory_bytes() // ranks_per_node
+    kernel = gpus.attention_kernel(environment)
     if entry is not None:
-        known = catalog_chip_hardware(entry).with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
+        one = catalog_chip_hardware(entry, attention_kernel=kernel)
+        known = one.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return known.model_copy(update={"host_memory_bytes": host_memory_bytes})
     return Hardware(
         name=gpus.name,
@@ -109,6 +125,7 @@ def catalog_hardware_of_machine(gpus: DetectedGpus, *, ranks: int, ranks_per_nod
             flops_per_second={},
             source="not in the catalog",
         ),
+        attention_kernel=kernel,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         rates=default_cpu_rates(1),
@@ -152,7 +169,9 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return DetectedGpus(torch.cuda.device_count(), properties.name, properties.total_memory)
+        cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
+        number, memory = torch.cuda.device_count(), properties.total_memory
+        return DetectedGpus(number, properties.name, memory, properties.major, cudnn)
     if torch is not None and not torch.cuda.device_count():  # asks the driver, without creating a context
         return _NO_GPUS
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from fullshard.spec.hardware import Chip, CollectiveRate, ComputeDtype, Link
+from fullshard.spec.hardware import AttentionKernel, Chip, CollectiveRate, ComputeDtype, Link
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -24,7 +24,8 @@ class CatalogChip(FrozenModel):
     source: str
     matmul_flops_per_second: PositiveFloat | None = None
     matmul_source: str = ""
-    attention: tuple[PositiveFloat, PositiveFloat] | None = None
+    attention_kernel: AttentionKernel = "flash"
+    attention: Mapping[AttentionKernel, tuple[PositiveFloat, PositiveFloat]] = {}
     attention_source: str = ""
     within: str
     pair: str | None = None

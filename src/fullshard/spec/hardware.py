@@ -25,6 +25,7 @@ MOST_RANKS = 2**20
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+AttentionKernel = Literal["flash", "cudnn"]
 
 
 class Chip(FrozenModel):
@@ -191,11 +192,14 @@ class Hardware(FrozenModel):
         is the rate of torch 2.13's fused AdamW on two cores (32M fp32 parameters). Two cores of another
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: price of one chip
+    attention_kernel: kernel that torch's attention prefers in half precision: "cudnn" on Hopper and on
+        Blackwell of data centres, with cuDNN above 9.15. The rates of attention are this kernel's.
     """
 
     name: str
     device: DeviceType
     chip: Chip
+    attention_kernel: AttentionKernel = "flash"
     nodes: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
     ranks_per_node: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
     rates: Rates

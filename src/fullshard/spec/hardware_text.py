@@ -15,7 +15,7 @@ from fullshard.spec.catalog import (
     read_catalog_chips,
     read_catalog_links,
 )
-from fullshard.spec.hardware import CALIBRATE, Chip, Hardware, Link
+from fullshard.spec.hardware import CALIBRATE, AttentionKernel, Chip, Hardware, Link
 from fullshard.spec.rates import default_gpu_rates, read_default_rate_figures
 from fullshard.spec.toml_file import read_toml
 
@@ -53,8 +53,13 @@ def hardware_on(text: str) -> Hardware:
     return _hardware_with_layout(hardware, nodes=layout[0], ranks_per_node=layout[1])
 
 
-def catalog_chip_hardware(entry: CatalogChip) -> Hardware:
-    """Returns hardware of one rank on a chip of the catalog, with the catalog's rates."""
+def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKernel | None = None) -> Hardware:
+    """Returns hardware of one rank on a chip of the catalog, with the catalog's rates.
+
+    attention_kernel: None: the one that torch 2.11 and newer prefer on this chip. Before 2.11, and with an
+        older cuDNN, it was "flash" on every chip.
+    """
+    kernel = attention_kernel or entry.attention_kernel
     table = read_default_rate_figures()
     memory = table.memory_use
     sources = ("catalog, not calibrated", entry.matmul_source, entry.attention_source)
@@ -62,7 +67,8 @@ def catalog_chip_hardware(entry: CatalogChip) -> Hardware:
         name=entry.name,
         device="cuda",  # any device with its own memory
         chip=entry.chip,
-        rates=default_gpu_rates(entry),
+        attention_kernel=kernel,
+        rates=default_gpu_rates(entry, kernel),
         within=link_from_catalog(entry.within),
         across=link_from_catalog(entry.across),
         contention=table.overlap.contention,
@@ -136,7 +142,7 @@ def _chip_in_hardware_file(chip: Any, path: Path) -> CatalogChip:
     if "bf16" not in whole.flops_per_second:
         raise SpecError(f"{path}: the chip's bf16 peak is missing.", fix="flops_per_second.bf16")
     known = whole.model_dump(exclude={"memory_bytes"}) | {"memory_gib": whole.memory_bytes / 1024**3}
-    unknown = {"aliases": (), "matmul_flops_per_second": None, "attention": None}
+    unknown = {"aliases": (), "matmul_flops_per_second": None, "attention_kernel": "flash", "attention": {}}
     return read_catalog_chips()[0].model_copy(update=known | unknown)
 
 

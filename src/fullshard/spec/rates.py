@@ -1,12 +1,13 @@
 """Rates of uncalibrated hardware, estimated from peaks and the figures in `rates.toml`."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
 from fullshard.spec.catalog import CatalogChip
-from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint, Rates
+from fullshard.spec.hardware import AttentionKernel, ComputeDtype, Curve, RatePoint, Rates
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -65,7 +66,7 @@ class DefaultRateFigures(FrozenModel):
 
     matmul: _MatmulEfficiency
     memory: _MemoryBandwidthEfficiency
-    attention: _AttentionEfficiency
+    attention: Mapping[AttentionKernel, _AttentionEfficiency]
     host: _HostRates
     overlap: _OverlapContention
     memory_use: _DeviceMemoryOverheads
@@ -79,20 +80,22 @@ def read_default_rate_figures() -> DefaultRateFigures:
     return DefaultRateFigures.parse(tables, source="rates.toml")
 
 
-def default_gpu_rates(chip: CatalogChip) -> Rates:
+def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> Rates:
     """Returns the rates of one GPU of this kind, estimated from its peaks and the curves in `rates.toml`.
 
         matmul rate(FLOP)  = sustained * curve(FLOP / peak FLOP/s)
         memory rate(bytes) = peak bytes/s * curve(bytes / peak bytes/s)
 
     `chip.matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
-    peaks. `chip.attention` has the sustained fractions of the matmul peak; the curve is that of matmuls.
+    peaks. `chip.attention` has the fractions of the matmul peak that each kernel of attention sustains; the
+    curve is that of matmuls.
     """
     table = read_default_rate_figures()
     known = chip.flops_per_second
     measured = chip.matmul_flops_per_second
     sustained = table.matmul.sustained if measured is None else measured / known["bf16"]
-    forward, backward = chip.attention or (table.attention.forward, table.attention.backward)
+    known_kernel = table.attention[attention_kernel]
+    forward, backward = chip.attention.get(attention_kernel, (known_kernel.forward, known_kernel.backward))
 
     def curves_by_dtype(part: float) -> dict[ComputeDtype, Curve]:
         return {dtype: _rate_curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}

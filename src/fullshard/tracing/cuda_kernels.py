@@ -13,33 +13,71 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fullshard.spec.hardware import AttentionKernel
+
 _ATEN = torch.ops.aten
 
 
-def _cuda_attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    half, grouped = query.dtype in (torch.float16, torch.bfloat16), key.shape[1] != query.shape[1]
-    if attn_mask is None and half:  # the kernel supports grouped heads and reads their number off the shapes
-        return _ATEN._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
+class _CudaAttention:
+    """Chooses the kernel of `scaled_dot_product_attention` as torch does on a GPU.
+
+    Without a mask, flash attention stands for cuDNN's kernel: both save the output and one fp32 number per
+    row. Dropout's random state is a few bytes more.
+    """
+
+    def __init__(self, preferred: AttentionKernel) -> None:
+        self._preferred: AttentionKernel = preferred
+        self._efficient_takes_groups = _efficient_attention_takes_groups()
+
+    def __call__(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        half, grouped = query.dtype in (torch.float16, torch.bfloat16), key.shape[1] != query.shape[1]
+        if attn_mask is None and half:  # the kernel reads the number of grouped heads off the shapes
+            return _ATEN._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        bias = attn_mask
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call writes an additive mask
+            bias = torch.where(attn_mask.logical_not(), float("-inf"), query.new_zeros(()))
+        if half and self._preferred == "cudnn" and _cudnn_takes_heads(query, value):
+            return _ATEN._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if grouped and not self._efficient_takes_groups:
+            return _ATEN._scaled_dot_product_attention_math(
+                query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        expanded = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        return _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, expanded, True, dropout_p, is_causal, scale=scale
         )[0]
-    if grouped:  # the kernel that supports masks and fp32 does not support grouped key/value heads
-        return _ATEN._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-    return _ATEN._scaled_dot_product_efficient_attention(
-        query, key, value, mask, True, dropout_p, is_causal, scale=scale
-    )[0]
+
+
+def _cudnn_takes_heads(query: Tensor, value: Tensor) -> bool:
+    """Returns whether cuDNN's kernel is for heads of these widths: multiples of 8, of at most 128."""
+    return all(width <= 128 and width % 8 == 0 for width in (query.shape[-1], value.shape[-1]))
+
+
+def _efficient_attention_takes_groups() -> bool:
+    """Returns whether this torch's memory-efficient kernel is for fewer key/value heads than query heads."""
+    with torch.device("meta"):
+        many, few, rows = torch.empty(1, 2, 8, 8), torch.empty(1, 1, 8, 8), torch.empty(1, 2, 8)
+        state = [torch.empty((), dtype=torch.int64)] * 2
+    wanted = [True, True, True, False]
+    gradients = _ATEN._scaled_dot_product_efficient_attention_backward(
+        many, many, few, few, None, many, rows, *state, 0.0, wanted
+    )
+    return gradients[1].shape == few.shape
 
 
 def _cuda_rms_norm(  # signature: aten::rms_norm
@@ -74,11 +112,14 @@ def _cuda_dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature:
 
 
 @contextmanager
-def emulate_cuda_kernels() -> Generator[None]:
-    """Makes CPU tensors of this process take CUDA's code paths while active. For fake tensors only."""
+def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generator[None]:
+    """Makes CPU tensors of this process take CUDA's code paths while active. For fake tensors only.
+
+    attention_kernel: the kernel that torch prefers on the GPU, where it can be used
+    """
     library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
     try:
-        library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _CudaAttention(attention_kernel), "AutogradCPU")
         library.impl("dropout", _cuda_dropout, "AutogradCPU")
         library.impl("rms_norm", _cuda_rms_norm, "AutogradCPU")
         yield

@@ -34,6 +34,7 @@ from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,
     LinearInMicrobatch,
@@ -75,6 +76,7 @@ def describe(
     batch: Any = None,
     units: Predicate | None = None,
     device_type: DeviceType | None = None,
+    attention_kernel: AttentionKernel = "flash",
 ) -> ModelSpec:
     """Returns the spec of `model` as `plan` runs it on one rank.
 
@@ -88,9 +90,9 @@ def describe(
         Unset: int64 `tokens` and `labels` of (microbatch, sequence_length).
     units: `units(name, module)` overrides the plan's unit policy, as in `shard`.
     device_type: the device whose kernels compute; unset, the plan's.
+    attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.
 
-    Raises ShardError if the model is already sharded, or if no `batch` was given and the model cannot run on
-    tokens and labels.
+    Raises ShardError if the model is sharded, or cannot run on tokens and labels and no `batch` was given.
     """
     if isinstance(plan, Run):
         device: DeviceType = device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
@@ -107,7 +109,7 @@ def describe(
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack, _disable_packing_detection():
         if device == "cuda":
-            stack.enter_context(emulate_cuda_kernels())
+            stack.enter_context(emulate_cuda_kernels(attention_kernel))
         if batch is None:
             stack.enter_context(_explain_failure_on_default_batch(type(model).__name__))
         traces = [trace for section in recomputes for trace in study.trace_recompute_setting(section, given)]

@@ -1,0 +1,112 @@
+"""Attention is traced with the kernel that torch chooses on the GPU, and keeps what that kernel keeps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.distributed.tensors import storage_key
+from fullshard.planning.describe_run import describe_run_uncached
+from fullshard.planning.spec_cache import build_spec_key
+from fullshard.spec.run import Run
+from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
+
+BATCH, HEADS, LENGTH = 2, 4, 64
+SMALL = (
+    *("model.d_model=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.vocabulary=256"),
+    *("data.sequence_length=64", "precision.mode=bf16", "recompute.mode=none"),
+)
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Records which kernels of attention run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if "_scaled_dot_product" in name:
+            self.names.append(name.removeprefix("aten::_scaled_dot_product_"))
+        return func(*args, **(kwargs or {}))
+
+
+def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, width: int):
+    """Returns (kernels of forward and backward, bytes saved for backward beyond the inputs)."""
+    inside: dict[object, int] = {}
+    with emulate_cuda_kernels(kernel), FakeTensorMode(), AttentionCalls() as calls:
+        shape = (BATCH, HEADS, LENGTH, width)
+        query = torch.empty(shape, dtype=dtype, requires_grad=True)
+        key, value = (
+            torch.empty(
+                BATCH, HEADS // 2 if grouped else HEADS, LENGTH, width, dtype=dtype, requires_grad=True
+            )
+            for _ in range(2)
+        )
+        mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool) if masked else None
+        given = {storage_key(tensor) for tensor in (query, key, value)}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if storage_key(tensor) not in given:
+                inside[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=grouped
+            )
+        out.sum().backward()
+        assert [tensor.grad.shape for tensor in (query, key, value)] == [query.shape, key.shape, value.shape]
+    return calls.names, sum(inside.values())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "masked", "width", "runs"),
+    [
+        ("flash", torch.bfloat16, False, 16, "flash_attention"),
+        ("cudnn", torch.bfloat16, False, 16, "flash_attention"),
+        ("flash", torch.float16, True, 16, "efficient_attention"),
+        ("cudnn", torch.float16, True, 16, "cudnn_attention"),
+        ("cudnn", torch.bfloat16, True, 192, "efficient_attention"),
+        ("cudnn", torch.float32, True, 16, "efficient_attention"),
+        ("cudnn", torch.float32, False, 16, "efficient_attention"),
+    ],
+)
+def test_the_kernel_is_the_one_that_torch_chooses(kernel, dtype, masked, width, runs):
+    names, _ = attend(kernel, dtype=dtype, masked=masked, grouped=False, width=width)
+    assert names == [runs, f"{runs}_backward"]
+
+
+def test_masked_attention_with_grouped_heads_has_cudnns_kernel_and_no_scores_per_head():
+    names, saved = attend("cudnn", dtype=torch.bfloat16, masked=True, grouped=True, width=16)
+    assert names == ["cudnn_attention", "cudnn_attention_backward"]
+    rows = BATCH * HEADS * LENGTH
+    mask = 2 * BATCH * LENGTH**2  # additive, in the dtype of the queries, one for all heads
+    assert 0 <= saved - (2 * rows * 16 + 4 * rows + mask) <= 16, (
+        "output, one number a row, mask, random state"
+    )
+    _, elsewhere = attend("flash", dtype=torch.bfloat16, masked=True, grouped=True, width=16)
+    assert elsewhere >= saved - 16
+
+
+def test_without_a_mask_one_trace_is_for_every_chip_and_with_one_the_key_tells_them_apart():
+    plain, masked = (Run.load(overrides=[*SMALL, f"data.document_mask={m}"]) for m in ("false", "true"))
+    keys = [
+        build_spec_key(run, "cuda", attention_kernel=kernel)
+        for run in (plain, masked)
+        for kernel in ("flash", "cudnn")
+    ]
+    assert keys[0] == keys[1]
+    assert len({key.file_name for key in keys}) == 3
+    flash, cudnn = (
+        describe_run_uncached(run, "cuda", attention_kernel=kernel)
+        for run, kernel in ((plain, "flash"), (plain, "cudnn"))
+    )
+    assert flash == cudnn
+    masked_flash, masked_cudnn = (
+        describe_run_uncached(masked, "cuda", attention_kernel=kernel) for kernel in ("flash", "cudnn")
+    )
+    assert masked_flash != masked_cudnn
