@@ -7,10 +7,12 @@ from fullshard.launch.environment import (
     first_slurm_host,
     is_started_by_srun,
     is_started_by_torchrun,
+    set_default_allocator,
     set_default_log_levels,
     set_default_omp_threads,
     torchrun_variables_from_slurm,
 )
+from fullshard.system.process import ALLOCATOR_VARIABLES
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -80,6 +82,17 @@ def test_what_the_user_set_is_kept() -> None:
     environment = dict(chosen)
     set_default_log_levels(environment)
     set_default_omp_threads(environment)
+    assert environment == chosen
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_segments_grow_unless_the_user_configured_the_allocator(name: str) -> None:
+    environment: dict[str, str] = {}
+    set_default_allocator(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    chosen = {name: "max_split_size_mb:512"}
+    environment = dict(chosen)
+    set_default_allocator(environment)
     assert environment == chosen
 
 

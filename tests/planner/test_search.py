@@ -218,3 +218,11 @@ def test_recompute_never_saves_more(shape: Shape):
         for trace in spec.traces
     }
     assert all(saved[mode] <= saved["none"] for mode in saved)
+
+
+def test_one_rank_with_room_keeps_its_parameters_gathered_over_the_step():
+    """Over one rank FSDP2 copies parameters whenever it gathers them."""
+    run, spec = run_for(Shape(layers=4, d_model=1024)), decoder_spec(Shape(layers=4, d_model=1024))
+    best = search(spec, hardware_of(1, 1), run).best
+    assert best is not None
+    assert best.reshard_after_forward is False

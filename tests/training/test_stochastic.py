@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fullshard.offload.philox import RoundingSeed, random_halfwords
 from fullshard.offload.rounding import round_stochastically
 from fullshard.training.loop import train
 from fullshard.training.stochastic_adamw import StochasticAdamW
@@ -19,7 +20,8 @@ from tests.training.runs import mean_square, run_of, sharded
 
 def rounded(exact: Tensor, *, seed: int = 0) -> Tensor:
     out = torch.empty(exact.shape, dtype=torch.bfloat16)
-    round_stochastically(exact.clone(), out=out, generator=torch.Generator().manual_seed(seed))
+    halfwords = random_halfwords(RoundingSeed(seed), exact.numel(), device=exact.device)[0]
+    round_stochastically(exact.clone(), out=out, halfwords=halfwords)
     return out
 
 
@@ -79,7 +81,7 @@ def test_consecutive_seeds_give_independent_noise() -> None:
 def test_other_dtypes_are_copied() -> None:
     exact = torch.tensor([1.0001, -3.3])
     out = torch.empty(2)
-    round_stochastically(exact.clone(), out=out, generator=torch.Generator())
+    round_stochastically(exact.clone(), out=out, halfwords=torch.tensor([3, 65535], dtype=torch.int32))
     assert torch.equal(out, exact)
 
 

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from fullshard.system.process import count_usable_cores
+from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, count_usable_cores
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,7 +26,7 @@ def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def prepare_rank_environment(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Sets the log levels, threads and (under srun) torchrun's variables of a rank, before it imports torch.
+    """Sets log levels, threads, allocator and (under srun) torchrun's variables, before a rank imports torch.
 
     Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank.
     """
@@ -36,6 +36,7 @@ def prepare_rank_environment(environment: MutableMapping[str, str] = os.environ)
         return False
     set_default_log_levels(environment)
     set_default_omp_threads(environment)
+    set_default_allocator(environment)
     return True
 
 
@@ -80,6 +81,16 @@ def set_default_log_levels(environment: MutableMapping[str, str]) -> None:
     """Sets torch's log level to errors and NCCL's to warnings, unless the user has set other levels."""
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("NCCL_DEBUG", "WARN")
+
+
+def set_default_allocator(environment: MutableMapping[str, str]) -> None:
+    """Makes the allocator of CUDA grow its segments, unless the user has configured it.
+
+    A segment that can grow is not left behind as a block that is too small for the next request, and its free
+    pages go back to the device before an allocation fails.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
 
 
 def set_default_omp_threads(environment: MutableMapping[str, str]) -> None:

@@ -16,17 +16,15 @@ from fullshard.offload.device_update import DeviceUpdate, GroupPieceOnDevice
 from fullshard.offload.gather_source import ShardCopies
 from fullshard.offload.gradients import GradientStore
 from fullshard.offload.lazy_tensor import RereadingTensor
+from fullshard.offload.philox import RoundingSeed, rounding_key
 from fullshard.offload.rounding import (
     AdamOptions,
     adamw_with_stochastic_rounding,
-    round_stochastically,
     shard_index,
 )
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import MasterAndMoments
 from fullshard.spec.groups import OffloadGroup, ShardSegment
-
-_CHUNK = 1 << 20  # bf16 moment elements held in fp32 at once
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,8 @@ class StreamingAdamW(torch.optim.Optimizer):
             state["step"] += 1
             beta1, beta2 = group["betas"]
             options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-            seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
+            step, shard = int(state["step"].item()), shard_index(parameter)
+            seed = rounding_key(self.seed, step=step, parameter=place, shard=shard)
             job = _UpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
@@ -189,7 +188,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]
         own = MasterAndMoments(*(one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])))
         if parameter.dtype is torch.bfloat16:
-            _update_bf16_master(job, job.gradient, state=own, begin=0)
+            _update_and_round(job, job.gradient, state=own, begin=0)
         else:
             steps = [_step_count_on_device(job, parameter.device)]
             _run_fused_adamw([[one] for one in own], [job.gradient], steps=steps, options=job.options)
@@ -231,9 +230,14 @@ def _update_group(  # signature: bound arguments, and those of `state.Update`
             steps = [_step_count_on_device(job, parts.master.device) for job, _ in own]
             _run_fused_adamw(cut, gradients, steps=steps, options=options)
             continue
-        change = _update_with_bf16_moments if parts.master.dtype is torch.float32 else _update_bf16_master
         for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-            change(job, g, state=MasterAndMoments(*state), begin=one.begin)
+            _update_and_round(job, g, state=MasterAndMoments(*state), begin=one.begin)
+
+
+def _update_and_round(job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int) -> None:
+    """Updates elements `begin` and following of a shard of which something is kept in bf16."""
+    step, seed = int(job.step.item()), RoundingSeed(job.seed, begin)
+    adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
 
 
 def _step_count_on_device(job: _UpdateInputs, device: torch.device) -> Tensor:
@@ -251,30 +255,6 @@ def _run_fused_adamw(
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
         values, gradients, first, second, [], steps, **options._asdict(), amsgrad=False, maximize=False
     )
-
-
-def _update_bf16_master(job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int) -> None:
-    generator, step = _rounding_generator(job, begin, device=state.master.device), int(job.step.item())
-    adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, generator=generator)
-
-
-def _update_with_bf16_moments(
-    job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int
-) -> None:
-    """Updates an fp32 master with the fused kernel, converting a chunk of its bf16 moments at a time."""
-    generator = _rounding_generator(job, begin, device=gradient.device)
-    step = _step_count_on_device(job, gradient.device)
-    for at in range(0, gradient.numel(), _CHUNK):
-        value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))
-        exact = first.float(), second.float()
-        _run_fused_adamw([[value], [exact[0]], [exact[1]]], [g], steps=[step], options=job.options)
-        for target, moment in zip((first, second), exact, strict=True):
-            round_stochastically(moment, out=target, generator=generator)
-
-
-def _rounding_generator(job: _UpdateInputs, begin: int, *, device: torch.device) -> torch.Generator:
-    seed = job.seed if begin == 0 else hash((job.seed, begin))
-    return torch.Generator(device).manual_seed(seed & (2**63 - 1))
 
 
 def _check_loaded_shapes(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:

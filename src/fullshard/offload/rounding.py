@@ -1,10 +1,15 @@
 """AdamW in bf16 with stochastic rounding, up or down at random, so that small updates are not lost."""
 
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.offload.philox import RoundingSeed, random_halfwords
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 
 
 class AdamOptions(NamedTuple):
@@ -23,25 +28,63 @@ def adamw_with_stochastic_rounding(
     *,
     step: int,
     options: AdamOptions,
-    generator: torch.Generator,
+    seed: RoundingSeed,
 ) -> None:
     """Updates `state`, (value, first moment, second moment), in place with AdamW.
 
-    The update is computed in fp32, and rounded stochastically to the dtypes of `state`. `step` counts from 1.
+    The update is computed in fp32, and rounded stochastically where `state` is bf16. On a GPU it is one
+    kernel (`rounding_kernel`), with the same result. `step` counts from 1.
     """
+    scalars = update_scalars(step, options)
+    tensors = (*state, gradient)
+    if gradient.is_cuda and _has_triton() and seed.begin % 2 == 0 and all(map(_fits_kernel, tensors)):
+        from fullshard.offload.rounding_kernel import launch_update
+
+        launch_update(state, gradient, scalars=scalars, seed=seed)
+        return
+    flat = [one.view(-1) if one.is_contiguous() else one for one in tensors]
+    chunk = (
+        gradient.numel()
+        if gradient.is_cuda or any(one.ndim != 1 for one in flat)
+        else ROUNDING_CHUNK_ELEMENTS
+    )
+    for at in range(0, gradient.numel(), chunk):
+        value, first, second, g = (one[at : at + chunk] if one.ndim == 1 else one for one in flat)
+        _update_chunk((value, first, second), g, scalars=scalars, seed=seed.from_element(at))
+
+
+def update_scalars(step: int, options: AdamOptions) -> tuple[float, ...]:
+    """Returns (keep, β₁, 1 - β₁, β₂, 1 - β₂, 1 - β₂^step, ε, rate), the factors of one update.
+
+    m = β₁ m + (1 - β₁) g
+    v = β₂ v + (1 - β₂) g²
+    value = keep · value - rate · m / (sqrt(v / (1 - β₂^step)) + ε)
+    """
+    lr, beta1, beta2, eps, decay = options
+    correction = 1 - beta2**step
+    return 1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2, correction, eps, lr / (1 - beta1**step)
+
+
+def _update_chunk(
+    state: tuple[Tensor, Tensor, Tensor], gradient: Tensor, *, scalars: tuple[float, ...], seed: RoundingSeed
+) -> None:
+    keep, beta1, rest1, beta2, rest2, correction, eps, rate = scalars
     value, first, second = state
     g = gradient.float()
-    m = first.float().lerp_(g, 1 - options.beta1)
-    v = second.float().mul_(options.beta2).addcmul_(g, g, value=1 - options.beta2)
-    new = value.float().mul_(1 - options.lr * options.weight_decay)
-    denominator = (v / (1 - options.beta2**step)).sqrt_().add_(options.eps)
-    new.addcdiv_(m, denominator, value=-options.lr / (1 - options.beta1**step))
-    for target, exact in ((value, new), (first, m), (second, v)):
-        round_stochastically(exact, out=target, generator=generator)
+    m = first.float().mul(beta1).add_(g.mul(rest1))
+    v = second.float().mul(beta2).add_(g.mul(g).mul_(rest2))
+    # A tensor, because torch multiplies by the inverse of a scalar divisor.
+    denominator = v.div(torch.full_like(v, correction)).sqrt_().add_(eps)
+    new = value.float().mul(keep).sub_(m.div(denominator).mul_(rate))
+    numbers = random_halfwords(seed, gradient.numel(), device=gradient.device)
+    for target, exact, number in zip(state, (new, m, v), numbers, strict=True):
+        round_stochastically(exact, out=target, halfwords=number.view(exact.shape))
 
 
-def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generator) -> None:
+def round_stochastically(exact: Tensor, *, out: Tensor, halfwords: Tensor) -> None:
     """Writes fp32 `exact` into `out`; to bf16 by adding random low bits and truncating.
+
+    halfwords: int32 random numbers from 0 to 2^16 - 1
 
     A bf16 is the upper half of an fp32. Of the 2^16 equally likely random numbers, as many carry into the
     upper half as the value of the lower half. So the mean over roundings is `exact`, and values that bf16 can
@@ -50,9 +93,17 @@ def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generat
     if out.dtype is not torch.bfloat16:
         out.copy_(exact)
         return
-    bits = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
-    bits.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
+    bits = halfwords.add(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
     out.copy_(torch.where(exact.isfinite(), bits.view(torch.float32), exact))
+
+
+def _fits_kernel(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float32) and tensor.is_contiguous()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def shard_index(parameter: Tensor) -> int:

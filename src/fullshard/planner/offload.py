@@ -66,7 +66,12 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
-from fullshard.planner.unit_bytes import UnitBytes, padded_numel, unpadded_shard_numel
+from fullshard.planner.unit_bytes import (
+    UnitBytes,
+    padded_numel,
+    rounding_temporary_bytes,
+    unpadded_shard_numel,
+)
 from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks
 from fullshard.spec.groups import (
     UNIT_BUFFERS,
@@ -93,8 +98,6 @@ _SLOTS = 3
 _PAYLOAD = 16 << 20  # bytes allocated beside each generation
 _SUM = 4  # bytes per gradient: gradients are summed in fp32
 _ADAM_TOUCHES = 7  # reads value, gradient and two moments; writes all of these except the gradient
-_ROUNDING_TOUCHES = 86  # with stochastic rounding: see `step_time`
-_ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporary_bytes`
 
 
 class OffloadTimePerByte(NamedTuple):
@@ -118,8 +121,7 @@ def offload_time_per_byte(plan: Plan, hardware: Hardware) -> OffloadTimePerByte:
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
         return OffloadTimePerByte(whole, disk, update, update)
-    touches = _ROUNDING_TOUCHES if _has_stochastic_rounding(plan) else _ADAM_TOUCHES
-    on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
+    on_device = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
     rate = host_copy_bytes_per_second(hardware, f'offload.tier = "{section.tier}"')
     return OffloadTimePerByte(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
 
@@ -295,7 +297,8 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
         return 0
     largest = max(_state_bytes_per_element(plan, master) + master for _, master in groups)
     elements = copy_chunk_elements(group for group, _ in groups)
-    return (2 * largest + (_ROUNDING_BYTES if _has_stochastic_rounding(plan) else 0)) * elements
+    rounds = plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
+    return 2 * largest * elements + (rounding_temporary_bytes(elements, plan) if rounds else 0)
 
 
 def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
@@ -322,10 +325,6 @@ def _iterate_offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterat
                 held.append(ShardSizes(f"{unit.position}.{index}", numel=numel, max_numel=most, dtype=master))
     for group in group_shards(held, sub_group_parameters=plan.run.offload.sub_group_parameters):
         yield group, itemsizes[group.dtype]
-
-
-def _has_stochastic_rounding(plan: Plan) -> bool:
-    return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
 def _moment_itemsize(plan: Plan, master: int) -> int:

@@ -6,7 +6,7 @@ from math import prod
 
 from fullshard.errors import PlanError
 from fullshard.planner.tensor_parallel import split_parameter_shape
-from fullshard.spec.groups import page_aligned_bytes
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 
@@ -193,20 +193,28 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     )
 
 
+def rounding_temporary_bytes(elements: int, plan: Plan) -> int:
+    """Returns the bytes of temporaries of an update of `elements` with stochastic rounding.
+
+    A GPU updates them in one kernel. The CPU takes a chunk at a time, with fp32 copies of value, gradient and
+    moments (20 bytes per element), and the random numbers and their words (48).
+    """
+    return 0 if plan.device == "cuda" else 68 * min(elements, ROUNDING_CHUNK_ELEMENTS)
+
+
 def update_temporary_bytes(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     """Returns the bytes of temporaries of an update of the units of `sizes`. Fused AdamW has none.
 
     Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
-    parameter: stochastic rounding with fp32 copies of value, gradient and moments, and the denominator (20
-    bytes per element), random bits (4) and masks (7); AdamW in 8 bits with 53 bytes per element on the CPU,
-    and less where it is compiled.
+    parameter: stochastic rounding as `rounding_temporary_bytes` says; AdamW in 8 bits with 53 bytes per
+    element on the CPU, and less where it is compiled.
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.offloads_optimizer:
         return 0
     largest = max((size.largest_trained for size in units), default=0)
     if plan.precision.stochastic_rounding:
-        return 31 * largest
+        return rounding_temporary_bytes(largest, plan)
     if section.name.lower() == "adamw8bit":
         return 53 * largest
     if section.name.lower() == "sgd" and section.weight_decay:

@@ -4,6 +4,7 @@ import importlib
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fullshard.distributed.loopback import (
 )
 from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.plan import DeviceType, Plan
+from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 
 REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
 _MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
@@ -60,14 +62,16 @@ def process_group(
 
     The ranks are those of torchrun's environment; without that, there is a single rank. A group that is
     already initialised is used, and stays open. On CUDA the group also serves CPU tensors (with gloo), so
-    that offloaded gradients can be reduced. If all ranks are on this machine, they use its loopback
-    interface: see `fullshard.distributed.loopback`.
+    that offloaded gradients can be reduced, and torch's allocator grows its segments, unless the environment
+    configures it. If all ranks are on this machine, they use its loopback interface: see
+    `fullshard.distributed.loopback`.
     """
     kind = choose_device_type(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # A scheduler may make only its own GPU visible to each process, as number 0.
     own_device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu")
     if kind == "cuda":
+        _use_expandable_segments()
         torch.cuda.set_device(own_device)
     if dist.is_initialized():
         yield _make_rank_info(local_rank, own_device)
@@ -81,6 +85,15 @@ def process_group(
         finally:
             if dist.is_initialized():
                 _close_process_group(kind, clean=clean)
+
+
+def _use_expandable_segments() -> None:
+    """Makes the allocator grow its segments, in a process whose environment does not configure it."""
+    if torch.version.cuda is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for the same
+        torch.cuda.memory._set_allocator_settings(EXPANDABLE_SEGMENTS)  # pyright: ignore[reportPrivateUsage, reportDeprecated]
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:

@@ -13,6 +13,9 @@ PAGE_BYTES = 4096  # each part of a group's state begins at a page
 UNIT_BUFFERS = 3  # units whose shards are in memory while all shards are on the drive
 _PIECE_ELEMENTS = 1 << 22  # 64 MiB of fp32 state and gradients: large enough to copy at the full rate
 _MOST_GROUPS = 100_000
+ROUNDING_CHUNK_ELEMENTS = (
+    1 << 16
+)  # that the CPU rounds stochastically at once: temporaries stay in its caches
 _BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from their first element on
 
 

@@ -4,6 +4,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The environment variables that configure torch's allocators. The first is the present name."""
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+
 
 def boot_id() -> str:
     """Returns an identifier of the running kernel, which changes with each boot; "" without /proc."""

@@ -81,15 +81,14 @@ def describe(
     """Returns the spec of `model` as `plan` runs it on one rank.
 
     The spec holds for every plan with the same units, sequence length and precision, for any ranks, strategy,
-    microbatch and accumulation, and with a recompute that was traced: the plan's own, or all modes for a Run
-    whose recompute is auto.
+    microbatch and accumulation, and a traced recompute: the plan's, or all for a Run whose recompute is auto.
 
     model: on the meta device or real; it is not changed.
     loss: `loss(model, batch)`, the training loss.
     batch: one microbatch, any nest of tensors with the microbatch in dim 0; only shapes and dtypes matter.
         Unset: int64 `tokens` and `labels` of (microbatch, sequence_length).
     units: `units(name, module)` overrides the plan's unit policy, as in `shard`.
-    device_type: the device whose kernels compute; unset, the plan's.
+    device_type: the device of the kernels; unset, the plan's.
     attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.
 
     Raises ShardError if the model is sharded, or cannot run on tokens and labels and no `batch` was given.

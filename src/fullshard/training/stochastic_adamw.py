@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
+from fullshard.offload.philox import RoundingSeed, rounding_key
 from fullshard.offload.rounding import AdamOptions, adamw_with_stochastic_rounding, shard_index
 
 
@@ -66,10 +67,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         value, first, second, g = map(local_tensor, kept)
         if value.numel() == 0:
             return
-        generator = torch.Generator(value.device)
-        generator.manual_seed(hash((self.seed, step, index, shard_index(parameter))) & (2**63 - 1))
+        seed = RoundingSeed(rounding_key(self.seed, step=step, parameter=index, shard=shard_index(parameter)))
         beta1, beta2 = group["betas"]
         options = AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        adamw_with_stochastic_rounding(
-            (value, first, second), g, step=step, options=options, generator=generator
-        )
+        adamw_with_stochastic_rounding((value, first, second), g, step=step, options=options, seed=seed)

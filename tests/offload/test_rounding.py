@@ -1,0 +1,93 @@
+"""Roundings depend on seed and position alone, and the GPU's kernel has the CPU's results."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fullshard.offload.philox import RoundingSeed, philox_4x32, random_halfwords
+from fullshard.offload.rounding import AdamOptions, adamw_with_stochastic_rounding
+
+OPTIONS = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_has_the_known_answers_of_random123(counter, key, words):
+    first, *others = counter
+    found = philox_4x32((torch.tensor([first]), *others), key)
+    assert tuple(int(word) for word in found) == words
+
+
+@pytest.mark.parametrize("cut", [1, 30, 63, 64])
+def test_a_piece_has_the_numbers_of_its_place_in_the_whole(cut):
+    whole = random_halfwords(RoundingSeed(7), 101, device=CPU)
+    begin, rest = RoundingSeed(7), 101 - cut
+    pieces = [
+        random_halfwords(begin, cut, device=CPU),
+        random_halfwords(begin.from_element(cut), rest, device=CPU),
+    ]
+    for one, *parts in zip(whole, *pieces, strict=True):
+        assert torch.equal(one, torch.cat(parts))
+    assert not torch.equal(whole[0], whole[1])
+
+
+def state_and_gradient(count: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    value, gradient, first = (
+        torch.randn(count, generator=generator).mul_(scale).bfloat16().view(shape)
+        for scale in (1, 1e-2, 1e-2)
+    )
+    second = torch.rand(count, generator=generator).mul_(1e-4).bfloat16().view(shape)
+    gradient.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    return value, first, second, gradient
+
+
+def test_an_update_in_pieces_is_the_whole_update():
+    whole, pieces = state_and_gradient(150_001, (150_001,)), state_and_gradient(150_001, (150_001,))
+    adamw_with_stochastic_rounding(whole[:3], whole[3], step=3, options=OPTIONS, seed=RoundingSeed(11))
+    for begin, end in ((0, 64), (64, 777), (777, 150_001)):
+        part = [tensor[begin:end] for tensor in pieces]
+        seed = RoundingSeed(11, begin)
+        adamw_with_stochastic_rounding(part[:3], part[3], step=3, options=OPTIONS, seed=seed)
+    for one, other in zip(whole, pieces, strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_the_triton_kernel_has_the_cpus_results_bit_for_bit():
+    """In Triton's interpreter, where Triton is installed; it runs the kernel's operations on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton comes with CUDA builds of torch")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", "from tests.offload.test_rounding import compare; compare()"]
+    subprocess.run(command, env=environment, check=True)
+
+
+def compare() -> None:
+    """Updates in both ways: an odd number of elements, in several programs, from within a shard."""
+    from fullshard.offload.rounding import update_scalars
+    from fullshard.offload.rounding_kernel import launch_update
+
+    for count, key, begin, master in ((2501, 2**62 + 12345, 64, torch.bfloat16), (3, 5, 0, torch.float32)):
+        ours, kernel = ([*state_and_gradient(count, (count,))] for _ in range(2))
+        ours[0], kernel[0] = ours[0].to(master), kernel[0].to(master)
+        seed = RoundingSeed(key, begin)
+        adamw_with_stochastic_rounding(ours[:3], ours[3], step=7, options=OPTIONS, seed=seed)
+        launch_update(kernel[:3], kernel[3], scalars=update_scalars(7, OPTIONS), seed=seed)
+        for name, one, other in zip(("value", "m", "v"), ours, kernel, strict=False):
+            assert one.isnan().equal(other.isnan()), name
+            assert torch.equal(one[~one.isnan()], other[~one.isnan()]), name
