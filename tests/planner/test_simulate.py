@@ -15,6 +15,7 @@ UNIT = UnitCost(
     is_sharded=True,
     is_replicated=False,
     reshards=True,
+    gathers_in_backward=True,
     resharded=False,
     separate_network=False,
     shares_wires=False,

@@ -115,13 +115,14 @@ class UnshardMemoryReplay:
         self.buffer = 0
 
     def replay_pre_backward(self, index: int, live: LiveBytes) -> None:
-        self._unshard_unit(index, live, forward=False)
+        if self.sizes[index].gathers_in_backward:
+            self._unshard_unit(index, live, forward=False)
         if self.section.mode == "implicit":
             place = self.units[index].places.pop() if self.units[index].places else 0
-            self._prefetch_units([self.order[place - 1]] if place else [], live)
+            self._prefetch_for_backward([self.order[place - 1]] if place else [], live)
         elif self.section.mode == "explicit":
             at = self.by_position.index(index)
-            self._prefetch_units(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
+            self._prefetch_for_backward(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
 
     def reshard_unit(self, index: int) -> None:
         if self.units[index].is_unsharded:
@@ -135,6 +136,9 @@ class UnshardMemoryReplay:
             self.ledger.buffers -= unit.pending or 0
             unit.pending = None
             unit.places.clear()
+
+    def _prefetch_for_backward(self, targets: Sequence[int], live: LiveBytes) -> None:
+        self._prefetch_units([one for one in targets if self.sizes[one].gathers_in_backward], live)
 
     def _prefetch_units(self, targets: Sequence[int], live: LiveBytes) -> None:
         for target in targets:
@@ -190,7 +194,7 @@ class GradientMemoryReplay:
     def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
         self.units = [_UnitGradientState() for _ in sizes]
-        self.buffer = 0  # reduce-scatter input of the last unit
+        self.buffers = deque[int]()  # reduce-scatter inputs of the last units
         self.leaving: deque[int] = deque()
 
     def replay_post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
@@ -201,10 +205,11 @@ class GradientMemoryReplay:
         if not (last or self.plan.sync_each_microbatch):
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             return
-        ledger.in_flight -= self.buffer
-        self.buffer = size.reduce_input
+        while len(self.buffers) >= self.plan.run.fsdp.reduce_scatter_buffers:
+            ledger.in_flight -= self.buffers.popleft()
         if not size.reduce_input:
             return
+        self.buffers.append(size.reduce_input)
         if unit.whole and fresh:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             live = taken
@@ -220,9 +225,10 @@ class GradientMemoryReplay:
 
     def free_buffers_after_backward(self) -> None:
         """Frees all buffers of reductions; only gradients remain."""
-        self.ledger.in_flight -= self.buffer
+        self.ledger.in_flight -= sum(self.buffers)
         self.ledger.reduced -= self.ledger.chunks
-        self.buffer = self.ledger.chunks = 0
+        self.buffers.clear()
+        self.ledger.chunks = 0
 
     def _keep_unsharded_gradients(self, index: int, live: LiveBytes, *, fresh: int) -> None:
         """Keeps unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward allocated."""

@@ -259,12 +259,13 @@ def peak_lower_bound(
     backward = bound.highest
     for kind, behind, ahead, live in bound.peaks:
         size = mesh.sizes[kind]
-        bytes_ = live + size.gathered
+        bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
         if behind >= 0:
             bytes_ += mesh.sizes[behind].reduce_input
         if traits.prefetches and ahead >= 0:
             next_one = mesh.sizes[ahead]
-            bytes_ += next_one.gathered if next_one.reshards and next_one.shard_degree > 1 else 0
+            gathers = next_one.reshards and next_one.gathers_in_backward and next_one.shard_degree > 1
+            bytes_ += next_one.gathered if gathers else 0
         backward = max(backward, bytes_)
     if traits.accumulates and traits.syncs:
         backward += kept

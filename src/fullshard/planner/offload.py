@@ -221,7 +221,7 @@ def count_shard_loads(
     times = plan.accumulation if frees else 1
     found: list[int] = []
     for index, (cost, count) in enumerate(zip(costs, counts, strict=True)):
-        again = frees and cost.reshards and not cost.resharded
+        again = frees and cost.reshards and cost.gathers_in_backward and not cost.resharded
         begun = {p.event for p in trace.phases if p.unit == index}
         both = ("pre_forward" in begun) + (again and "pre_backward" in begun)
         found.append(times * count * both if cost.has_parameters else 0)

@@ -263,6 +263,8 @@ class StepSimulation:
         """Starts the all-gather of a unit that is neither unsharded nor in flight."""
         if unit in self.unsharded or unit in self.pending:
             return
+        if self.in_backward and not cost.gathers_in_backward:
+            return
         again = self.in_backward and cost.reshards
         there = 0
         # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.

@@ -195,7 +195,8 @@ class StepTimePredictor:
                 continue
             times = (plan.accumulation if frees else 1) * count
             forward = times if index in begun[0] else 0
-            again = times if frees and cost.reshards and index in begun[1] else 0
+            regathers = frees and cost.reshards and cost.gathers_in_backward
+            again = times if regathers and index in begun[1] else 0
             copied += (forward + again) * cost.copy_out + again * cost.hpz_copy
             inline += forward * (cost.copy_in + cost.gather) + again * (cost.again_in + cost.backward_gather)
             network += forward * cost.gather

@@ -22,6 +22,7 @@ class UnitBytes:
     shard_degree: int  # N
     replicate_degree: int  # number of replicas
     reshards: bool  # parameters are resharded after forward
+    gathers_in_backward: bool  # parameters that were resharded are gathered again for backward
     reshard_degree: int  # number of ranks that parameters stay sharded over after forward; 1 for none or all
     shards: int  # own shards on the device, in the master dtype unless offloaded, padded
     own_shards: int  # trained own shards in the compute dtype, wherever they are stored
@@ -62,7 +63,9 @@ def unpadded_shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int
 
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
-    settings = MergedUnitSettings.for_unit(plan, unit.override, kept=unit.kept)
+    settings = MergedUnitSettings.for_unit(
+        plan, unit.override, kept=unit.kept, is_embedding=unit.is_embedding
+    )
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
     compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
@@ -87,6 +90,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         shard_degree=degree,
         replicate_degree=settings.replicate_degree,
         reshards=reshard is not False,
+        gathers_in_backward=settings.gathers_in_backward,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
         own_shards=sum(padded_shard_numel(p) * compute_itemsize(p) for p in trained),

@@ -28,6 +28,7 @@ class UnitCost:
     is_sharded: bool  # its shard degree is above 1
     is_replicated: bool  # its replicate degree is above 1
     reshards: bool  # it is resharded after forward
+    gathers_in_backward: bool  # once resharded, it is gathered again for backward
     resharded: bool  # it is resharded to fewer ranks (hpZ)
     separate_network: bool  # hpZ's all-gathers use other links, and overlap the shard axis's collectives
     shares_wires: bool  # the all-reduce uses the same links as the shard axis
@@ -87,6 +88,7 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         is_sharded=sharded,
         is_replicated=size.replicate_degree > 1,
         reshards=size.reshards,
+        gathers_in_backward=size.gathers_in_backward,
         resharded=hpz,
         separate_network=hpz and (fewer.nodes > 1) != (shard.nodes > 1),
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),

@@ -17,6 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import replace_gloo_collectives
+from fullshard.sharding.fsdp_switches import (
+    apply_group_switches,
+    apply_local_switches,
+    check_switches_fit_device,
+    check_torch_has_switches,
+)
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import build_mesh, build_replicated_mesh, share_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
@@ -71,12 +77,14 @@ def shard(
     sharded like this; that model cannot be used any more. Warns of units that are too small or too large
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
+    check_switches_fit_device(plan.run.fsdp, plan.device)
     prepared = prepare_sharding(model, plan, units=units)
     _check_methods_exist(model, methods)
     given = collect_rank0_values(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
     apply_recompute_and_fsdp(model, prepared, plan=plan, methods=methods)
+    apply_group_switches(model, plan.run.fsdp)
     order, keep = prepared.units, None
     if keeper is not None:
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
@@ -102,6 +110,7 @@ class UnitsAndMeshes:
 def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> UnitsAndMeshes:
     """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
     check_training_supports_run(plan.run)
+    check_torch_has_switches(plan.run.fsdp)
     _check_not_sharded(model)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
@@ -232,6 +241,9 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
             fix="a newer torch, or register them as buffers",
         ) from error
     engine_module = cast(FSDPModule, modules[0])
+    if not settings.gathers_in_backward:
+        engine_module.set_unshard_in_backward(False)
+    apply_local_switches(engine_module, plan.run.fsdp)
     if plan.device == "cpu":
         replace_gloo_collectives(engine_module)
     # Experts that none of a rank's tokens reached have no gradient there, but the rank must still take part

@@ -33,6 +33,7 @@ class Unit:
     is_block: bool = False  # whether it was chosen as a repeated block, or by name, size or predicate
     keep_until_backward: bool = False  # whether its backward comes right after its forward
     override: UnitOverride | None = None  # the override of `sharding.units` that applies to it
+    is_embedding: bool = False  # whether it only looks up rows, so that backward does not need its parameters
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     @property
@@ -50,7 +51,8 @@ class Unit:
 
     def settings(self, plan: Plan) -> MergedUnitSettings:
         """Returns the unit's settings: the plan's, with the unit's override applied."""
-        return MergedUnitSettings.for_unit(plan, self.override, kept=self.is_root or self.keep_until_backward)
+        kept = self.is_root or self.keep_until_backward
+        return MergedUnitSettings.for_unit(plan, self.override, kept=kept, is_embedding=self.is_embedding)
 
 
 def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
@@ -72,7 +74,22 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     for unit in units:
         unit.override = _find_unit_override(unit, section.overrides)
     _check_overrides_match(units, section.overrides)
+    recomputed = {m for b in find_recompute_blocks(model, section, units=units) for m in b.modules()}
+    for unit in units:
+        unit.is_embedding = _only_looks_up_rows(unit) and unit.modules[0] not in recomputed
     return units
+
+
+def _only_looks_up_rows(unit: Unit) -> bool:
+    """Returns whether the unit is one embedding, whose gradient needs the tokens and not the table."""
+    module = unit.modules[0]
+    return (
+        len(unit.modules) == 1
+        and type(module) is nn.Embedding
+        and module.max_norm is None
+        and not module.sparse
+        and list(unit.parameters.values()) == [module.weight]
+    )
 
 
 def find_recompute_blocks(model: nn.Module, section: UnitSection, *, units: list[Unit]) -> list[nn.Module]:

@@ -42,6 +42,7 @@ class UnitSpec(FrozenModel):
 
     position: index of the unit in the order in which modules are registered, the root first
     is_block: True for one of the model's repeated blocks
+    is_embedding: True if it only looks up rows, so that its backward does not need its parameters
     kept: True if the unit stays gathered between forward and backward: the root, and the unit whose backward
         comes right after its forward
     """
@@ -52,6 +53,7 @@ class UnitSpec(FrozenModel):
     is_block: bool = False
     kept: bool = False
     override: UnitOverride | None = None
+    is_embedding: bool = False
 
     @property
     def numel(self) -> int:
@@ -214,7 +216,7 @@ class ModelSpec(FrozenModel):
         for index, unit in enumerate(self.units):
             shapes = tuple((p.shape, p.itemsize, p.is_floating, p.requires_grad) for p in unit.parameters)
             override = None if unit.override is None else unit.override.model_copy(update={"match": ""})
-            kinds.append(first.setdefault((shapes, override, unit.kept), index))
+            kinds.append(first.setdefault((shapes, override, unit.kept, unit.is_embedding), index))
         return tuple(kinds)
 
     def choose_trace(self, recompute: RecomputeSection, microbatch: int) -> MicrobatchTrace:

@@ -162,18 +162,25 @@ _NO_OVERRIDE = UnitOverride(match="")
 
 
 class MergedUnitSettings(FrozenModel):
-    """The mesh degrees, dtypes and reshard policy of one unit."""
+    """The mesh degrees, dtypes and reshard policy of one unit.
+
+    gathers_in_backward: whether parameters that were resharded are gathered again for backward
+    """
 
     replicate_degree: int
     shard_degree: int
     reshard_after_forward: bool | int
+    gathers_in_backward: bool
     precision: Precision
 
     @classmethod
-    def for_unit(cls, plan: Plan, override: UnitOverride | None, *, kept: bool) -> Self:
+    def for_unit(
+        cls, plan: Plan, override: UnitOverride | None, *, kept: bool, is_embedding: bool = False
+    ) -> Self:
         """Returns the plan's settings for a unit, with the unit's override.
 
         kept: True keeps the unit gathered after forward, because its backward comes next
+        is_embedding: True if its backward does not need its parameters
         """
         own = override or _NO_OVERRIDE
         unsharded = own.strategy is not None
@@ -186,6 +193,10 @@ class MergedUnitSettings(FrozenModel):
             replicate_degree=plan.data_parallel_degree if unsharded else plan.replicate_degree,
             shard_degree=1 if unsharded else plan.shard_degree,
             reshard_after_forward=reshard,
+            # Parameters outside the device are read ahead in the order of all gathers.
+            gathers_in_backward=not is_embedding
+            or reshard is not True
+            or plan.run.offload.tier.startswith("params"),
             precision=Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision,
         )
 

@@ -11,6 +11,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.fault_tolerance_section import CheckpointSection, FaultToleranceSection
+from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.model_section import DecoderConfig, ModelSection
 from fullshard.spec.small_files import TomlError, parse_toml
 from fullshard.spec.toml_file import read_toml
@@ -358,6 +359,7 @@ class Run(FrozenModel):
     precision: PrecisionSection = PrecisionSection()
     recompute: RecomputeSection = RecomputeSection()
     prefetch: PrefetchSection = PrefetchSection()
+    fsdp: FsdpSection = FsdpSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
     fault_tolerance: FaultToleranceSection = FaultToleranceSection()

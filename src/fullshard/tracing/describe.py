@@ -409,4 +409,5 @@ def _unit_and_parameter_specs(units: Sequence[Unit], model: nn.Module) -> Iterat
             is_block=unit.is_block,
             kept=unit.is_root or unit.keep_until_backward,
             override=unit.override,
+            is_embedding=unit.is_embedding,
         )
