@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fullshard.models.document_attention import QueryKeyValue, attend_on_cuda
 from fullshard.spec.hardware import AttentionKernel
 
 _ATEN = torch.ops.aten
@@ -80,6 +81,13 @@ def _efficient_attention_takes_groups() -> bool:
     return gradients[1].shape == few.shape
 
 
+def _cuda_document_attention(  # signature: fullshard::document_attention  # noqa: PLR0913, PLR0917
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    inputs = QueryKeyValue(query, key, value)
+    return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
+
+
 def _cuda_rms_norm(  # signature: aten::rms_norm
     value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
@@ -118,10 +126,13 @@ def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generat
     attention_kernel: the kernel that torch prefers on the GPU, where it can be used
     """
     library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    own: Any = torch.library.Library("fullshard", "IMPL")  # noqa: TOR901
     try:
+        own.impl("document_attention", _cuda_document_attention, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _CudaAttention(attention_kernel), "AutogradCPU")
         library.impl("dropout", _cuda_dropout, "AutogradCPU")
         library.impl("rms_norm", _cuda_rms_norm, "AutogradCPU")
         yield
     finally:
         library._destroy()  # pyright: ignore[reportPrivateUsage]
+        own._destroy()  # pyright: ignore[reportPrivateUsage]
