@@ -1,11 +1,12 @@
 """Rank 0 shows and keeps every step, the other ranks nothing; a tracker that is lost does not end a run."""
 
-import dataclasses
 import importlib.util
 import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,16 @@ from fullshard.jobs.run_directory import METRICS
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
+from fullshard.training.figures import PendingResult, StepResult
 from fullshard.training.loop import Step
 
 PEAK = MatmulPeak(flops_per_second=1e9, dtype="fp32", source="measured", device="cpu")
 
 
 def step(index: int) -> Step:
-    figures = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 100, "seconds": 0.5}
-    state = {"data_seconds": 0.0, "skipped": False, "stopping": False}
-    known = {field.name for field in dataclasses.fields(Step)}
-    return Step(index=index, **{k: v for k, v in (figures | state).items() if k in known})
+    result = PendingResult(lambda: StepResult(loss=2.5, grad_norm=1.0, tokens=100, skipped=False))
+    timer: Any = SimpleNamespace(seconds=0.5)
+    return Step(index=index, learning_rate=1e-3, data_seconds=0.0, result=result, timer=timer)
 
 
 def run(directory: Path, **log: object) -> Run:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -22,41 +23,63 @@ from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bit
 SECTION = FaultToleranceSection(on_spike="skip", spike_window=8, spike_sigma=3.0)
 
 
-def recent(*losses: float, norms: float = 1.0, section: FaultToleranceSection = SECTION) -> RecentSteps:
-    steps = RecentSteps()
+def recent(*losses: float, section: FaultToleranceSection = SECTION) -> RecentSteps:
+    """Steps with these losses, and norms of 1, all of them accepted."""
+    steps, one = RecentSteps(), torch.ones((), dtype=torch.float64)
     for loss in losses:
-        steps.add_step(loss, norms, section=section)
+        steps.add_step(loss * one, one, accepted=one > 0, section=section)
     return steps
+
+
+def is_spike(steps: RecentSteps, loss: float, norm: float = 1.0) -> bool:
+    values = torch.tensor([loss, norm], dtype=torch.float64)
+    return bool(steps.is_spike(*values, section=SECTION))
 
 
 # What stands out
 
 
 def test_nothing_stands_out_before_half_the_window_is_there() -> None:
-    assert not recent(1.0, 1.1, 0.9).is_spike(100.0, 1.0, section=SECTION)
-    assert recent(1.0, 1.1, 0.9, 1.0).is_spike(100.0, 1.0, section=SECTION)
+    assert not is_spike(recent(), 100.0)
+    assert not is_spike(recent(1.0, 1.1, 0.9), 100.0)
+    assert is_spike(recent(1.0, 1.1, 0.9, 1.0), 100.0)
 
 
 def test_the_loss_and_the_norm_are_judged_each_by_its_own() -> None:
     steps = recent(3.0, 5.0, 3.0, 5.0)  # mean 4, deviation 1; the norms are flat at 1
-    assert not steps.is_spike(7.0, 1.0, section=SECTION)
-    assert steps.is_spike(7.01, 1.0, section=SECTION)
-    assert not steps.is_spike(-100.0, 1.003, section=SECTION)
-    assert steps.is_spike(4.0, 1.0031, section=SECTION)
+    assert not is_spike(steps, 7.0)
+    assert is_spike(steps, 7.01)
+    assert not is_spike(steps, -100.0, 1.003)
+    assert is_spike(steps, 4.0, 1.0031)
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=20, max_size=40), st.floats(0.1, 30))
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40), st.floats(0.1, 30))
 def test_steps_beyond_the_window_do_not_count(losses: list[float], new: float) -> None:
-    assert recent(*losses) == recent(*losses[-8:])
-    assert recent(*losses).is_spike(new, 1.0, section=SECTION) == recent(*losses[-8:]).is_spike(
-        new, 1.0, section=SECTION
+    steps = recent(*losses)
+    assert (steps.losses, steps.norms) == (losses[-8:], [1.0] * len(losses[-8:]))
+    again = RecentSteps(steps.losses, steps.norms)
+    assert is_spike(steps, new) == is_spike(again, new)
+    before, threshold = (
+        losses[-8:],
+        fmean(losses[-8:]) + 3.0 * max(pstdev(losses[-8:]), 1e-3 * fmean(losses[-8:])),
     )
+    if abs(new - threshold) > 1e-9:
+        assert is_spike(steps, new) == (len(before) >= 4 and new > threshold)
 
 
-def test_nothing_is_judged_or_kept_unless_asked_for() -> None:
-    off = FaultToleranceSection()
-    assert recent(1.0, 1.0, section=off) == RecentSteps()
-    assert not recent(*[1.0] * 8).is_spike(100.0, 1.0, section=off)
+def test_a_step_that_is_not_accepted_is_not_kept() -> None:
+    steps, one = recent(1.0, 2.0), torch.ones((), dtype=torch.float64)
+    steps.add_step(3 * one, one, accepted=one < 0, section=SECTION)
+    assert steps.losses == [1.0, 2.0]
+
+
+def test_another_window_keeps_the_newest_steps() -> None:
+    steps, one = recent(*range(1, 9)), torch.ones((), dtype=torch.float64)
+    for window, kept in ((4, [6.0, 7.0, 8.0, 9.0]), (6, [6.0, 7.0, 8.0, 9.0, 9.0])):
+        steps.add_step(
+            9 * one, one, accepted=one > 0, section=SECTION.model_copy(update={"spike_window": window})
+        )
+        assert steps.losses == kept
 
 
 # What is done about it
@@ -107,6 +130,7 @@ def test_a_spike_on_one_rank_is_left_out_on_all(ranks: Any) -> None:
 def only_noted() -> tuple[int, list[float]]:
     state, plan = spiky("none", 6)
     losses = [step.loss for step in train(state, plan, loss=mean_square)]
+    assert state.recent.losses == []
     return state.skipped, losses
 
 

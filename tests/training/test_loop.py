@@ -1,6 +1,7 @@
 """train(state, plan): what it yields, when it ends, and that it can be left and entered again."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import Step, train
+from tests.fakes.device import FakeDevice
 from tests.fakes.sampling import sampled
 from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
 
@@ -124,22 +126,29 @@ def test_a_source_is_asked_for_the_step_that_the_state_is_at(ranks: Any) -> None
 # Leaving and entering
 
 
-def stopped_on_rank_one() -> tuple[list[tuple[int, bool]], int]:
-    state, plan = sharded(run_of("train.steps=20"))
+def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]], int]:
+    state, plan = sharded(run_of("train.steps=20", *more))
     asked = iter(range(20))
 
     def should_stop() -> bool:
         return next(asked) == 3 and dist.get_rank() == 1
 
-    steps = [
-        (step.index, step.stopping) for step in train(state, plan, loss=mean_square, should_stop=should_stop)
-    ]
+    with FakeDevice() if device == "fake" else nullcontext():
+        iterator = train(state, plan, loss=mean_square, should_stop=should_stop)
+        steps = [(step.index, step.stopping) for step in iterator]
     return steps, state.step
 
 
-def test_a_stop_on_one_rank_is_the_last_step_on_all(ranks: Any) -> None:
-    steps = [(1, False), (2, False), (3, False), (4, True)]
-    assert ranks(3).run(stopped_on_rank_one) == [(steps, 4)] * 3
+@pytest.mark.parametrize(
+    ("device", "more", "last"),
+    [("cpu", (), 4), ("fake", ("train.wait_each_step=true",), 4), ("fake", (), 5)],
+)
+def test_a_stop_on_one_rank_ends_all_after_the_same_step(
+    device: str, more: tuple[str, ...], last: int, ranks: Any
+) -> None:
+    """It is asked for before step 4. A host that does not wait for the device reads that one step later."""
+    steps = [(index, index == last) for index in range(1, last + 1)]
+    assert ranks(3).run(stopped_on_rank_one, device, *more) == [(steps, last)] * 3
 
 
 def in_pieces(kind: str, lengths: tuple[int, ...]) -> tuple[list[int], dict[str, Tensor]]:

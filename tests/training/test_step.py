@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.data import Rows, global_batch
+from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
 from tests.training.runs import (
     Pairs,
@@ -292,17 +294,23 @@ def always_nan(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return mean_square(model, batch) * (torch.nan if bad else 1.0)
 
 
-def run_to_the_error() -> tuple[int, int, str]:
+def run_to_the_error(device: str) -> tuple[list[int], int, int, str]:
     state, plan = sharded(run_of("train.steps=30", "train.max_skipped_steps=3"))
     state.step = 4
-    with pytest.raises(TrainError) as raised:
-        list(train(state, plan, loss=always_nan))
-    return state.step, state.skipped, raised.value.what
+    yielded = []
+    with FakeDevice() if device == "fake" else nullcontext(), pytest.raises(TrainError) as raised:
+        yielded.extend(step.index for step in train(state, plan, loss=always_nan))
+    return yielded, state.step, state.skipped, raised.value.what
 
 
-def test_a_run_stops_on_all_ranks_after_so_many_skipped_steps_in_a_row(ranks: Any) -> None:
+@pytest.mark.parametrize(("device", "last"), [("cpu", 7), ("fake", 8)])
+def test_a_run_stops_on_all_ranks_after_so_many_skipped_steps_in_a_row(
+    device: str, last: int, ranks: Any
+) -> None:
+    """Steps 5, 6 and 7 are skipped. A host ahead of its device reads that of 7 after launching 8."""
     what = "3 steps in a row had a loss or gradient norm that is not finite."
-    assert ranks(3).run(run_to_the_error) == [(7, 3, what)] * 3
+    expected = [*range(5, last + 1)], last, last - 4, what
+    assert ranks(3).run(run_to_the_error, device) == [expected] * 3
 
 
 def nothing_counts(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -68,6 +69,33 @@ def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def all_ranks_have(value: bool, *, device: str) -> bool:
+    """Returns whether `value` is true on every rank. Collective.
+
+    device: type of the ranks' device, used if the default group cannot reduce CPU tensors; only then does
+        the host wait for the device
+    """
+    if world_size() == 1:
+        return value
+    least = torch.tensor([value], dtype=torch.uint8)
+    if not has_backend("cpu"):
+        least = least.to(device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return bool(least.item())
+
+
+def has_backend(device: str) -> bool:
+    """Returns whether the default group runs collectives on tensors of this device type."""
+    group = dist.group.WORLD
+    if group is None:
+        return False
+    try:
+        group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

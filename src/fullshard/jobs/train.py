@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.tensors import local_tensor
-from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
+from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError, TrainError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
@@ -86,9 +86,11 @@ class _TrainJob:
     skipped_before: int
     first_loss: float | None = None
     last: Step | None = None
+    unrecorded: Step | None = None  # the last step, until its figures are read
     validation: float | None = None
     peak_bytes: PeakBytes | None = None
     profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
+    slowed: set[int] = field(default_factory=set[int])  # steps that measuring slows down
     startup_seconds: float | None = None
     sample: str | None = None
     repeated_steps: int = 0
@@ -98,7 +100,7 @@ class _TrainJob:
 def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    After SIGTERM or SIGINT, finishes the step, saves, and exits with INTERRUPTED_EXIT_CODE.
+    After SIGTERM or SIGINT, ends within two steps, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
         timeout_seconds = run.fault_tolerance.process_group_timeout_seconds
@@ -248,9 +250,21 @@ def _start_summary_text(job: _TrainJob) -> str:
 
 def _train_steps(job: _TrainJob) -> bool:
     """Runs all steps. Returns True if a signal, or a failed save, ended training before the last step."""
+    try:
+        interrupted = _iterate_and_record_steps(job)
+    except TrainError:
+        with suppress(TrainError):  # its figures may be what failed
+            _record_last_step(job)
+        raise
+    _record_last_step(job)
+    return interrupted
+
+
+def _iterate_and_record_steps(job: _TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.steps)
     profiled = _profiled_step_indices(job)
+    job.slowed = {metered, *profiled}
     while True:
         index = state.step + 1
         if index == metered:
@@ -271,7 +285,7 @@ def _train_steps(job: _TrainJob) -> bool:
         if step.rollback and _try_roll_back(job, step):
             steps = _iterate_steps(job)
             continue
-        _record_validate_and_save(job, step, is_slowed=index == metered or index in profiled)
+        _record_validate_and_save(job, step)
         if step.stopping and step.index < job.plan.run.train.steps:
             return True
 
@@ -306,15 +320,13 @@ def _profiled_step_indices(job: _TrainJob) -> range:
     return steps if steps.stop <= job.plan.run.train.steps else range(0)
 
 
-def _record_validate_and_save(job: _TrainJob, step: Step, *, is_slowed: bool) -> None:
-    """Records `step`, without its time if `is_slowed` by measuring. Validates and saves if due."""
-    if job.startup_seconds is None:
-        job.startup_seconds, job.first_loss = time.time() - job.command_started, step.loss
-        job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
-    job.last = step
-    job.pace = job.pace.with_step(
-        tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, is_slowed=is_slowed
-    )
+def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
+    """Records the step before `step`, and validates and saves if due.
+
+    Records `step` itself only if the host has its figures, or must wait for them here anyway.
+    """
+    _record_last_step(job)
+    job.last = job.unrecorded = step
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
@@ -322,14 +334,34 @@ def _record_validate_and_save(job: _TrainJob, step: Step, *, is_slowed: bool) ->
         if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
             job.state.best = (job.validation, step.index)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
-    peak_bytes = job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None
-    job.log.record_step(step, peak_bytes=peak_bytes, validation_loss=job.validation if validate else None)
-    job.checkpoints.report_finished_saves()
     every = job.plan.run.checkpoint.every
-    if every and step.index % every == 0 and not last and not step.stopping:
+    save = bool(every) and step.index % every == 0 and not last and not step.stopping
+    if validate or save or step.result.is_read or job.startup_seconds is None:
+        _record_last_step(job, validation_loss=job.validation if validate else None)
+    job.checkpoints.report_finished_saves()
+    if save:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save(job.state)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
+
+
+def _record_last_step(job: _TrainJob, *, validation_loss: float | None = None) -> None:
+    """Records the last step, after waiting for it, unless it is recorded."""
+    step, job.unrecorded = job.unrecorded, None
+    if step is None:
+        return
+    if job.startup_seconds is None:
+        job.first_loss = step.loss  # waits
+        job.startup_seconds = time.time() - job.command_started
+        job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
+    job.pace = job.pace.with_step(
+        tokens=step.tokens,
+        seconds=step.seconds,
+        data_seconds=step.data_seconds,
+        is_slowed=step.index in job.slowed,
+    )
+    peak_bytes = job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None
+    job.log.record_step(step, peak_bytes=peak_bytes, validation_loss=validation_loss)
 
 
 def _iterate_validation_batches(job: _TrainJob) -> Iterator[dict[str, Tensor]]:

@@ -184,14 +184,13 @@ class StreamingAdamW(torch.optim.Optimizer):
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(parameter)
-        if factor != 1.0:
-            torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]
         own = MasterAndMoments(*(one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])))
         if parameter.dtype is torch.bfloat16:
-            _update_and_round(job, job.gradient, state=own, begin=0)
+            _update_and_round(job, job.gradient, state=own, begin=0, factor=factor)
         else:
             steps = [_step_count_on_device(job, parameter.device)]
-            _run_fused_adamw([[one] for one in own], [job.gradient], steps=steps, options=job.options)
+            cut = [[one] for one in own]
+            _run_fused_adamw(cut, [job.gradient], steps=steps, options=job.options, factor=factor)
 
 
 def _update_group_on_device(  # signature: as `_update_group`
@@ -223,19 +222,21 @@ def _update_group(  # signature: bound arguments, and those of `state.Update`
             job.gradient[one.slice_in_shard] if gradient is None else gradient[one.slice_in_group]
             for job, one in own
         ]
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
         cut = [[part[one.slice_in_group] for _, one in own] for part in parts]
         if parts.master.dtype is parts.exp_avg.dtype is torch.float32:
             steps = [_step_count_on_device(job, parts.master.device) for job, _ in own]
-            _run_fused_adamw(cut, gradients, steps=steps, options=options)
+            _run_fused_adamw(cut, gradients, steps=steps, options=options, factor=factor)
             continue
         for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-            _update_and_round(job, g, state=MasterAndMoments(*state), begin=one.begin)
+            _update_and_round(job, g, state=MasterAndMoments(*state), begin=one.begin, factor=factor)
 
 
-def _update_and_round(job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int) -> None:
+def _update_and_round(
+    job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int, factor: float
+) -> None:
     """Updates elements `begin` and following of a shard of which something is kept in bf16."""
+    if factor != 1.0:  # not `mul_`, which rounds the factor to bf16
+        torch._foreach_mul_([gradient], factor)  # pyright: ignore[reportPrivateUsage]
     step, seed = int(job.step.item()), RoundingSeed(job.seed, begin)
     adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
 
@@ -248,12 +249,26 @@ def _step_count_on_device(job: _UpdateInputs, device: torch.device) -> Tensor:
 
 
 def _run_fused_adamw(
-    state: list[list[Tensor]], gradients: list[Tensor], *, steps: list[Tensor], options: AdamOptions
+    state: list[list[Tensor]],
+    gradients: list[Tensor],
+    *,
+    steps: list[Tensor],
+    options: AdamOptions,
+    factor: float,
 ) -> None:
-    """Runs torch's fused kernel. `state` lists the values, the first moments and the second moments."""
+    """Runs torch's fused kernel. `state` lists the values, the first moments and the second moments.
+
+    The kernel multiplies the gradients by `factor`, as a division by the same fp32 number by which an update
+    without offload divides.
+    """
     values, first, second = state
+    scale = torch.full((), 1 / factor, dtype=torch.float32, device=gradients[0].device)
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
-        values, gradients, first, second, [], steps, **options._asdict(), amsgrad=False, maximize=False
+        *(values, gradients, first, second, [], steps),
+        **options._asdict(),
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
     )
 
 

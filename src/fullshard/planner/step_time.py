@@ -325,7 +325,8 @@ class StepTimePredictor:
         recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
-        # The previous step ended with the host reading the loss: the device idles in between.
+        # The host's own work for a step. A GPU idles meanwhile in the strict order only; otherwise this is
+        # too much, by an amount that was not measured on one.
         between = self.hardware.rates.step_seconds
         terms = TimeTerms(
             compute=(streams.computed - recompute - sent) / TICKS + between,

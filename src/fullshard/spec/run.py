@@ -84,6 +84,9 @@ class TrainSection(FrozenModel):
     `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
         logits never exist as a whole. 0 computes all rows at once. `auto` is 2,048 if the logits of a
         sequence take more than 64 MiB in fp32, else 0.
+    `wait_each_step`: on GPUs, reads the loss and norm of each step before the update, and raises and stops in
+        that step. Otherwise the GPU decides, and the host reads the figures one step later, so that the GPU
+        is not idle between steps. The parameters are the same, bit for bit. See docs/design/step.md.
     """
 
     renamed = {"accumulate_sync": "gradient_sync", "warmup_steps_untimed": "untimed_warmup_steps"}
@@ -98,6 +101,7 @@ class TrainSection(FrozenModel):
     validate_sequences: PositiveCount = 240
     max_skipped_steps: PositiveCount = 10
     untimed_warmup_steps: Count = 5
+    wait_each_step: bool = False
 
 
 class OptimizerSection(FrozenModel):

@@ -8,8 +8,10 @@ rolling window of 128, 6 sigma).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, pstdev
+from typing import cast
+
+import torch
+from torch import Tensor
 
 from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 
@@ -17,33 +19,59 @@ MIN_RELATIVE_STD = 1e-3
 """Least relative deviation that the test assumes; otherwise any rise of a flat curve would be a spike."""
 
 
-@dataclass
 class RecentSteps:
-    """Losses and gradient norms of the last steps that were not skipped.
+    """Losses and gradient norms of the last steps that were not skipped, oldest first.
 
-    They are part of the training state, so a resumed run judges steps as the uninterrupted run would.
+    They are part of the training state, so a resumed run judges steps as the uninterrupted run would. They
+    are tensors on the device, where a step is judged without waiting for the host.
     """
 
-    losses: list[float] = field(default_factory=list[float])
-    norms: list[float] = field(default_factory=list[float])
+    def __init__(self, losses: Sequence[float] = (), norms: Sequence[float] = ()) -> None:
+        # (2, window): losses and norms, of which the last `_count` are valid
+        self._values = torch.tensor([list(losses), list(norms)], dtype=torch.float64)
+        self._count = torch.tensor(len(losses))
 
-    def is_spike(self, loss: float, norm: float, *, section: FaultToleranceSection) -> bool:
-        """Returns whether a step with this loss and norm is a spike, if `on_spike` asks for the test."""
-        if section.on_spike == "none" or len(self.losses) < section.spike_window // 2:
-            return False
-        return any(
-            new > _spike_threshold(before, sigma=section.spike_sigma)
-            for new, before in ((loss, self.losses), (norm, self.norms))
-        )
+    @property
+    def losses(self) -> list[float]:
+        """The losses. Waits for the device."""
+        return self._valid_values(0)
 
-    def add_step(self, loss: float, norm: float, *, section: FaultToleranceSection) -> None:
-        if section.on_spike == "none":
-            return
-        for values, new in ((self.losses, loss), (self.norms, norm)):
-            values.append(new)
-            del values[: -section.spike_window]
+    @property
+    def norms(self) -> list[float]:
+        """The gradient norms. Waits for the device."""
+        return self._valid_values(1)
 
+    def is_spike(self, loss: Tensor, norm: Tensor, *, section: FaultToleranceSection) -> Tensor:
+        """Returns whether a step with this loss and norm is a spike, a bool tensor on their device."""
+        values, count = self._fit(section.spike_window, loss.device)
+        valid = torch.arange(section.spike_window, device=loss.device) >= section.spike_window - count
+        mean = torch.where(valid, values, 0.0).sum(1) / count
+        squares = torch.where(valid, values - mean[:, None], 0.0).square()
+        deviation = (squares.sum(1) / count).sqrt()
+        threshold = mean + section.spike_sigma * torch.maximum(deviation, MIN_RELATIVE_STD * mean.abs())
+        return (torch.stack([loss, norm]) > threshold).any() & (count >= section.spike_window // 2)
 
-def _spike_threshold(before: Sequence[float], *, sigma: float) -> float:
-    mean = fmean(before)
-    return mean + sigma * max(pstdev(before, mean), MIN_RELATIVE_STD * abs(mean))
+    def add_step(
+        self, loss: Tensor, norm: Tensor, *, accepted: Tensor, section: FaultToleranceSection
+    ) -> None:
+        """Adds a step if `accepted`, a bool tensor, is true. Keeps the last `spike_window` steps."""
+        values, count = self._fit(section.spike_window, loss.device)
+        longer = torch.cat([values[:, 1:], torch.stack([loss, norm])[:, None]], dim=1)
+        self._values = torch.where(accepted, longer, values)
+        self._count = (count + accepted).clamp(max=section.spike_window)
+
+    def _fit(self, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the values for a window of this many steps, and their count, on `device`."""
+        if self._values.shape[1] != window or self._values.device != device:
+            kept = self._values[:, -window:]
+            self._values = torch.zeros(2, window, dtype=torch.float64, device=device)
+            if kept.numel():
+                self._values[:, window - kept.shape[1] :] = kept.to(device)
+                self._count = self._count.clamp(max=window).to(device)
+            else:
+                self._count = torch.zeros((), dtype=torch.int64, device=device)
+        return self._values, self._count
+
+    def _valid_values(self, row: int) -> list[float]:
+        count = int(self._count)
+        return cast(list[float], self._values[row, self._values.shape[1] - count :].tolist())

@@ -1,6 +1,7 @@
 """Operations on gradients between backward and update: norms, scaling, and averaging of scalars."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -55,15 +56,13 @@ def local_gradient_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 def local_share_of_squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
     """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
-    norms: L2 norm of this rank's part of each gradient, keyed by the gradient or its parameter
+    norms: L2 norm of this rank's part of each gradient, keyed by the gradient or its parameter; at least one
     """
-    if not norms:
-        return torch.zeros((), dtype=torch.float64)
-    replicas = [_count_replicas(tensor) for tensor in norms]
-    squares = torch.stack(list(norms.values())).double().square()
-    if len(set(replicas)) == 1:
-        return squares.sum() / replicas[0]
-    return (squares / torch.tensor(replicas, device=squares.device)).sum()
+    by_replicas = defaultdict[int, list[Tensor]](list)
+    for tensor, norm in norms.items():
+        by_replicas[_count_replicas(tensor)].append(norm)
+    shares = [torch.stack(own).double().square().sum() / count for count, own in by_replicas.items()]
+    return torch.stack(shares).sum()
 
 
 @torch.no_grad()

@@ -1,51 +1,93 @@
-"""The training loop `train`, a generator that yields each finished step."""
+"""The training loop `train`, a generator that yields each step."""
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from fullshard.data.batches import MicrobatchSource
-from fullshard.distributed.agreement import rank
+from fullshard.distributed.agreement import all_ranks_have, rank
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
+from fullshard.training.figures import PendingResult, StepResult, StepTimer
+from fullshard.training.garbage import collect_garbage_between_steps
 from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
-from fullshard.training.step import StepResult, run_step
+from fullshard.training.step import run_step
 
 logger = logging.getLogger("fullshard")
 
 _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step(StepResult):
-    """A finished step, with its figures over all ranks (see `StepResult`).
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Step:
+    """A step, with its figures over all ranks (see `StepResult`).
+
+    On a GPU, the step may still be running when it is yielded. The properties wait for it: `loss`,
+    `grad_norm`, `tokens`, `skipped`, `spike` and `seconds`. To keep the device busy, read them a step later.
 
     index: number of the step, from 1
-    seconds: duration of the whole step on this rank
-    data_seconds: the part of `seconds` spent waiting for data
+    data_seconds: time spent waiting for data
+    stopping: whether this is the last step because a rank was asked to stop, before it or the step before
     rollback: whether the caller should call `roll_back` and then `train` again, because
         `fault_tolerance.on_spike` is "rollback"; without these calls, the step is only skipped
+    result: the figures; `read` waits for them
+    timer: measures `seconds`
     """
 
     index: int
     learning_rate: float
-    seconds: float
     data_seconds: float
+    stopping: bool = False
     rollback: bool = False
+    result: PendingResult
+    timer: StepTimer
+
+    @property
+    def loss(self) -> float:
+        """Mean over valid tokens, in nats for the default loss."""
+        return self.result.read().loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the gradient before clipping."""
+        return self.result.read().grad_norm
+
+    @property
+    def tokens(self) -> int:
+        """Number of valid tokens (of microbatches, if the loss function returns a mean)."""
+        return self.result.read().tokens
+
+    @property
+    def skipped(self) -> bool:
+        """True if nothing was updated, because the loss or norm was not finite, or was a spike."""
+        return self.result.read().skipped
+
+    @property
+    def spike(self) -> bool:
+        """True if the step was skipped because its loss or norm was a spike."""
+        return self.result.read().spike
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the whole step on this rank."""
+        return self.timer.seconds
+
+    def __repr__(self) -> str:
+        figures = f"loss={self.loss}, grad_norm={self.grad_norm}, tokens={self.tokens}"
+        return f"Step(index={self.index}, {figures}, skipped={self.skipped}, seconds={self.seconds})"
 
 
 def train(
@@ -58,7 +100,12 @@ def train(
     """Trains `state` from its current step to the last step of the run, and yields each step. Collective.
 
     loss: `loss(model, microbatch)`, see `training.loss.Loss`
-    should_stop: called before each step; if it returns True on any rank, that step is the last on all ranks
+    should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
+        is the last on all ranks
+
+    On a GPU, the host does not wait for a step before it launches the next one, except in the strict order
+    (see `update.waits_each_step`). What follows from the figures of a step thus happens one step later.
+    Python's garbage collector is off until the iterator ends, and runs between steps.
 
     After a `break`, another `train` of the same state continues where it stopped. If `state.data` is a plain
     iterable, training ends on all ranks as soon as the iterable ends on any rank; another `train`, and a
@@ -69,38 +116,81 @@ def train(
     """
     source = _make_microbatch_source(state, plan)
     _set_or_keep_loss_scale(state, plan)
-    on_spike, in_a_row = plan.run.fault_tolerance.on_spike, 0
+    skips = _SkipsInARow(plan.run.train.max_skipped_steps)
     replicas = ReplicaCheck(plan)
     state.model.train()
     state.phase.step = state.step
-    while state.step < plan.run.train.steps:
-        started = time.perf_counter()
-        state.phase.enter(RunPhase.DATA)
-        with record_function(_DATA):
-            batches = source(state.step + state.data_offset)
-        if batches is None:
-            return
-        timed = _TimedMicrobatches(batches, seconds=time.perf_counter() - started)
-        factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
-        rate = plan.run.optimizer.learning_rate * factor
-        result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
-        state.count_step_and_commit(tokens=result.tokens, skipped=result.skipped)
-        replicas.compare_if_due(state.model, state.tensors, step=state.step, where=state.phase)
-        state.phase.finish_step(state.step)
-        in_a_row = in_a_row + 1 if result.skipped else 0
-        too_many = in_a_row >= plan.run.train.max_skipped_steps
-        yield Step(
-            **vars(result),
-            index=state.step,
-            learning_rate=rate,
-            seconds=time.perf_counter() - started,
-            data_seconds=timed.seconds,
-            rollback=on_spike == "rollback" and (result.spike or too_many),
-        )
-        if too_many:
-            raise _too_many_skipped_error(in_a_row, result)
-        if result.stopping:
-            return
+    before: PendingResult | None = None  # of the last step, unless its figures were read
+    with collect_garbage_between_steps() as collect_garbage:
+        while state.step < plan.run.train.steps:
+            launched = _launch_step(state, plan, source=source, loss=loss, should_stop=should_stop)
+            if launched is None:
+                break
+            replicas.compare_if_due(state.model, state.tensors, step=state.step, where=state.phase)
+            collect_garbage(state.step)
+            launched.timer.stop()
+            state.phase.finish_step(state.step)
+            own = launched.result
+            late, before = (own, None) if own.is_read else (before, own)
+            known = late.read() if late is not None else _NOTHING_KNOWN
+            skips.count_step(known)
+            can_roll_back = plan.run.fault_tolerance.on_spike == "rollback"
+            stopping, rollback = known.stop_requested, can_roll_back and (known.spike or skips.are_too_many)
+            yield replace(launched, stopping=stopping, rollback=rollback)
+            skips.raise_if_too_many()
+            if stopping:
+                break
+        if before is not None:
+            skips.count_step(before.read())
+            skips.raise_if_too_many()
+
+
+_NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, skipped=False)
+
+
+def _launch_step(
+    state: TrainState,
+    plan: Plan,
+    *,
+    source: Callable[[int], Iterable[Any] | None],
+    loss: Loss,
+    should_stop: Callable[[], bool],
+) -> Step | None:
+    """Launches the next step, and counts it, after waiting for the step before. Returns None without data."""
+    timer, started = StepTimer(next(state.model.parameters()).device), time.perf_counter()
+    state.phase.enter(RunPhase.DATA)
+    with record_function(_DATA):
+        batches = source(state.step + state.data_offset)
+    if batches is None:
+        return None
+    timed = _TimedMicrobatches(batches, seconds=time.perf_counter() - started)
+    factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
+    rate = plan.run.optimizer.learning_rate * factor
+    result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
+    state.phase.enter(RunPhase.REDUCE)
+    state.count_step_and_commit(result)
+    return Step(index=state.step, learning_rate=rate, data_seconds=timed.seconds, result=result, timer=timer)
+
+
+@dataclass
+class _SkipsInARow:
+    """Number of skipped steps in a row, of which `most` end the run."""
+
+    most: int
+    count: int = 0
+    last: StepResult = _NOTHING_KNOWN
+
+    def count_step(self, result: StepResult) -> None:
+        self.count, self.last = self.count + 1 if result.skipped else 0, result
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.count >= self.most
+
+    def raise_if_too_many(self) -> None:
+        """Raises TrainError after `most` skipped steps in a row."""
+        if self.are_too_many:
+            raise _too_many_skipped_error(self.count, self.last)
 
 
 def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
@@ -137,10 +227,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
             warned = True
             _warn_if_batch_size_differs(own[0], plan)
         # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
-        full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)
-        if plan.world_size > 1:
-            dist.all_reduce(full, op=dist.ReduceOp.MIN)
-        if bool(full.item()):
+        if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
             return own
         state.iterator = None
         return None

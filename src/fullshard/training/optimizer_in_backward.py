@@ -31,8 +31,9 @@ from torch.profiler import record_function
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.training.gradients import local_gradient_norms, scale_gradients
+from fullshard.training.gradients import local_gradient_norms
 from fullshard.training.optimizer import set_learning_rate
+from fullshard.training.update import update_parameters
 
 
 class OptimizerInBackward:
@@ -109,13 +110,15 @@ class OptimizerInBackward:
             gradients = [p.grad for p in parameters if p.grad is not None]
             self._norms.update(zip(parameters, local_gradient_norms(gradients).values(), strict=True))
             if self._factor is not None:
-                scale_gradients(gradients, self._factor)
-                self._step_optimizer_on([p for p in parameters if p in self._group_of])
+                self._step_optimizer_on([p for p in parameters if p in self._group_of], factor=self._factor)
         for parameter in parameters:
             parameter.grad = None
 
-    def _step_optimizer_on(self, parameters: Sequence[Tensor]) -> None:
-        """Steps the optimizer on `parameters` only. See [Note: one optimizer, a unit at a time]."""
+    def _step_optimizer_on(self, parameters: Sequence[Tensor], *, factor: float) -> None:
+        """Steps the optimizer on `parameters` only, with gradients multiplied by `factor`.
+
+        See [Note: one optimizer, a unit at a time].
+        """
         groups, parts = self.optimizer.param_groups, dict[int, dict[str, Any]]()
         for parameter in parameters:
             index = self._group_of[parameter]
@@ -123,7 +126,8 @@ class OptimizerInBackward:
             part["params"].append(parameter)
         self.optimizer.param_groups = list(parts.values())
         try:
-            self.optimizer.step()
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            update_parameters(self.optimizer, gradients, factor=factor)
         finally:
             self.optimizer.param_groups = groups
         self._groups |= parts

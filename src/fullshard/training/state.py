@@ -1,7 +1,8 @@
 """TrainState: everything that a step changes and a checkpoint holds."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import JsonValue
@@ -16,6 +17,7 @@ from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
+from fullshard.training.figures import PendingResult
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
@@ -27,9 +29,7 @@ _COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
 class TrainState:
     """A model, its optimizer, its data, and its progress.
 
-    step: number of finished steps
-    tokens: valid tokens trained on, over all ranks
-    skipped: number of steps skipped because the loss or norm was not finite, or was a spike
+    step: number of steps, of which the device may still be running the last one
     data: a source of microbatches by step (`data.MicrobatchSource`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
     data_offset: number of batches that the rollbacks skipped
@@ -55,7 +55,8 @@ class TrainState:
     ) -> None:
         self.model, self.optimizer, self.data, self.saved = model, optimizer, data, saved
         self.iterator: Iterator[Any] | None = None
-        self.step = self.tokens = self.skipped = self.data_offset = self.rollbacks = 0
+        self.step = self.data_offset = self.rollbacks = 0
+        self._counts = _Counts()
         self.best: tuple[float, int] | None = None
         self.recent = RecentSteps()
         self.phase = PhaseTracker()
@@ -68,16 +69,29 @@ class TrainState:
         _reshard_unsharded_units(model)
         _check_optimizer_has_model_params(model, optimizer)
 
+    @property
+    def tokens(self) -> int:
+        """Valid tokens trained on, over all ranks. Waits for the last step."""
+        return self._counts.up_to_date().tokens
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps skipped: loss or norm not finite, or a spike. Waits for the last step."""
+        return self._counts.up_to_date().skipped
+
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to save: parameters, buffers, optimizer state, and this rank's RNG states."""
         self.wait_for_updates()
-        tensors = self._model_tensors() | self._optimizer_tensors() | _rng_states()
+        tensors = self._model_tensors() | _optimizer_tensors(self.model, self.optimizer) | _rng_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Returns the JSON values to save: counts, recent losses and norms, and facts about the model."""
+        """Returns the JSON values to save: counts, recent losses and norms, and facts about the model.
+
+        Waits for the last step. Raises TrainError if the ranks were not in the same step.
+        """
         best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
@@ -112,7 +126,8 @@ class TrainState:
                         f"the checkpoint has optimizer state for {owner}, which the model does not have.",
                         fix="the model that wrote the checkpoint, or a new run directory",
                     )
-                tensors[name] = self._empty_optimizer_tensor(parameters[owner], key=key, info=info)
+                own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
+                tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         for name, own in _rng_states().items():
             if name in saved and saved[name].shape == tuple(own.shape):
@@ -141,8 +156,11 @@ class TrainState:
                 state = quantize_state_for_optimizer(self.optimizer, parameter, state=states[name])
                 self.optimizer.state[parameter] = state
         _set_rng_states(received)
-        for name in _COUNTS:
-            setattr(self, name, _parse_integer(values.get(name, 0)))  # older checkpoints lack some
+        read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
+        self.step, self.data_offset, self.rollbacks = (
+            read[name] for name in ("step", "data_offset", "rollbacks")
+        )
+        self._counts = _Counts(tokens=read["tokens"], skipped=read["skipped"])
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
         self.recent = RecentSteps(*(_parse_floats(values.get(k)) for k in ("recent_losses", "recent_norms")))
@@ -156,11 +174,14 @@ class TrainState:
         """Yields the offloaded tensors to fill, by name, which `load_targets` does not contain."""
         return self.offloaded.iterate_load_targets(saved) if self.offloaded else iter(())
 
-    def count_step_and_commit(self, *, tokens: int, skipped: bool) -> None:
-        """Counts a finished step, and commits the state that is offloaded to a drive as a generation."""
+    def count_step_and_commit(self, result: PendingResult) -> None:
+        """Counts a step, and commits the state that is offloaded to a drive as a generation.
+
+        Waits for the step before it, whose tokens are counted now. Raises TrainError if the ranks were not
+        in the same step then.
+        """
+        self._counts.up_to_date().unread = result
         self.step += 1
-        self.tokens += 0 if skipped else tokens
-        self.skipped += skipped
         if self.offloaded:
             self.offloaded.commit_generation(self.step, self._non_offloaded_state)
 
@@ -206,15 +227,6 @@ class TrainState:
         }
         return tensors | _persistent_buffers(self.model)
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    full = dequantize(value) if isinstance(value, Tensor) else torch.tensor(value)
-                    tensors[f"optimizer.{name}.{key}"] = full
-        return tensors
-
     def _non_offloaded_state(self) -> NonOffloadedState:
         """Returns all state that is not offloaded, except frozen parameters, which are loaded earlier."""
         scalars = {
@@ -222,15 +234,48 @@ class TrainState:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
-        small = _persistent_buffers(self.model) | self._optimizer_tensors() | _rng_states()
+        small = (
+            _persistent_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer) | _rng_states()
+        )
         return NonOffloadedState(self.values(), scalars | small)
 
-    def _empty_optimizer_tensor(self, parameter: nn.Parameter, *, key: str, info: SavedTensor) -> Tensor:
-        if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
-            return torch.empty_like(parameter.detach(), dtype=info.torch_dtype)
-        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
-        device = parameter.device if key != "step" or fused else torch.device("cpu")
-        return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
+
+@dataclass
+class _Counts:
+    """Tokens and skipped steps of all steps except `unread`, the last one, whose result nobody has read."""
+
+    tokens: int = 0
+    skipped: int = 0
+    unread: PendingResult | None = None
+
+    def up_to_date(self) -> Self:
+        """Counts the unread step, after waiting for it."""
+        if self.unread is not None:
+            result = self.unread.read()
+            self.tokens += 0 if result.skipped else result.tokens
+            self.skipped += result.skipped
+            self.unread = None
+        return self
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                full = dequantize(value) if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"optimizer.{name}.{key}"] = full
+    return tensors
+
+
+def _empty_optimizer_tensor(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, key: str, info: SavedTensor
+) -> Tensor:
+    if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
+        return torch.empty_like(parameter.detach(), dtype=info.torch_dtype)
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    device = parameter.device if key != "step" or fused else torch.device("cpu")
+    return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

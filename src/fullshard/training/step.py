@@ -13,10 +13,16 @@ That all-reduce carries the loss sum, the count, the squared norm, whether a ran
 rank's fingerprint (see `survival/fingerprint.py`), in fp64. So all ranks decide alike whether to update, to
 skip, to stop, or to raise because they are not in the same step. With the optimizer in backward there are two
 all-reduces: see [Note: what comes before backward] in `optimizer_in_backward.py`.
+
+[Note: no wait between steps]
+The device decides (`decision.py`), so the host launches the update, and then the next step, without reading
+anything. What it reads later are figures (`figures.py`). In the strict order, the host reads the decision
+before it launches the update. On the CPU, where nothing is ahead of the host, this is the only order. Both
+compute the same numbers in the same way, so they give the same parameters, bit for bit.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +36,6 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import TrainError
-from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import (
     WIDTH,
@@ -40,40 +45,41 @@ from fullshard.survival.fingerprint import (
     step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.decision import StepDecision, decide_step, step_result
+from fullshard.training.figures import HostCopy, PendingResult, StepResult, copy_to_device
 from fullshard.training.gradients import (
     average_scalar_gradients,
     clear_gradients,
     list_gradients,
     local_gradient_norms,
     local_share_of_squared_norm,
-    scale_gradients,
 )
 from fullshard.training.loss import Loss
 from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.state import TrainState
+from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
+
+_SUMS = 4  # loss sum, count, squared norm, stop requests
 
 # Takes the nominal count, and returns the context that a backward runs in.
 _Updates = Callable[[int], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """Figures of one step over all ranks, equal on all ranks.
+@dataclass(frozen=True)
+class _Totals:
+    """Sums over all ranks on the device: those of the step (`_SUMS`), and those of the fingerprints.
 
-    loss: mean over valid tokens, in nats for the default loss
-    grad_norm: norm of the gradient before clipping
-    tokens: number of valid tokens of the step (of microbatches, if the loss function returns a mean)
-    skipped: whether nothing was updated, because the loss or norm was not finite, or was a spike
-    spike: whether the step was skipped because its loss or norm was a spike
-    stopping: whether this is the last step because a rank was asked to stop
+    own: this rank's fingerprint, or None if there is nothing to compare
     """
 
-    loss: float
-    grad_norm: float
-    tokens: int
-    skipped: bool
-    spike: bool = False
-    stopping: bool
+    numbers: Tensor
+    own: StepFingerprint | None
+    world_size: int
+
+    def check_ranks(self, fingerprints: list[float]) -> None:
+        """Raises TrainError if the ranks' fingerprints (step, settings, collectives) differ."""
+        if self.own is not None:
+            check_same_fingerprints(self.own, fingerprints, world_size=self.world_size)
 
 
 def run_step(
@@ -84,24 +90,25 @@ def run_step(
     loss: Loss,
     learning_rate: float,
     stop: bool = False,
-) -> StepResult:
+) -> PendingResult:
     """Trains `state` on `microbatches`, exactly `plan.accumulation` of this rank. Collective.
 
     stop: whether this rank was asked to stop
 
     The step is skipped on all ranks if the loss or norm is not finite, if it is a spike while
-    `fault_tolerance.on_spike` is set, or if no rank has a valid token.
+    `fault_tolerance.on_spike` is set, or if no rank has a valid token. On a GPU, the step may still run when
+    this returns: see [Note: no wait between steps].
 
-    Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), ranks that are in
-    different steps, and with the optimizer in backward, a norm that is not finite.
+    Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), and with the
+    optimizer in backward, a norm that is not finite. Ranks that are in different steps raise when the result
+    is read.
     """
-    where, survival, device = state.phase, plan.run.fault_tolerance, next(state.model.parameters()).device
+    where, device = state.phase, next(state.model.parameters()).device
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = count_issued_collectives(device)
-    sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
-    sums[3] = float(stop)
+    sums = torch.zeros(_SUMS - 1, dtype=torch.float64, device=device)  # without the stop requests
     agree = partial(
-        _all_reduce_and_check_ranks, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued
+        _all_reduce, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued, stop=stop
     )
     updates = partial(_backward_context, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
     nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
@@ -110,30 +117,47 @@ def run_step(
     average_scalar_gradients(gradients)
     with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
         norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
-        sums[2] = local_share_of_squared_norm(norms)
+        sums[2] = local_share_of_squared_norm(norms) if norms else 0.0
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
-    loss_sum, count, squared, stops = agree()
+    totals = agree()
     where.enter(RunPhase.OPTIMIZER)
-    mean = loss_sum / count if count > 0 else math.nan
     # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
-    unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
-    norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    finite = math.isfinite(mean) and math.isfinite(norm)
-    spike = finite and state.recent.is_spike(mean, norm, section=survival)
-    if in_backward is not None and not finite and math.isfinite(mean):
-        raise _nonfinite_update_error(norm, step=state.step + 1)
-    if in_backward is None and finite and not spike:
-        state.recent.add_step(mean, norm, section=survival)
-        limit = plan.run.optimizer.clip_norm
-        factor = unscale * (min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
-        _scale_gradients_and_step(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
+    nominal = nominal * plan.world_size / state.loss_scale.scale
+    decision = decide_step(totals.numbers[:_SUMS], nominal=nominal, recent=state.recent, run=plan.run)
+    result = _copy_result_to_host(decision, totals)
+    if waits_each_step(state.optimizer, plan) or not result.must_wait:
+        result.read()
+    set_learning_rate(state.optimizer, learning_rate)
+    with record_function("fullshard::optimizer"):
+        if not result.is_read:
+            update_as_device_decides(state.optimizer, decision)
+        elif in_backward is not None:
+            _check_finite_update(result.read(), step=state.step + 1)
+        elif not result.read().skipped:
+            update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
     clear_gradients(state.model, state.optimizer)
-    if count > 0:
-        state.loss_scale.update(finite=finite)
-    skipped = not finite or spike
-    return StepResult(
-        loss=mean, grad_norm=norm, tokens=int(count), skipped=skipped, spike=spike, stopping=stops > 0
-    )
+    if plan.precision.loss_scaling and result.read().tokens > 0:
+        state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
+    return result
+
+
+def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResult:
+    """Returns the result, whose `read` raises TrainError if the ranks were not in the same step."""
+    count = len(decision.figures)
+    copy = HostCopy(torch.cat([decision.figures, totals.numbers[_SUMS:]]))
+
+    def read_result() -> StepResult:
+        numbers = copy.read()
+        totals.check_ranks(numbers[count:])
+        return step_result(numbers[:count])
+
+    return PendingResult(read_result, must_wait=not copy.is_ready)
+
+
+def _check_finite_update(result: StepResult, *, step: int) -> None:
+    """Raises TrainError if the optimizer in backward has updated with a gradient that is not finite."""
+    if result.skipped and math.isfinite(result.loss):
+        raise _nonfinite_update_error(result.grad_norm, step=step)
 
 
 def _nonfinite_update_error(norm: float, *, step: int) -> TrainError:
@@ -147,7 +171,7 @@ def _nonfinite_update_error(norm: float, *, step: int) -> TrainError:
 
 
 def _backward_context(
-    nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], list[float]]
+    nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], _Totals]
 ) -> AbstractContextManager[None]:
     """Returns the context in which a backward runs, which updates if the run has the optimizer in backward.
 
@@ -156,7 +180,9 @@ def _backward_context(
     if not plan.run.optimizer.in_backward:
         return nullcontext()
     state.phase.enter(RunPhase.REDUCE)
-    loss_sum, count, *_ = agree()
+    totals = agree()
+    loss_sum, count, *rest = HostCopy(totals.numbers).read()
+    totals.check_ranks(rest[_SUMS - 2 :])
     factor = None
     if math.isfinite(loss_sum) and count != 0:
         state.run_before_update_callbacks()
@@ -164,30 +190,26 @@ def _backward_context(
     return state.in_backward.update_during_backward(factor=factor, learning_rate=learning_rate)
 
 
-def _all_reduce_and_check_ranks(
-    sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int
-) -> list[float]:
-    """Returns the loss, token count, squared norm and stop requests of `sums`, summed over all ranks.
-
-    Collective. Raises TrainError if the ranks' fingerprints (step, settings, collectives) differ.
+def _all_reduce(
+    sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int, stop: bool
+) -> _Totals:
+    """Sums `sums` (loss, count, squared norm), stop requests and fingerprints over ranks. Collective.
 
     issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
-    totals, kind, own = sums.clone(), plan.run.fault_tolerance.fingerprint, None
-    if plan.world_size == 1:
-        return cast(list[float], totals.tolist())[:4]
-    if kind != "none":
+    kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * WIDTH
+    if plan.world_size > 1 and kind != "none":
         own = StepFingerprint(
             step=state.step + 1,
             collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
             settings=step_settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
         )
-        totals[4:] = torch.tensor(own.summable_numbers(plan.world_size), dtype=torch.float64)
-    dist.all_reduce(totals)
-    values = cast(list[float], totals.tolist())
-    if own is not None:
-        check_same_fingerprints(own, values[4:], world_size=plan.world_size)
-    return values[:4]
+        numbers = own.summable_numbers(plan.world_size)
+    known_here = torch.tensor([float(stop), *numbers], dtype=torch.float64)
+    totals = torch.cat([sums, copy_to_device(known_here, sums.device)])
+    if plan.world_size > 1:
+        dist.all_reduce(totals)
+    return _Totals(totals, own, plan.world_size)
 
 
 def _run_microbatches(
@@ -267,21 +289,6 @@ def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     engine.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
 
 
-@torch.no_grad()
-def _scale_gradients_and_step(
-    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float, learning_rate: float
-) -> None:
-    set_learning_rate(optimizer, learning_rate)
-    with record_function("fullshard::optimizer"):
-        if isinstance(optimizer, StreamingAdamW):
-            optimizer.gradient_factor = factor
-        else:
-            scale_gradients(gradients, factor)
-        optimizer.step()
-
-
 def move_batch_to_device(batch: Any, device: torch.device) -> Any:
-    """Returns `batch` with all tensors in it on `device`, copied without blocking from pinned memory."""
-    if device.type == "cpu":
-        return batch
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Returns `batch` with all tensors in it on `device`, copied without waiting for the device."""
+    return tree_map_only(Tensor, lambda tensor: copy_to_device(tensor, device), batch)

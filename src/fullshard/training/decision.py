@@ -1,0 +1,61 @@
+"""The decision of a step, computed on the device: norm, clipping, and whether the step is skipped."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard.spec.run import Run
+from fullshard.survival.spikes import RecentSteps
+from fullshard.training.figures import StepResult
+
+
+class StepDecision(NamedTuple):
+    """Decision about the update of a step, as tensors on the device.
+
+    figures: (7,) in fp64, for `step_result`
+    grad_scale: () in fp32; the update divides the gradient by it
+    found_inf: () in fp32; 1 if the step is skipped, else 0
+    """
+
+    figures: Tensor
+    grad_scale: Tensor
+    found_inf: Tensor
+
+
+@torch.no_grad()
+def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run) -> StepDecision:
+    """Returns the decision, and adds the step to `recent` unless it is skipped. Never waits for the device.
+
+    totals: (4,) in fp64, over all ranks: loss sum, count of valid tokens, squared norm, stop requests
+    nominal: what the summed gradient was divided by, in all; see [Note: one denominator] in `step.py`
+    """
+    section, limit = run.fault_tolerance, run.optimizer.clip_norm
+    loss_sum, count, squared, stops = totals.unbind()
+    counted = torch.where(count > 0, count, math.nan)  # without a valid token, nothing is finite
+    mean, unscale = loss_sum / counted, nominal / counted
+    norm = squared.sqrt() * unscale
+    accepted = torch.isfinite(mean) & torch.isfinite(norm)
+    spike = torch.zeros_like(accepted)
+    if section.on_spike != "none":
+        spike = accepted & recent.is_spike(mean, norm, section=section)
+        accepted = accepted & ~spike
+        recent.add_step(mean, norm, accepted=accepted, section=section)
+    factor = unscale * (limit / (norm + 1e-6)).clamp(max=1.0) if limit else unscale
+    figures = torch.stack([mean, norm, count, accepted.double(), spike.double(), stops, factor])
+    return StepDecision(figures, factor.reciprocal().float(), 1.0 - accepted.float())
+
+
+def step_result(figures: list[float]) -> StepResult:
+    """Returns the result for the figures of a StepDecision."""
+    mean, norm, count, accepted, spike, stops, factor = figures
+    return StepResult(
+        loss=mean,
+        grad_norm=norm,
+        tokens=int(count) if count > 0 else 0,
+        skipped=not accepted,
+        spike=bool(spike),
+        stop_requested=stops > 0,
+        gradient_factor=factor,
+    )

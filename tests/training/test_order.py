@@ -1,0 +1,264 @@
+"""The order of host and device: no wait between two steps, and the same numbers as with one."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.spec.plan import Plan
+from fullshard.training.loop import train
+from fullshard.training.loss import next_token_loss
+from tests.fakes.data import Rows
+from tests.fakes.device import FakeDevice
+from tests.fakes.models import VOCABULARY, OddModel
+from tests.training.runs import Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
+
+STRICT = "train.wait_each_step=true"
+
+
+# The fake device notices what it is there for
+
+
+def read_item(x: Tensor) -> object:
+    return x.sum().item()
+
+
+def read_bool(x: Tensor) -> object:
+    return bool(x.sum() > 0)
+
+
+def read_list(x: Tensor) -> object:
+    return x.tolist()
+
+
+def read_format(x: Tensor) -> object:
+    return f"{x[0]:.3f}"
+
+
+def read_mask(x: Tensor) -> object:
+    return x[x > 0]
+
+
+def read_nonzero(x: Tensor) -> object:
+    return x.nonzero()
+
+
+def read_equal(x: Tensor) -> object:
+    return torch.equal(x, x)
+
+
+def copy_list(x: Tensor) -> object:
+    return torch.tensor([1.0, 2.0], device=x.device)
+
+
+def copy_to(x: Tensor) -> object:
+    return torch.ones(3).to(x.device)
+
+
+def copy_into_slice(x: Tensor) -> object:
+    x[:2] = torch.tensor([1.0, 2.0])
+    return x
+
+
+def copy_to_host(x: Tensor) -> object:
+    return torch.empty(3).copy_(x)
+
+
+def read_at_once(x: Tensor) -> object:
+    return torch.empty(3).copy_(x, non_blocking=True).tolist()
+
+
+WAITS = [read_item, read_bool, read_list, read_format, read_mask, read_nonzero, read_equal]
+WAITS += [copy_list, copy_to, copy_into_slice, copy_to_host, read_at_once]
+
+
+@pytest.mark.parametrize("act", WAITS)
+def test_the_fake_device_notes_each_wait(act: Callable[[Tensor], object]) -> None:
+    x = torch.randn(3)
+    with FakeDevice() as device:
+        act(x)
+    assert len(device.waits) == 1, device.waits
+
+
+def test_the_fake_device_notes_nothing_else() -> None:
+    x = torch.randn(3)
+    with FakeDevice() as device:
+        first, second = torch.empty(3), torch.empty(3)
+        first.copy_(x * 2 + torch.tensor(1.0), non_blocking=True)
+        second.copy_(torch.where(x > 0, x, 0.0), non_blocking=True)
+        first.tolist()
+        x[0] = 1.0
+        x.add_(torch.tensor([1.0, 2.0, 3.0]).to(x.device, non_blocking=True))
+        torch.tensor([1, 2]).sum().item()
+    assert device.waits == []
+
+
+# The number of waits in a step
+
+
+def mean_and_item(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = mean_square(model, batch)
+    assert loss.item() >= 0
+    return loss
+
+
+def waits_of_steps(more: tuple[str, ...], data: Any = None, loss: Any = mean_square) -> list[list[str]]:
+    """The waits of each of six steps: from one `next` to the return of the following one."""
+    state, plan = sharded(run_of("train.microbatch=2", *more), data=data)
+    return _waits(state, plan, loss)
+
+
+def _waits(state: Any, plan: Plan, loss: Any) -> list[list[str]]:
+    steps, found = train(state, plan, loss=loss), []
+    with FakeDevice() as device:
+        for _ in range(plan.run.train.steps):
+            device.waits.clear()
+            assert next(steps, None) is not None
+            found.append([*device.waits])
+    return found
+
+
+DEFAULTS = [
+    (2, ()),
+    (2, ("sharding.strategy=no_shard", "fault_tolerance.on_spike=skip", "fault_tolerance.spike_window=4")),
+    (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2", "train.microbatch=1")),
+]
+
+
+@pytest.mark.parametrize(("n", "more"), DEFAULTS)
+def test_a_step_never_waits_for_the_device(n: int, more: tuple[str, ...], ranks: Any) -> None:
+    assert ranks(n).run(waits_of_steps, more) == [[[]] * 6] * n
+
+
+def waits_of_decoder() -> list[list[str]]:
+    """Experts, a scalar, tied and frozen matrices, and the next-token loss."""
+    run = run_of("data.sequence_length=9", "train.microbatch=2")
+    state, plan = sharded(run, model=OddModel, data=Rows(VOCABULARY))
+    return _waits(state, plan, next_token_loss)
+
+
+def test_a_step_of_the_next_token_loss_never_waits(ranks: Any) -> None:
+    assert ranks(2).run(waits_of_decoder) == [[[]] * 6] * 2
+
+
+def test_a_step_on_an_iterable_never_waits(ranks: Any) -> None:
+    data = [pairs(i, 2) for i in range(40)]
+    assert ranks(2).run(waits_of_steps, (), data) == [[[]] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ((STRICT,), 1),
+        (("fault_tolerance.on_spike=rollback",), 1),
+        (("optimizer.name=sgd",), 1),
+        (("precision.mode=fp16",), 1),
+        (("optimizer.in_backward=true", "optimizer.clip_norm=0", "train.microbatch=6"), 2),
+    ],
+)
+def test_the_strict_order_waits_once_for_each_decision(more: tuple[str, ...], count: int, ranks: Any) -> None:
+    """With the optimizer in backward, it is decided before backward, and again after it."""
+    for waits in ranks(2).run(waits_of_steps, more):
+        assert [len(step) for step in waits] == [count] * 6, waits
+
+
+def test_a_wait_that_the_loss_adds_is_counted(ranks: Any) -> None:
+    for waits in ranks(2).run(waits_of_steps, (), None, mean_and_item):
+        assert [len(step) for step in waits] == [3] * 6, "one for each microbatch"
+
+
+# The same numbers
+
+
+class OneSpike(Pairs):
+    """Batch 5 has targets far off, and those of batch 3 are not finite."""
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in super().microbatches(step, rank=rank, plan=plan):
+            yield x, y + {3: torch.nan, 5: 1000.0}.get(step, 0.0)
+
+
+def numbers(device: str, more: tuple[str, ...]) -> tuple[list[Any], dict[str, Tensor], Any]:
+    settings = ("train.steps=9", "fault_tolerance.on_spike=skip", "fault_tolerance.spike_window=4")
+    state, plan = sharded(run_of(*settings, "optimizer.clip_norm=0.3", *more), data=OneSpike())
+    with FakeDevice() if device == "fake" else nullcontext():
+        steps = list(train(state, plan, loss=mean_square))
+        figures = [(s.index, str(s.loss), str(s.grad_norm), s.tokens, s.skipped, s.spike) for s in steps]
+    return figures, local_bits(state), (state.tokens, state.skipped, state.recent.losses)
+
+
+@pytest.mark.parametrize(
+    ("n", "more"),
+    [
+        (2, ()),
+        (3, ("sharding.strategy=no_shard", "optimizer.options={amsgrad=true}")),
+        (2, ("precision.mode=bf16", "optimizer.name=torch.optim.Adam", "sharding.strategy=zero1")),
+    ],
+)
+def test_both_orders_train_the_same_bit_for_bit(n: int, more: tuple[str, ...], ranks: Any) -> None:
+    strict = ranks(n).run(numbers, "cpu", more)
+    for (figures, bits, counts), (own, own_bits, own_counts) in zip(
+        strict, ranks(n).run(numbers, "fake", more), strict=True
+    ):
+        assert own == figures
+        assert [index for index, *_, skipped, _ in own if skipped] == [4, 6]
+        assert [index for index, *_, spike in own if spike] == [6]
+        assert same_bits(own_bits, bits)
+        assert own_counts == counts
+
+
+def counts_in_the_loop() -> list[tuple[int, int, int]]:
+    state, plan = sharded(run_of(), data=OneSpike())
+    with FakeDevice():
+        return [(state.step, state.tokens, state.skipped) for _ in train(state, plan, loss=mean_square)]
+
+
+def test_the_state_of_a_yielded_step_includes_the_step(ranks: Any) -> None:
+    counted = [(1, 2, 0), (2, 4, 0), (3, 6, 0), (4, 6, 1), (5, 8, 1), (6, 10, 1)]
+    assert ranks(2).run(counts_in_the_loop) == [counted] * 2
+
+
+# The garbage collector
+
+
+def collector() -> list[bool]:
+    """Whether the collector is on: in the loop, after a break, after an error, and after the end."""
+    found = []
+    state, plan = sharded(run_of())
+    for _ in train(state, plan, loss=mean_square):
+        found.append(gc.isenabled())
+        break
+    found.append(gc.isenabled())
+
+    def fails(_model: nn.Module, _batch: object) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        next(train(state, plan, loss=fails))
+    found.append(gc.isenabled())
+    list(train(state, plan, loss=mean_square))
+    return [*found, gc.isenabled()]
+
+
+def collections() -> list[int]:
+    """The generation of each collection in 100 steps."""
+    seen: list[int] = []
+    state, plan = sharded(run_of("train.steps=100"))
+    state.step = 40
+    gc.callbacks.append(
+        note := lambda phase, info: seen.append(info["generation"]) if phase == "start" else None
+    )
+    try:
+        list(train(state, plan, loss=mean_square))
+    finally:
+        gc.callbacks.remove(note)
+    return seen
+
+
+def test_garbage_is_collected_between_steps_only(ranks: Any) -> None:
+    assert ranks(1).run(collector) == [[False, True, True, True]]
+    assert ranks(2).run(collections) == [[1 if step in (50, 100) else 0 for step in range(41, 101)]] * 2
