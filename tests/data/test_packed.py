@@ -77,7 +77,10 @@ def data_of(
 
 def rows_of(batch: dict[str, torch.Tensor]) -> Iterator[Row]:
     for row in zip(*(tensor.tolist() for tensor in batch.values()), strict=True):
-        yield tuple(map(tuple, row))
+        *rest, last = map(tuple, row)
+        if "document_ends" in batch:  # padded as the longest row of the batch needs
+            last = tuple(sorted(set(last)))
+        yield (*rest, last)
 
 
 def global_batch(data, step: int, world: int, microbatch: int, accumulation: int = 1) -> list[Row]:
@@ -138,7 +141,7 @@ def test_each_label_is_the_token_behind_and_none_crosses_where_masked(packing: s
             if i + 1 < S and label != IGNORED_LABEL:
                 assert tokens[i + 1] == label
         if masked:
-            documents, positions = rest
+            documents, positions, _ = rest
             begins = [i for i in range(S) if i == 0 or documents[i] != documents[i - 1]]
             assert [positions[i] for i in begins] == [0] * len(begins)
             assert all(positions[i] == positions[i - 1] + 1 for i in range(S) if i not in begins)
@@ -205,13 +208,28 @@ def test_validation_is_the_same_rows_on_any_ranks(
 def test_microbatches_are_int64_of_the_planned_shape():
     for masked, names in (
         (False, {"tokens", "labels"}),
-        (True, {"tokens", "labels", "documents", "positions"}),
+        (True, {"tokens", "labels", "documents", "positions", "document_ends"}),
     ):
         batches = list(data_of("best_fit", masked=masked).microbatches(3, rank=1, plan=plan_of(2, 3, 4)))
         assert len(batches) == 4
         for batch in batches:
             assert set(batch) == names
+            batch.pop("document_ends", None)
             assert all(tensor.shape == (3, S) and tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+@laws
+@given(packings, st.integers(0, 200), divisors_of_12)
+def test_document_ends_are_where_the_documents_change(packing: str, step: int, microbatch: int):
+    """They cover each row to its end, and number powers of two, so that few sizes occur."""
+    (batch,) = data_of(packing, masked=True).microbatches(step, rank=0, plan=plan_of(1, microbatch))
+    ends = batch["document_ends"]
+    assert ends.dtype == torch.int32
+    assert (len(ends), ends.shape[1].bit_count()) == (microbatch, 1)
+    assert torch.equal(ends[:, -1], torch.full((microbatch,), S))
+    assert torch.equal(ends, ends.sort().values)
+    documents = (torch.arange(S)[None, :, None] >= ends[:, None, :]).sum(-1)
+    assert torch.equal(documents, batch["documents"])
 
 
 def test_seeds_and_epochs_order_rows_differently():

@@ -24,7 +24,13 @@ def packed() -> dict[str, Tensor]:
     index = torch.arange(LENGTH)
     second = torch.stack([index >= cut for cut in CUTS])
     positions = torch.stack([torch.where(index >= cut, index - cut, index) for cut in CUTS])
-    return {"tokens": tokens, "positions": positions, "documents": second.long()}
+    ends = torch.tensor([[cut, LENGTH, LENGTH, LENGTH] for cut in CUTS], dtype=torch.int32)
+    return {
+        "tokens": tokens,
+        "positions": positions,
+        "documents": second.long(),
+        "document_ends": ends,
+    }
 
 
 def logits_of(model: nn.Module, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -41,17 +47,21 @@ def alone(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def check_apart(model: nn.Module) -> None:
+    """With the ends of the documents, from which attention may do without a mask, and without them."""
     batch = packed()
+    tokens, masked = batch["tokens"], {key: one for key, one in batch.items() if key != "document_ends"}
     model.eval()
     with torch.no_grad():
-        seen = logits_of(model, batch["tokens"], position_and_document_arguments(model, batch))
-        torch.testing.assert_close(seen, alone(model, batch["tokens"]), rtol=1e-4, atol=1e-5)
+        expected = alone(model, tokens)
+        for one in (masked, batch):
+            seen = logits_of(model, tokens, position_and_document_arguments(model, one))
+            torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(logits_of(model, batch["tokens"], {}), seen, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
-    check_apart(materialize(built(name)[0], seed=0))
+    check_apart(materialize(built(name, "data.document_mask=true")[0], seed=0))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -9,6 +9,7 @@ from torch import nn
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
+from fullshard.planning.describe_run import describe_run_uncached
 from fullshard.profiler.memory import measure_peak_memory
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.recompute import apply_recompute
@@ -85,7 +86,9 @@ def highest(phases: tuple[TracePhase, ...], *, microbatch: int = 2) -> int:
     return peak
 
 
-def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bool = False) -> int:
+def allocated(
+    model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bool = False, documents: bool = False
+) -> int:
     """The peak of one microbatch of the whole model, as the CPU allocator tells it."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
@@ -93,6 +96,9 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
     apply_recompute(find_recompute_blocks(model, plan.run.sharding.units, units=units), plan.run.recompute)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
+    if documents:
+        batch |= {name: torch.zeros(shape, dtype=torch.int64) for name in ("positions", "documents")}
+        batch["document_ends"] = torch.full((plan.microbatch, 1), shape[1], dtype=torch.int32)
     loss = choose_loss(plan.run, model)
     if accumulating:
         loss(model, batch)[0].backward()
@@ -121,6 +127,15 @@ def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     blocks = {"none": 0, "every": 2, "offload": 0}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_attention_within_documents_is_traced_as_it_allocates(recompute):
+    plan = plan_of(f"recompute.mode={recompute}", "data.document_mask=true")
+    (trace,) = describe_run_uncached(plan, "cpu").traces
+    counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256, documents=True)
+    blocks = 3 if recompute == "selective" else 0
+    assert 0 <= counted - highest(trace.phases) <= blocks * RANDOM_STATE_BYTES
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -107,8 +107,10 @@ class PackedData:
         labels: the next tokens; IGNORED_LABEL for labels that are left out of the loss
         documents: number of the document within the row; padding has the next number after the last document
         positions: position within the document or the padding, from 0
+        document_ends: int32 (plan.microbatch, documents): where each document and the padding end in the row;
+            further entries are sequence_length. The number of entries is a power of two.
 
-        `documents` and `positions` are present only with `document_mask`. The rows of all ranks together
+        The last three are present only with `document_mask`. The rows of all ranks together
         are samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
         microbatch size.
         """
@@ -193,17 +195,30 @@ class PackedData:
         batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
         if self.document_mask:
             batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
-        for i, (stream, pieces) in enumerate(rows):
+        ends = [
             _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
+            for i, (stream, pieces) in enumerate(rows)
+        ]
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+        if self.document_mask:
+            tensors["document_ends"] = _pad_to_power_of_two(ends, length=self.sequence_length)
         if plan.device == "cuda":
             return {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return tensors
 
 
-def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]) -> None:
-    """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding."""
-    tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
+def _pad_to_power_of_two(ends: Sequence[Sequence[int]], *, length: int) -> Tensor:
+    """Returns (rows, entries), int32: each row's `ends`, then `length`; a power of two of entries."""
+    entries = 1 << (max(map(len, ends)) - 1).bit_length()
+    return torch.tensor([[*row, *[length] * (entries - len(row))] for row in ends], dtype=torch.int32)
+
+
+def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]) -> list[int]:
+    """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding.
+
+    Returns where each piece ends in the row, and where the padding ends if there is any.
+    """
+    tokens, labels, at, document, ends = row["tokens"], row["labels"], 0, 0, list[int]()
     for document, (begin, length, label) in enumerate(pieces, start=1):
         own = slice(at, at + length)
         tokens[own] = stream.slice_tokens_in_one_store(begin, begin + length)
@@ -216,9 +231,11 @@ def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Itera
             row["documents"][own] = document - 1
             row["positions"][own] = np.arange(length)
         at += length
+        ends.append(at)
     if "documents" in row:
         row["documents"][at:] = document
         row["positions"][at:] = np.arange(len(tokens) - at)
+    return ends if at == len(tokens) else [*ends, len(tokens)]
 
 
 def _ignore_untrained_labels(labels: Int64, stream: TokenStream, *, begin: int, label: int) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from fullshard.errors import SpecError
 from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
+from fullshard.models.document_attention_hf import use_document_attention
 from fullshard.models.huggingface import build_hf_model, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.dotted import import_callable
@@ -22,7 +23,10 @@ def build_model(run: Run) -> nn.Module:
             return insert_adapters(DecoderModel(section), run.adapter)
     if isinstance(section, PythonModel):
         return insert_adapters(build_python_model(section), run.adapter)
-    return insert_adapters(build_hf_model(section), run.adapter, own_dtype=weight_dtype_in_config(section))
+    model = build_hf_model(section)
+    if run.data.document_mask and section.attention == "auto":
+        use_document_attention(model)
+    return insert_adapters(model, run.adapter, own_dtype=weight_dtype_in_config(section))
 
 
 def build_python_model(section: PythonModel) -> nn.Module:

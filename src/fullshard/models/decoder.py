@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.spec.model_section import DecoderConfig
 
 
@@ -64,10 +65,7 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         q, k = rotary(q, positions), rotary(k, positions)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.output(y.transpose(1, 2).flatten(2))
+        return self.output(attend_causally(QueryKeyValue(q, k, v), mask).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -99,7 +97,8 @@ class Block(nn.Module):
         """Applies the layer to x (batch, sequence, d_model).
 
         positions: (batch, sequence); by default 0, 1, 2, …
-        mask: bool (batch, 1, sequence, sequence), True where a token is attended to; by default causal
+        mask: bool (batch, 1, sequence, sequence), True where a token is attended to; or document bounds, see
+            `fullshard.models.document_attention`; by default causal
         """
         x = x + self.attention(self.attention_norm(x), rotary, positions, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -141,14 +140,20 @@ class DecoderModel(nn.Module):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        document_bounds: Tensor | None = None,
     ) -> Tensor:
         """Returns the logits. `positions`, `documents`: int64 (batch, sequence).
 
-        With `documents`, a token attends only to earlier tokens of its document.
+        With `documents`, a token attends only to earlier tokens of its document. The same documents as
+        `document_bounds` need no mask of all pairs of tokens: see `fullshard.models.document_attention`.
         """
-        x = self.embedding(tokens)
-        mask = None if documents is None else _causal_document_mask(documents)
+        x, mask = self.embedding(tokens), document_bounds
+        if mask is None and documents is not None:
+            mask = _causal_document_mask(documents)
         for block in self.blocks:
             x = block(x, self.positions, positions, mask)
         return self.head(self.norm(x))

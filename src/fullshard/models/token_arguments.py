@@ -9,25 +9,34 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import TrainError
+from fullshard.models.document_attention import avoid_nan_of_cudnn, document_bounds
+from fullshard.models.document_attention_hf import DOCUMENT_ATTENTION
 
 
 def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the model's keyword arguments for positions and documents; empty if `batch` has neither.
 
-    batch["positions"] and batch["documents"] are int64 (microbatch, sequence). A transformers model gets
-    `position_ids` and a mask in the form of its attention; any other model gets `positions` and `documents`.
-    Raises TrainError if `forward` does not accept them, since the model would attend across documents.
+    batch["positions"], batch["documents"]: int64 (microbatch, sequence)
+    batch["document_ends"]: optional, int32 (microbatch, documents), see `document_bounds`
+
+    A transformers model gets `position_ids`, and a mask in the form of its attention. Any other model gets
+    `positions`, `documents`, and `document_bounds` if its `forward` accepts them. Raises TrainError if it
+    does not accept the others, since the model would attend across documents.
     """
-    positions, documents = batch.get("positions"), batch.get("documents")
+    positions, documents, ends = (batch.get(name) for name in ("positions", "documents", "document_ends"))
     if positions is None and documents is None:
         return {}
+    tokens = batch["tokens"]
+    avoid_nan_of_cudnn(tokens.device, sequence_length=tokens.shape[1])
+    bounds = None if ends is None else document_bounds(ends, sequence_length=tokens.shape[1])
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         given = {"positions": positions, "documents": documents}
         arguments = {name: tensor for name, tensor in given.items() if tensor is not None}
         _check_forward_accepts(model, arguments)
+        if bounds is not None and "document_bounds" in inspect.signature(model.forward).parameters:
+            arguments["document_bounds"] = bounds
         return arguments
-    tokens = batch["tokens"]
     if documents is None:
         documents = torch.zeros_like(tokens)  # else the model infers documents from restarting positions
     if positions is None:
@@ -35,6 +44,9 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
     attention = str(getattr(config, "_attn_implementation", "eager"))
     if attention.startswith("flash"):  # finds the documents by restarting positions
         arguments = {"position_ids": _positions_within_documents(documents)}
+    elif attention == DOCUMENT_ATTENTION and bounds is not None:
+        _windows_by_layer_kind(config)  # refuses layers that are not attention
+        arguments = {"position_ids": positions, "attention_mask": bounds}
     else:
         masks = _attention_masks_by_layer_kind(config, documents, attention=attention)
         arguments = {"position_ids": positions, "attention_mask": masks}
@@ -64,10 +76,19 @@ def _positions_within_documents(documents: Tensor) -> Tensor:
 
 def _attention_masks_by_layer_kind(config: Any, documents: Tensor, *, attention: str) -> Any:
     """Returns one mask for all layers, or a dict with one mask per kind of layer, as the models expect."""
+    masks = {
+        kind: _document_attention_mask(documents, attention=attention, window=window)
+        for kind, window in _windows_by_layer_kind(config).items()
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _windows_by_layer_kind(config: Any) -> dict[str, int | None]:
+    """Returns the sliding window of each kind of layer, None for no window. Raises TrainError for others."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
-        return _document_attention_mask(documents, attention=attention, window=window)
+        return {"all": window}
     windows = {"full_attention": None, "sliding_attention": window}
     if unknown := kinds - set(windows):
         raise TrainError(
@@ -75,11 +96,7 @@ def _attention_masks_by_layer_kind(config: Any, documents: Tensor, *, attention:
             got="a batch with documents",
             fix="data.document_mask = false",
         )
-    masks = {
-        kind: _document_attention_mask(documents, attention=attention, window=windows[kind])
-        for kind in sorted(kinds)
-    }
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return {kind: windows[kind] for kind in sorted(kinds)}
 
 
 def _document_attention_mask(documents: Tensor, *, attention: str, window: int | None) -> Any:

@@ -62,4 +62,6 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
     if not run.data.document_mask:
         return None
     keys, shape = ("tokens", "labels", "positions", "documents"), (rows, run.data.sequence_length)
-    return {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in keys}
+    batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in keys}
+    # One document in each row: the most that attention within documents can compute.
+    return batch | {"document_ends": torch.empty((rows, 1), dtype=torch.int32, device="meta")}

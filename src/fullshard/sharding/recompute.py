@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -17,9 +16,8 @@ from fullshard.sharding.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 
-_ATEN = torch.ops.aten
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
-# Looked up by name, since a build of torch has only the attention kernels of its own devices.
+# By name, since a build of torch has only the attention kernels of its own devices.
 _MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm")
 _ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _SAVED_NAMES = (
@@ -27,8 +25,10 @@ _SAVED_NAMES = (
     *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
     *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION_KINDS),
 )
-_MATMULS = frozenset(getattr(_ATEN, name).default for name in _MATMUL_NAMES)
-SAVED_OPERATIONS = frozenset(getattr(_ATEN, name).default for name in _SAVED_NAMES if hasattr(_ATEN, name))
+_MATMULS = frozenset(f"aten::{name}" for name in _MATMUL_NAMES)
+SAVED_OPERATIONS = frozenset(
+    (*(f"aten::{name}" for name in _SAVED_NAMES), "torch_attn::_varlen_attn", "fullshard::document_attention")
+)
 
 
 def apply_recompute(
@@ -73,9 +73,10 @@ class _SelectiveRecomputePolicy:
         self._matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operation not in SAVED_OPERATIONS:
+        name = operation.name()
+        if name not in SAVED_OPERATIONS:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if operation in _MATMULS:
+        if name in _MATMULS:
             self._matmuls[context.is_recompute] += 1
             if (self._matmuls[context.is_recompute] - 1) % self.every:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -100,6 +101,6 @@ class _SavedOperationFilter(TorchDispatchMode):
         self.context = context
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAVED_OPERATIONS:
+        if func.name() in SAVED_OPERATIONS:
             return self.context.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fullshard.models.document_attention import QueryKeyValue, attend_on_cuda
+
 _ATEN = torch.ops.aten
 
 
@@ -40,6 +42,13 @@ def _cuda_attention(  # signature: aten::scaled_dot_product_attention  # noqa: P
     return _ATEN._scaled_dot_product_efficient_attention(
         query, key, value, mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _cuda_document_attention(  # signature: fullshard::document_attention  # noqa: PLR0913, PLR0917
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    inputs = QueryKeyValue(query, key, value)
+    return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
 
 
 def _cuda_rms_norm(  # signature: aten::rms_norm
@@ -77,10 +86,13 @@ def _cuda_dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature:
 def emulate_cuda_kernels() -> Generator[None]:
     """Makes CPU tensors of this process take CUDA's code paths while active. For fake tensors only."""
     library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    own: Any = torch.library.Library("fullshard", "IMPL")  # noqa: TOR901
     try:
+        own.impl("document_attention", _cuda_document_attention, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
         library.impl("dropout", _cuda_dropout, "AutogradCPU")
         library.impl("rms_norm", _cuda_rms_norm, "AutogradCPU")
         yield
     finally:
         library._destroy()  # pyright: ignore[reportPrivateUsage]
+        own._destroy()  # pyright: ignore[reportPrivateUsage]

@@ -16,6 +16,8 @@ KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
 _DTYPE: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _ATTENTION = "_scaled_dot_product_"
+# Attention within documents: on a GPU, with tensors (tokens, heads, head_dim), and on the CPU.
+_VARLEN, _DOCUMENTS = "_varlen_attn", "document_attention"
 GROUPED = "_grouped_mm"
 # Operations that create or inspect tensors and launch no kernel.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
@@ -63,7 +65,7 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     moved = sum(map(readable_tensor_bytes, read)) + sum(map(readable_tensor_bytes, written))
     dtypes = (tensor.dtype for tensor in (*read, *written) if tensor.dtype in _DTYPE)
     dtype = _DTYPE[next(dtypes, torch.float32)]
-    if name.startswith(_ATTENTION):
+    if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
     if name == GROUPED:
         return KernelLaunch("matmul", dtype, _grouped_matmul_flops(call), moved)
@@ -81,6 +83,8 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
       summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
+    - Attention backward within documents: the same, with room for 128 more tokens per document in fp32
+      (flash attention's source).
     - Embedding backward: one fp32 row per token.
     """
     name = call.bare_operator_name
@@ -94,6 +98,13 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
         rows = query.numel() // query.shape[-1]
         expanded = 2 * rows // query.shape[2] * key.shape[2] * query.shape[-1] * query.itemsize
         return 4 * query.numel() + 4 * rows + (expanded if key.shape[1] != query.shape[1] else 0)
+    if name.startswith(_VARLEN) and name.endswith("backward"):
+        named = call.arguments_by_name()
+        query, key = named["query"], named["key"]
+        tokens, heads, channels = query.shape
+        padded = tokens + 128 * (named["cu_seq_q"].shape[0] - 1)
+        expanded = 2 * query.numel() * query.itemsize if key.shape[1] != heads else 0
+        return 4 * padded * heads * (channels + 1) + expanded
     if name == "embedding_dense_backward":
         return 4 * call.args[0].numel()
     return 0
@@ -106,14 +117,18 @@ def _added_cast_bytes(call: OpCall) -> int:
 
 
 def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
-    """Returns the launch for attention, with the FLOP of two matmuls in forward and five in backward."""
-    named = call.arguments_by_name()
+    """Returns the launch for attention, with the FLOP of two matmuls in forward and five in backward.
+
+    Attention within documents counts as if each row were one document, without a sliding window. This is the
+    most that it computes; how much less depends on the values in the batch.
+    """
+    named, name = call.arguments_by_name(), call.bare_operator_name
     query, key = named["query"], named["key"]
-    batch, heads, rows, width = query.shape
-    columns, causal = key.shape[2], bool(named.get("is_causal", False))
+    causal = name.startswith((_VARLEN, _DOCUMENTS)) or bool(named.get("is_causal", False))
+    rows, columns = (named["max_q"],) * 2 if name.startswith(_VARLEN) else (query.shape[2], key.shape[2])
     pairs = rows * (columns + 1) // 2 if causal else rows * columns
-    backward = call.bare_operator_name.endswith("backward")
-    flops = (10 if backward else 4) * batch * heads * pairs * width
+    backward = name.endswith("backward")
+    flops = (10 if backward else 4) * (query.numel() // rows) * pairs
     kind: KernelKind = "attention_backward" if backward else "attention"
     return KernelLaunch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
 

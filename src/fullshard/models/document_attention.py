@@ -1,0 +1,142 @@
+"""Causal attention within the documents of packed rows, without a mask of all pairs of tokens.
+
+[Note: document bounds]
+`bounds` is int32 (1, 1, 1, n + 1): 0, then where each document ends among the tokens of all rows. Kernels for
+sequences of different lengths call this `cu_seqlens`. A row ends with a document, and documents without
+tokens fill the tensor up, so that its size varies little. It has four dims because models of transformers
+pass an attention mask of four dims unchanged to each attention layer. It follows from the packer's pieces by
+arithmetic on their ends, so that the host never waits for the device.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard.models.document_attention_cpu import attend_document_by_document
+
+_HALF = (torch.float16, torch.bfloat16)
+_MOST_FLASH_CHANNELS = 256
+_FIRST_WITH_FLASH, _FIRST_WITH_CUDNN = 8, 9  # major compute capabilities
+
+
+class QueryKeyValue(NamedTuple):
+    """Inputs of attention, each (batch, heads, sequence, head_dim); key and value may have fewer heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.query.shape[1] != self.key.shape[1]
+
+
+def document_bounds(ends: Tensor, *, sequence_length: int) -> Tensor | None:
+    """Returns the bounds of all documents of a microbatch; None on a GPU without a kernel that takes them.
+
+    ends: (microbatch, documents), int32: where each document ends in its row; the last is the row's end
+    """
+    if ends.is_cuda and not _has_varlen_kernel(ends.device):
+        return None
+    rows = torch.arange(len(ends), device=ends.device, dtype=torch.int32) * sequence_length
+    bounds = F.pad((ends + rows[:, None]).flatten(), (1, 0)).view(1, 1, 1, -1)
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.maybe_mark_dynamic(bounds, 3)  # compiled blocks are not compiled again for another size
+    return bounds
+
+
+def is_document_bounds(mask: Tensor) -> bool:
+    """Returns whether an attention mask is document bounds. See [Note: document bounds]."""
+    return mask.dtype == torch.int32
+
+
+def attend_causally(inputs: QueryKeyValue, mask: Tensor | None) -> Tensor:
+    """Returns causal attention, (batch, sequence, heads, head_dim).
+
+    mask: document bounds; or bool (batch, 1, sequence, sequence), True where attended to; or None
+    """
+    if mask is not None and is_document_bounds(mask):
+        return attend_within_documents(inputs, mask)
+    return F.scaled_dot_product_attention(
+        *inputs, attn_mask=mask, is_causal=mask is None, enable_gqa=inputs.is_grouped
+    ).transpose(1, 2)
+
+
+def attend_within_documents(
+    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Returns causal attention within documents, (batch, sequence, heads, head_dim).
+
+    bounds: see [Note: document bounds]
+    scale: factor of the scores; unset, 1 / sqrt(head_dim)
+    window: number of last tokens that a token attends to, itself included; unset, all of its document
+
+    On the CPU, attention is computed document by document. A GPU computes it in
+    `torch.nn.attention.varlen.varlen_attn`, in half precision and up to 256 channels, and otherwise with a
+    mask of all pairs. Raises TrainError if the bounds do not cover all tokens, on the CPU.
+    """
+    if inputs.query.is_cuda:
+        return attend_on_cuda(inputs, bounds, scale=scale, window=window)
+    if inputs.query.shape[-1] != inputs.value.shape[-1]:
+        return _attend_with_mask(inputs, bounds, scale=scale, window=window)
+    return attend_document_by_document(*inputs, bounds, scale, window)[0]
+
+
+def attend_on_cuda(
+    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Computes `attend_within_documents` by the operations that a GPU uses."""
+    rows, _, length, channels = inputs.query.shape
+    fits = channels == inputs.value.shape[-1] <= _MOST_FLASH_CHANNELS and channels % 8 == 0
+    if inputs.query.dtype not in _HALF or not fits:
+        return _attend_with_mask(inputs, bounds, scale=scale, window=window)
+    from torch.nn.attention.varlen import varlen_attn  # it imports the compiler
+
+    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in inputs)  # (tokens, heads, head_dim)
+    options: dict[str, Any] = {}
+    if inputs.is_grouped and "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        options["enable_gqa"] = True  # older releases read it off the shapes
+    ends, seen = bounds.flatten(), (-1 if window is None else window - 1, 0)
+    y: Any = varlen_attn(
+        query, key, value, ends, ends, length, length, scale=scale, window_size=seen, **options
+    )
+    return y.unflatten(0, (rows, length))
+
+
+def square_mask(bounds: Tensor, *, rows: int, length: int, window: int | None = None) -> Tensor:
+    """Returns the mask of documents: bool (rows, 1, length, length), True where a token is attended to."""
+    places = torch.arange(rows * length, device=bounds.device, dtype=bounds.dtype)
+    documents = torch.bucketize(places, bounds.flatten()[1:], right=True).view(rows, 1, length)
+    seen = (documents[..., :, None] == documents[..., None, :]).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+def avoid_nan_of_cudnn(device: torch.device, *, sequence_length: int) -> None:
+    """Turns cuDNN's attention off in this process, if a mask at this length would give NaN in its gradients.
+
+    From compute capability 9.0 on, torch prefers cuDNN, whose gradients are NaN if there is a mask and
+    sequence_length % 128 == 64 (pytorch/pytorch#196678). This is global, because attention is computed again
+    in the backward of recomputed blocks, and must then use the same kernel.
+    """
+    if device.type == "cuda" and sequence_length % 128 == 64:  # noqa: PLR2004
+        capability = torch.cuda.get_device_capability(device)[0]
+        if torch.version.hip is None and capability >= _FIRST_WITH_CUDNN:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _has_varlen_kernel(device: torch.device) -> bool:
+    available = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return available and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_FLASH
+
+
+def _attend_with_mask(
+    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    rows, _, length, _ = inputs.query.shape
+    mask = square_mask(bounds, rows=rows, length=length, window=window)
+    return F.scaled_dot_product_attention(
+        *inputs, attn_mask=mask, scale=scale, enable_gqa=inputs.is_grouped
+    ).transpose(1, 2)
