@@ -109,11 +109,14 @@ def test_torch_accepts_the_operations(window: int | None) -> None:
     opcheck(torch.ops.fullshard.document_attention.default, arguments)
 
 
-def test_values_narrower_than_keys_are_attended_to_with_a_mask() -> None:
-    query, key, value = heads_of(2, torch.float64)
-    whole = attend_within_documents(QueryKeyValue(query, key, value), bounds_of())
-    narrow = attend_within_documents(QueryKeyValue(query, key, value[..., :4]), bounds_of())
-    torch.testing.assert_close(narrow, whole[..., :4])
+@pytest.mark.parametrize("channels", [CHANNELS - 4, CHANNELS + 4])
+def test_values_may_have_other_channels_than_keys(channels: int) -> None:
+    query, key, _ = heads_of(2, torch.float64)
+    value = torch.randn(ROWS, 2, LENGTH, channels, dtype=torch.float64, requires_grad=True)
+    inputs = QueryKeyValue(query, key, value)
+    seen, expected = attend_within_documents(inputs, bounds_of()), masked(inputs)
+    for one, other in zip(with_gradients(seen, inputs), with_gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_documents_that_do_not_cover_the_row_are_refused() -> None:
@@ -121,17 +124,22 @@ def test_documents_that_do_not_cover_the_row_are_refused() -> None:
         attend_within_documents(heads_of(2, torch.float32), bounds_of(((3, 9), (LENGTH, 20))))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at inputs that are not leaves
 def test_another_number_of_documents_is_not_compiled_again() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend_within_documents, backend=counter, fullgraph=True, dynamic=False)
+    model = decoder()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=counter, fullgraph=True, dynamic=False)
+    compiled: list[int] = []
     for count in (1, 2, 8, 16):
-        ends = [[*range(1, count), LENGTH]] * ROWS
-        compiled(heads_of(2, torch.float32), bounds_of(ends)).sum().backward()
-    assert counter.frame_count == 1
+        ends = torch.tensor([[*range(1, count), LENGTH]] * ROWS, dtype=torch.int32)
+        next_token_loss(model, packed() | {"document_ends": ends})[0].backward()
+        compiled.append(counter.frame_count)
+    assert compiled[0] == compiled[-1] > 0
 
 
-def decoder() -> nn.Module:
+def decoder() -> DecoderModel:
     config = DecoderConfig(
         vocabulary=VOCABULARY, d_model=16, heads=HEADS, kv_heads=2, d_ff=24, layers=2, max_sequence=LENGTH
     )

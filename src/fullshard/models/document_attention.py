@@ -78,11 +78,17 @@ def attend_within_documents(
     `torch.nn.attention.varlen.varlen_attn`, in half precision and up to 256 channels, and otherwise with a
     mask of all pairs. Raises TrainError if the bounds do not cover all tokens, on the CPU.
     """
-    if inputs.query.is_cuda:
-        return attend_on_cuda(inputs, bounds, scale=scale, window=window)
-    if inputs.query.shape[-1] != inputs.value.shape[-1]:
-        return _attend_with_mask(inputs, bounds, scale=scale, window=window)
-    return attend_document_by_document(*inputs, bounds, scale, window)[0]
+    query, _, value = inputs
+    channels, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing > 0:  # the kernels take one head_dim; latent attention (MLA) has narrower values
+        inputs = inputs._replace(value=F.pad(value, (0, missing)))
+    if query.is_cuda:
+        y = attend_on_cuda(inputs, bounds, scale=scale, window=window)
+    elif missing < 0:
+        y = _attend_with_mask(inputs, bounds, scale=scale, window=window)
+    else:
+        y = attend_document_by_document(*inputs, bounds, scale, window)[0]
+    return y[..., :channels]
 
 
 def attend_on_cuda(
