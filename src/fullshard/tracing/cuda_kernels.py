@@ -88,6 +88,13 @@ def _cuda_document_attention(  # signature: fullshard::document_attention  # noq
     return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
 
 
+def _cuda_document_attention(  # signature: fullshard::document_attention  # noqa: PLR0913, PLR0917
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    inputs = QueryKeyValue(query, key, value)
+    return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
+
+
 def _cuda_rms_norm(  # signature: aten::rms_norm
     value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
