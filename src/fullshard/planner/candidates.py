@@ -196,8 +196,8 @@ def _iterate_sharding_choices(run: Run, world: int) -> Iterator[ShardingChoice]:
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
-    if section.strategy != "auto":
-        return  # a named strategy is taken literally
+    if section.strategy != "auto" or run.precision.mode == "fp8":
+        return  # a named strategy is taken literally; FSDP2 gathers fp8 from all ranks' shards only
     for mesh in freeing:
         inner = [d for d in divisors_largest_first(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
         yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)

@@ -59,6 +59,7 @@ class PlanReport(NamedTuple):
     rates: str = ""  # source of the hardware's rates
     why: Sequence[str] = ()  # paragraphs of reasons
     budget: TrainingBudget | None = None  # tokens to train on, if any
+    fp8: str = ""  # which matrices are multiplied in fp8, if any
     dry_run: Mapping[str, int] | None = None  # bytes by part, counted by a dry run of the real step
 
 
@@ -75,6 +76,8 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     if page.rates:
         yield "  rates", page.rates
     yield from _settings_rows(plan, page.asked)
+    if page.fp8:
+        yield "fp8", page.fp8
     if prediction is None:
         yield "prediction", "none was made"
         return
