@@ -13,7 +13,7 @@ from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
 _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
-    "fp8": ("fp8",),
+    "fp8": ("fp8", "bf16"),  # where fp8 was not measured, it is at least as fast as bf16
     "fp32": ("fp32", "tf32", "bf16", "fp16"),
     "bf16": ("bf16", "fp16", "tf32", "fp32"),
     "fp16": ("fp16", "bf16", "tf32", "fp32"),

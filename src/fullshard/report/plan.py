@@ -191,7 +191,8 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     tokens = format_count(sequences * length)
     yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
-    yield "precision", f"{precision.param} computed, {precision.reduce} reduced{kept}"
+    fp8 = f"fp8 ({precision.fp8.scaling}) and " if precision.fp8 else ""
+    yield "precision", f"{fp8}{precision.param} computed, {precision.reduce} reduced{kept}"
     if isinstance(run.train.loss_chunk, int) and run.train.loss_chunk:
         rows = f"logits in chunks of {run.train.loss_chunk:,} rows"
         yield "loss", mark_as_asked(rows, pinned=asked.train.loss_chunk != "auto")
