@@ -17,7 +17,10 @@ from fullshard.spec.run import Run
 from fullshard.data.build import build_data
 from fullshard.training.adamw8bit import import_adamw8bit_class
 
+from fullshard.sharding.fp8 import import_float8
+
 made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: import_adamw8bit_class()}
+made_by["precision"] = lambda _: import_float8()
 for what, absent, settings in json.loads(sys.argv[1]):
     sys.modules[absent] = None  # as if it were not there
     try:
@@ -38,6 +41,7 @@ TOKENIZED = ["data.source=text", 'data.paths=["DIRECTORY/config.json"]', "data.t
         [
             ("model", "transformers", ["model.hf=DIRECTORY"], "hf"),
             ("optimizer", "torchao", ["optimizer.name=adamw8bit"], "lowbit"),
+            ("precision", "torchao", ["precision.mode=fp8"], "fp8"),
             ("data", "pyarrow", ["data.source=parquet", 'data.paths=["DIRECTORY/config.json"]'], "data"),
         ],
         pytest.param([("model", "peft", ["adapter.rank=2"], "hf")], marks=pytest.mark.long),

@@ -120,6 +120,25 @@ def test_peak_with_several_buffers_of_reductions(ranks):
 
 
 @pytest.mark.parametrize(
+    ("n", "strategy", "precision", "recompute"),
+    [
+        (2, "zero1", "fp8", "selective"),
+        pytest.param(4, "hybrid_shard", "fp8", "full", marks=pytest.mark.long),
+        pytest.param(2, "no_shard", "fp8", "none", marks=pytest.mark.long),
+        pytest.param(1, "full_shard", "fp8", "full", marks=pytest.mark.long),
+        pytest.param(2, "full_shard", "fp8_rowwise", "selective", marks=pytest.mark.long),
+    ],
+)
+def test_peak_of_matmuls_in_fp8(ranks, n, strategy, precision, recompute):
+    pytest.importorskip("torchao")
+    settings = [f"precision.mode={precision}", "precision.fp8_min_features=16", f"recompute.mode={recompute}"]
+    plan = plan_of(n, *STRATEGIES[strategy], *settings)
+    parts = ranks(n).run(measured, plan)
+    terms = check(plan, parts)
+    assert (terms.units_in_flight, terms.gradients) == (parts[0]["units_in_flight"], parts[0]["gradients"])
+
+
+@pytest.mark.parametrize(
     ("strategy", "sync", "precision"),
     [
         pytest.param("full_shard", "every_microbatch", "fp32", marks=pytest.mark.long),

@@ -157,6 +157,7 @@ CHANGES = [
     "precision.mode=bf16",
     "precision.buffer_dtype=bf16",
     "precision.cast_inputs=false",
+    "precision.fp8_min_features=16",
     "recompute.mode=none",
     "recompute.save_matmuls=2",
     "sharding.units.policy=size",

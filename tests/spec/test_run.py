@@ -123,7 +123,7 @@ def test_an_earlier_name_of_a_key_leads_to_a_present_one():
         ("[sharding]\nstrategy = 'full_shard'\nshard_degree = 2", "sharding", "hybrid"),
         ("[sharding]\nstrategy = 'zero2'\nreshard_after_forward = 2", "sharding", "not shard_grad_op"),
         ("[sharding.units]\npolicy = 'names'", "sharding.units", 'names = ["blocks.*"]'),
-        ("[precision]\nmode = 'fp8'", "precision.mode", "bf16"),
+        ("[precision]\nmode = 'int8'", "precision.mode", "bf16"),
         ("[[sharding.units.overrides]]\nmatch = 'x'\nreshard_after_forward = 'no way'", _OVERRIDE, "boolean"),
         ("[run]\nranks = -1", "run.ranks", "greater than or equal to 0"),
     ],

@@ -409,3 +409,35 @@ def describe_a_sharded_model() -> None:
 def test_a_sharded_model_is_refused(ranks):
     with pytest.raises(ShardError, match="DecoderModel is sharded already"):
         ranks(1).run(describe_a_sharded_model)
+
+
+def matmuls_of_a_gpu(*overrides: str) -> tuple[ModelSpec, dict[str, float]]:
+    """The spec of two layers, and the FLOP of the launches of matmuls, by dtype."""
+    plan = plan_of("model.layers=2", *overrides)
+    spec = describe(decoder(plan), plan, loss=next_token_loss, device_type="cuda")
+    flops: dict[str, float] = {}
+    for phase in only_trace_of(spec, plan).phases:
+        for index, times in phase.work:
+            kernel = spec.kernels[index]
+            if kernel.kind == "matmul":
+                flops[kernel.dtype] = flops.get(kernel.dtype, 0.0) + times * kernel.flops.value_at(2)
+    return spec, flops
+
+
+def only_trace_of(spec: ModelSpec, plan: Plan) -> MicrobatchTrace:
+    return spec.choose_trace(plan.run.recompute, plan.microbatch)
+
+
+@pytest.mark.parametrize("mode", ["fp8", "fp8_rowwise"])
+def test_matmuls_in_fp8_are_those_of_the_blocks(mode: str):
+    pytest.importorskip("torchao")
+    spec, flops = matmuls_of_a_gpu(f"precision.mode={mode}", "precision.fp8_min_features=16")
+    plain, plain_flops = matmuls_of_a_gpu("precision.mode=bf16")
+    head = 3 * 2 * 2 * 64 * 64 * 256  # forward and two in backward, of 2 sequences
+    assert flops == {"fp8": plain_flops["bf16"] - head, "bf16": head}
+    assert (spec.flops_per_token, spec.active_numel) == (plain.flops_per_token, plain.active_numel)
+    in_fp8 = {p.name for unit in spec.units for p in unit.parameters if p.is_gathered_in_fp8}
+    matrices = {p.name for unit in spec.units for p in unit.parameters if unit.is_block and len(p.shape) > 1}
+    assert in_fp8 == (matrices if mode == "fp8" else set())
+    assert [share.matrices for share in spec.fp8] == [14, 2]
+    assert plain.fp8 == ()

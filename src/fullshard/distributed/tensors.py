@@ -1,9 +1,10 @@
-"""Local parts of DTensors, and the identity of a storage."""
+"""Local parts of DTensors, tensors inside of tensor subclasses, and the identity of a storage."""
 
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -21,6 +22,19 @@ def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def is_wrapper_class(cls: type) -> bool:
+    """Returns True for a tensor subclass, other than DTensor, whose data are in tensors that it holds."""
+    return not issubclass(cls, DTensor) and is_traceable_wrapper_subclass_type(cls)
+
+
+def tensors_with_data(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that hold the data of `tensor`: its local part, or those that a subclass wraps."""
+    local = local_tensor(tensor)
+    if not is_wrapper_class(type(local)):
+        return [local]
+    return [getattr(local, name) for name in cast(Any, local).__tensor_flatten__()[0]]
 
 
 def storage_key(tensor: Tensor) -> int:

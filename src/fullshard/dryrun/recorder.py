@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.distributed.tensors import local_tensor, storage_key
+from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
 from fullshard.dryrun.events import AllocateEvent, Event, FreeEvent
 from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import OpCall, transient_kernel_bytes
@@ -65,6 +65,8 @@ class StorageEventRecorder(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return _python_scalar_one(args[0].dtype)
+        if any(map(is_wrapper_class, types)):
+            return NotImplemented  # the subclass calls operations on the tensors that it holds
         name = func.name().partition(".")[0]
         if name == _BEGIN:
             self._start_profiler_range(args[0])
@@ -85,7 +87,7 @@ class StorageEventRecorder(TorchDispatchMode):
     def track_and_get_blocks(self, tensors: Iterable[Tensor]) -> set[int]:
         """Starts tracking the storages of `tensors`; returns their blocks."""
         with torch.no_grad():
-            blocks = [self._track_storage(local_tensor(tensor)) for tensor in tensors]
+            blocks = [self._track_storage(one) for tensor in tensors for one in tensors_with_data(tensor)]
         return {block for block in blocks if block is not None}
 
     def start_phase(self, phase: str) -> None:

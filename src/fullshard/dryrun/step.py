@@ -21,7 +21,7 @@ from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import apply_recompute_and_fsdp, cast_buffers_and_set_prefetch, prepare_sharding
+from fullshard.sharding.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
 from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
@@ -78,7 +78,7 @@ def run_dry_step(
         disable_collectives(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate_fake_shards_and_buffers(model, prepared.units)
-            cast_buffers_and_set_prefetch(model, prepared.units, plan=plan)
+            finish_sharding(model, prepared, plan=plan, stands_for=recorder.device)
             recorder.track_and_get_blocks([*model.parameters(), *model.buffers()])
             with recorder:
                 built = optimizer(model, plan)

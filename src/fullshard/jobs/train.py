@@ -34,7 +34,9 @@ from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
 from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_count, format_seconds
+from fullshard.sharding.fp8 import find_weight_scales
 from fullshard.sharding.mesh import RankInfo, process_group
+from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.measurement import MatmulPeak, Measurement, PeakBytes, StepSeconds, Throughput
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -240,11 +242,13 @@ def _start_summary_text(job: _TrainJob) -> str:
     replicas = f"{plan.replicate_degree} × " if plan.replicate_degree > 1 else ""
     accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
     of_them = f" ({format_count(trained)} trained)" if trained < parameters else ""
+    scales = find_weight_scales(model)
+    in_fp8 = f"{plan.run.precision.mode}: {fp8_summary_text(scales.shares)}\n" if scales is not None else ""
     return (
         f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over "
         f"{replicas}{plan.shard_degree} {plan.device} ranks, {plan.precision.param} compute; "
         f"{plan.run.train.global_batch} × {plan.run.data.sequence_length} tokens a step{accumulated}\n"
-        f"{job.data.describe()}"
+        f"{in_fp8}{job.data.describe()}"
     )
 
 

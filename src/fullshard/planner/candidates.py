@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
+from fullshard.errors import PlanError
 from fullshard.planner.offload import choose_update_device
 from fullshard.planner.tensor_parallel import check_tensor_parallel_split
 from fullshard.spec.hardware import Hardware
@@ -120,6 +121,7 @@ def _iterate_for_target(
     pinned = _run_with_sharding(run, meshes[0])
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
     check_tensor_parallel_split(spec, plan)
+    _check_chip_has_fp8(plan, hardware)
     compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
     for mesh in meshes:
         prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
@@ -128,6 +130,17 @@ def _iterate_for_target(
             for recompute in _recompute_choices(spec, run, microbatch=batch.microbatch, hardware=hardware):
                 for is_compiled, prefetch in product(compiled, prefetches):
                     yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
+
+
+def _check_chip_has_fp8(plan: Plan, hardware: Hardware) -> None:
+    known = hardware.chip.flops_per_second
+    if plan.precision.fp8 is not None and hardware.device == "cuda" and known and "fp8" not in known:
+        raise PlanError(
+            f"{hardware.chip.name} has no fp8 matmuls.",
+            got=f'precision.mode = "{plan.run.precision.mode}"',
+            why=f"its dtypes are {', '.join(known)}",
+            fix='precision.mode = "bf16"',
+        )
 
 
 def run_with_settings(run: Run, sections: Mapping[str, Mapping[str, object]]) -> Run:
@@ -196,8 +209,8 @@ def _iterate_sharding_choices(run: Run, world: int) -> Iterator[ShardingChoice]:
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
-    if section.strategy != "auto":
-        return  # a named strategy is taken literally
+    if section.strategy != "auto" or run.precision.mode == "fp8":
+        return  # a named strategy is taken literally; FSDP2 gathers fp8 from all ranks' shards only
     for mesh in freeing:
         inner = [d for d in divisors_largest_first(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
         yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)

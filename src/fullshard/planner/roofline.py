@@ -4,7 +4,7 @@ Williams et al., "Roofline", CACM 52(4), 2009. The rates are data (`Rates`): cur
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
@@ -12,7 +12,8 @@ from fullshard.spec.model import Kernel, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
-_NEAREST: dict[Dtype, tuple[ComputeDtype, ...]] = {
+_NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
+    "fp8": ("fp8", "bf16"),  # where fp8 was not measured, it is at least as fast as bf16
     "fp32": ("fp32", "tf32", "bf16", "fp16"),
     "bf16": ("bf16", "fp16", "tf32", "fp32"),
     "fp16": ("fp16", "bf16", "tf32", "fp32"),
@@ -49,7 +50,7 @@ def memory_seconds(count: float, curve: Curve) -> float:
     return count / interpolate_rate(curve, count) if count > 0 else 0.0
 
 
-def nearest_dtype_rate_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
+def nearest_dtype_rate_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype | Literal["fp8"]) -> Curve:
     """Returns the curve of `dtype`, or of the nearest dtype that has one. Raises PlanError if none has."""
     for name in _NEAREST[dtype]:
         if name in curves:

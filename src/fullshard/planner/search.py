@@ -219,10 +219,11 @@ def _halve_offload_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTim
 
 
 def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
-    """Returns the offload targets with known rates; none if the run's optimizer cannot be offloaded."""
+    """Returns the offload targets with known rates; none if the run's state cannot be offloaded."""
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
-    if run.optimizer.name.lower() != "adamw" or run.optimizer.in_backward or not host:
+    fp8 = run.precision.mode == "fp8"  # weights are cast from masters on the device
+    if run.optimizer.name.lower() != "adamw" or run.optimizer.in_backward or fp8 or not host:
         return ()
     return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
 

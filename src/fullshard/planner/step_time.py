@@ -15,6 +15,7 @@ offload      the extra time of the streams compared with an infinitely fast host
              [Note: activations on the host]). It includes an offloaded update; `optimizer` does not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class UnitCosts(NamedTuple):
     costs: tuple[UnitCost, ...]
     without_host: tuple[UnitCost, ...]  # costs with an infinitely fast host and drive
     counts: tuple[int, ...]  # number of units of the model that each stands for
-    all_reduce: int  # ticks of the optimizer step's sum over ranks
+    all_reduce: int  # ticks of the optimizer step's sum over ranks, and of the one for scales of fp8
     update: int = 0  # ticks of the update on the device
     norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
     records: tuple[int, ...] = ()  # bytes of each group's offloaded state
@@ -281,8 +282,9 @@ class StepTimePredictor:
         group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
-        units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
         pairs = list(zip(sizes, counts, strict=True))
+        summed += _fp8_scale_seconds(pairs, plan, hardware=hardware)
+        units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
         if not plan.run.offload.offloads_optimizer:
             shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
             norm = memory_seconds(3 * shards, hardware.rates.memory)
@@ -340,6 +342,21 @@ class StepTimePredictor:
             optimizer=units.update / TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
+
+
+def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:
+    """Returns the seconds in which the ranks agree on the scales of weights that are gathered in fp8.
+
+    Every own shard is read, and one all-reduce finds the largest values: see `sharding.fp8`.
+    """
+    read = sum(size.in_fp8 * size.master_itemsize * count for size, count in sizes)
+    if not read:
+        return 0.0
+    per_node, world = hardware.ranks_per_node, plan.world_size
+    group = shard_group_layout(plan.shard_degree, per_node=per_node, world_size=world)
+    matrices = 4 * sum(count for _, count in sizes)  # some matrices a unit, each an fp32 number
+    reduced = collective_seconds("all_reduce", matrices, group=group, hardware=hardware)
+    return reduced + memory_seconds(read, hardware.rates.memory)
 
 
 def _update_accesses_per_element(plan: Plan) -> float:

@@ -29,8 +29,9 @@ class UnitBytes:
     on_drive: int  # `own_shards` in a file, where each shard starts at a page boundary
     frozen: int  # frozen own shards in their own dtype, wherever they are stored
     frozen_on_drive: int  # `frozen` in a file
-    gathered: int  # all parameters in the compute dtype, padded: the all-gather buffer, and again its copy
+    gathered: int  # all parameters as they are sent, padded: the all-gather buffer, and again its copy
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
+    in_fp8: int  # elements of own shards that are gathered in fp8, padded
     kept_copy: int  # `cast_copy` in backward, per own shard, if parameters stay sharded over fewer ranks
     largest_cast: int  # `cast_copy` of the largest parameter; over one rank, parameters are cast one by one
     whole: int  # gradients as autograd leaves them, unsharded
@@ -78,6 +79,9 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     def compute_itemsize(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
 
+    def gathered_itemsize(parameter: ParamSpec) -> int:
+        return 1 if parameter.is_gathered_in_fp8 else compute_itemsize(parameter)
+
     shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
@@ -97,8 +101,9 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         on_drive=sum(page_aligned_bytes(padded_shard_numel(p), compute_itemsize(p)) for p in trained),
         frozen=sum(padded_shard_numel(p) * p.itemsize for p in frozen),
         frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
-        gathered=degree * sum(padded_shard_numel(p) * compute_itemsize(p) for p in unit.parameters),
+        gathered=degree * sum(padded_shard_numel(p) * gathered_itemsize(p) for p in unit.parameters),
         cast_copy=sum(casts) + uncast,
+        in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
         kept_copy=sum(again),
         largest_cast=max(casts, default=0) + uncast,
         whole=sum(p.numel * compute_itemsize(p) for p in trained),
@@ -139,6 +144,10 @@ def _shard_and_cast_bytes(
         is_trained = parameter.requires_grad and parameter.is_floating
         kept = parameter.itemsize if not is_trained else master if is_master else compute
         used = compute if parameter.is_floating else parameter.itemsize
+        if parameter.is_gathered_in_fp8:
+            used = 1
+            # Over one rank, shards are cast while the unit's parameters are there; scaled in fp32 first.
+            uncast = max(uncast, elements * kept if degree == 1 else 0)
         of_tier = tier.offloads_optimizer if is_trained else tier.offloads_parameters and not is_master
         is_elsewhere = of_tier and (tier.offloads_parameters or is_master)
         shards += 0 if is_elsewhere else elements * kept

@@ -74,6 +74,7 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     part = size.gathered // size.shard_degree
     sharded, hpz = size.shard_degree > 1, size.reshard_degree > 1
     cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
+    cast_in += 16 * size.in_fp8  # scaled and limited in fp32, before the cast
     into = traffic_ticks(cast_in, 2 * part) if sharded else 0
     again_in = traffic_ticks(4 * size.gathered // size.reshard_degree) if hpz else into
     gather = to_ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))

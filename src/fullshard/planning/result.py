@@ -19,6 +19,7 @@ from fullshard.planning.target import PlanTarget
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
+from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
@@ -102,6 +103,7 @@ class PlanResult:
                 rates=self.question.hardware.source,
                 why=why,
                 budget=budget,
+                fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
                 dry_run=self.dry.parts() if self.dry else None,
             )
         )

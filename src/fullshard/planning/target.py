@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.launch.gc import disable_gc
@@ -28,7 +29,7 @@ from fullshard.spec.pretrained import (
     find_decoder_incompatibility,
     read_config,
 )
-from fullshard.spec.run import Run
+from fullshard.spec.run import PrecisionMode, Run
 
 # Default if neither the user nor a run.toml sets it: a usual sequence length in pretraining.
 DEFAULT_SEQUENCE = 8192
@@ -135,16 +136,19 @@ def _target_from_saved_spec(path: Path) -> PlanTarget:
         f"model.max_sequence={length}",
         f"precision.mode={_precision_mode_of_spec(spec)}",
     )
+    if spec.precision.fp8 is not None:
+        settings += (f"precision.fp8_min_features={spec.precision.fp8.min_features}",)
     return PlanTarget(name=str(path), settings=settings, spec=spec)
 
 
 def _precision_mode_of_spec(spec: ModelSpec) -> str:
-    own = (spec.precision.param, spec.precision.reduce, spec.precision.master)
-    for mode in ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"):
+    own, scaling = spec.precision, spec.precision.fp8 and spec.precision.fp8.scaling
+    for mode in get_args(PrecisionMode):
         named = Precision.from_mode(mode)
-        if own == (named.param, named.reduce, named.master):
+        same = (own.param, own.reduce, own.master) == (named.param, named.reduce, named.master)
+        if same and scaling == (named.fp8 and named.fp8.scaling):
             return mode
-    raise AssertionError(f"no precision mode computes in {own[0]}, reduces in {own[1]} and keeps {own[2]}")
+    raise AssertionError(f"no precision mode has {own}")
 
 
 def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:

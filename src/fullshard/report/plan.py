@@ -59,6 +59,7 @@ class PlanReport(NamedTuple):
     rates: str = ""  # source of the hardware's rates
     why: Sequence[str] = ()  # paragraphs of reasons
     budget: TrainingBudget | None = None  # tokens to train on, if any
+    fp8: str = ""  # which matrices are multiplied in fp8, if any
     dry_run: Mapping[str, int] | None = None  # bytes by part, counted by a dry run of the real step
 
 
@@ -75,6 +76,8 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     if page.rates:
         yield "  rates", page.rates
     yield from _settings_rows(plan, page.asked)
+    if page.fp8:
+        yield "fp8", page.fp8
     if prediction is None:
         yield "prediction", "none was made"
         return
@@ -188,7 +191,8 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     tokens = format_count(sequences * length)
     yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
-    yield "precision", f"{precision.param} computed, {precision.reduce} reduced{kept}"
+    fp8 = f"fp8 ({precision.fp8.scaling}) and " if precision.fp8 else ""
+    yield "precision", f"{fp8}{precision.param} computed, {precision.reduce} reduced{kept}"
     if isinstance(run.train.loss_chunk, int) and run.train.loss_chunk:
         rows = f"logits in chunks of {run.train.loss_chunk:,} rows"
         yield "loss", mark_as_asked(rows, pinned=asked.train.loss_chunk != "auto")

@@ -1,6 +1,7 @@
 """Applies a Plan to a module, in the order that must hold.
 
-Recompute, then compile (both per block), then `fully_shard` from the innermost unit to the root, then values.
+fp8 matmuls, then recompute, then compile (both per block), then `fully_shard` from the innermost unit to the
+root, then values, then what is gathered in fp8.
 The optimizer is built afterwards: one built earlier would hold parameters that the model no longer has.
 """
 
@@ -17,6 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import replace_gloo_collectives
+from fullshard.sharding.fp8 import (
+    Fp8Choice,
+    check_fp8_device,
+    choose_fp8_linears,
+    convert_linears_to_fp8,
+    gather_in_fp8,
+)
 from fullshard.sharding.fsdp_switches import (
     apply_group_switches,
     apply_local_switches,
@@ -93,7 +101,7 @@ def shard(
     allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if keeper is not None:
         keeper.finish_offloading_shards()
-    cast_buffers_and_set_prefetch(model, prepared.units, plan=plan)
+    finish_sharding(model, prepared, plan=plan, methods=methods)
     return model
 
 
@@ -105,6 +113,7 @@ class UnitsAndMeshes:
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
     mesh: DeviceMesh  # of sharded units
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
+    fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
 
 
 def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> UnitsAndMeshes:
@@ -120,7 +129,9 @@ def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = 
     if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
         unsharded_mesh = build_replicated_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
     warn_of_unit_sizes(found, plan, stacklevel=3)
-    return UnitsAndMeshes(found, repeated, mesh, unsharded_mesh)
+    check_fp8_device(plan)
+    fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated)
+    return UnitsAndMeshes(found, repeated, mesh, unsharded_mesh, fp8)
 
 
 def apply_recompute_and_fsdp(
@@ -131,13 +142,15 @@ def apply_recompute_and_fsdp(
     methods: Sequence[str] = (),
     stands_for: DeviceType | None = None,
 ) -> None:
-    """Applies recompute, compilation and FSDP2 to `model`. All shards are on the meta device.
+    """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device.
 
     stands_for: the device that fake tensors stand for, if it is not the plan's
     """
-    units = prepared.units
+    units, device = prepared.units, stands_for or plan.device
     replace_parameters_by_meta(model, units, plan=plan)
-    _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=stands_for or plan.device)
+    if prepared.fp8 is not None:
+        convert_linears_to_fp8(prepared.fp8, device=device)
+    _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     with share_post_forward_mesh():
         for unit in units:
@@ -149,11 +162,20 @@ def apply_recompute_and_fsdp(
         register_fsdp_forward_method(model, method)
 
 
-def cast_buffers_and_set_prefetch(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
-    """Casts the buffers and sets the prefetch of units, once shards and buffers are allocated."""
+def finish_sharding(
+    model: nn.Module,
+    prepared: UnitsAndMeshes,
+    *,
+    plan: Plan,
+    methods: Sequence[str] = (),
+    stands_for: DeviceType | None = None,
+) -> None:
+    """Casts buffers, sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
-    in_order = [cast(FSDPModule, unit.modules[0]) for unit in _sort_units_in_forward_order(model, units)]
-    _apply_prefetch(in_order, plan.run.prefetch)
+    order = _sort_units_in_forward_order(model, prepared.units)
+    _apply_prefetch([cast(FSDPModule, unit.modules[0]) for unit in order], plan.run.prefetch)
+    if prepared.fp8 is not None:
+        gather_in_fp8(model, prepared.fp8, device=stands_for or plan.device, methods=methods)
 
 
 def _check_not_sharded(model: nn.Module) -> None:

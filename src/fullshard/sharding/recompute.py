@@ -18,11 +18,11 @@ from fullshard.spec.run import RecomputeSection
 
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
 # By name, since a build of torch has only the attention kernels of its own devices.
-_MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm")
+_MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _SAVED_NAMES = (
     *_MATMUL_NAMES,
-    *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    *("convolution", "_grouped_mm", "_scaled_grouped_mm"),
     *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION_KINDS),
 )
 _MATMULS = frozenset(f"aten::{name}" for name in _MATMUL_NAMES)

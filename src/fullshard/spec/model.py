@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from fullshard.errors import PlanError
+from fullshard.spec.fp8 import Fp8Share
 from fullshard.spec.plan import DeviceType, Dtype, Precision
 from fullshard.spec.run import RecomputeSection, UnitOverride
 from fullshard.spec.value import FrozenModel
@@ -22,6 +23,7 @@ class ParamSpec(FrozenModel):
     shape: unsharded shape
     itemsize: bytes per element in the module. Under a plan, shards of trained parameters have its master
         dtype, and computation its param dtype.
+    is_gathered_in_fp8: True if it is gathered in fp8, one byte per element
     aliases: other names of a tied parameter
     """
 
@@ -30,6 +32,7 @@ class ParamSpec(FrozenModel):
     itemsize: int = 4
     is_floating: bool = True
     requires_grad: bool = True
+    is_gathered_in_fp8: bool = False
     aliases: tuple[str, ...] = ()
 
     @property
@@ -95,7 +98,7 @@ class Kernel(FrozenModel):
     """
 
     kind: Literal["matmul", "attention", "attention_backward", "elementwise"]
-    dtype: Dtype
+    dtype: Dtype | Literal["fp8"]
     flops: LinearInMicrobatch = LinearInMicrobatch()
     bytes: LinearInMicrobatch = LinearInMicrobatch()
     causal: bool = False
@@ -183,6 +186,7 @@ class ModelSpec(FrozenModel):
         matmuls, so a mixture of experts counts only the experts that a token reaches.
     active_numel: number of parameters that a token is multiplied with
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
+    fp8: summary of which matrices are multiplied in fp8; empty if none are
     """
 
     name: str
@@ -197,6 +201,7 @@ class ModelSpec(FrozenModel):
     traces: tuple[MicrobatchTrace, ...]
     flops_per_token: float | None = None
     active_numel: int | None = None
+    fp8: tuple[Fp8Share, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -214,7 +219,10 @@ class ModelSpec(FrozenModel):
         first: dict[Hashable, int] = {}
         kinds: list[int] = []
         for index, unit in enumerate(self.units):
-            shapes = tuple((p.shape, p.itemsize, p.is_floating, p.requires_grad) for p in unit.parameters)
+            shapes = tuple(
+                (p.shape, p.itemsize, p.is_floating, p.requires_grad, p.is_gathered_in_fp8)
+                for p in unit.parameters
+            )
             override = None if unit.override is None else unit.override.model_copy(update={"match": ""})
             kinds.append(first.setdefault((shapes, override, unit.kept, unit.is_embedding), index))
         return tuple(kinds)

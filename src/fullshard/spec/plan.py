@@ -10,8 +10,21 @@ from fullshard.spec.value import FrozenModel, PositiveInt
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DeviceType = Literal["cpu", "cuda"]
+Fp8Scaling = Literal["tensorwise", "rowwise"]
 
 ITEMSIZE: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Fp8Matmuls(FrozenModel):
+    """Matmuls in fp8 (e4m3, and e5m2 for gradients that are scaled per tensor), with sums in fp32.
+
+    scaling: `tensorwise`: one scale per tensor, and weights are gathered in fp8; `rowwise`: one scale per row
+        or column, and weights are gathered in bf16
+    min_features: matrices with fewer input or output features stay in bf16
+    """
+
+    scaling: Fp8Scaling
+    min_features: PositiveInt
 
 
 class Precision(FrozenModel):
@@ -25,6 +38,10 @@ class Precision(FrozenModel):
     bf16_reduce  (4 + 4 + 8) / N     2    2 gathered, 2 reduced     sums rounded to 8 bits of mantissa
     fp16         (4 + 4 + 8) / N     2    2 gathered, 4 reduced     with a dynamic loss scale
     bf16_pure    (2 + 2 + 4) / N     2    2 gathered, 4 reduced     updates rounded stochastically
+    fp8          (4 + 4 + 8) / N     1    1 gathered, 4 reduced     matrices in fp8; others as in bf16
+    fp8_rowwise  (4 + 4 + 8) / N     2    2 gathered, 4 reduced     as bf16, but some matmuls are in fp8
+
+    fp8: how matrices of linear modules are multiplied in fp8; None if none are
     """
 
     param: Dtype
@@ -35,6 +52,7 @@ class Precision(FrozenModel):
     cast_inputs: bool = True
     loss_scaling: bool = False
     stochastic_rounding: bool = False
+    fp8: Fp8Matmuls | None = None
 
     @classmethod
     def from_mode(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
@@ -50,7 +68,15 @@ class Precision(FrozenModel):
             cast_inputs=section.cast_inputs,
             loss_scaling=mode == "fp16",
             stochastic_rounding=mode == "bf16_pure",
+            fp8=Fp8Matmuls(scaling=_FP8[mode], min_features=section.fp8_min_features)
+            if mode in _FP8
+            else None,
         )
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """True if the matrices that are multiplied in fp8 are gathered in fp8, too."""
+        return self.fp8 is not None and self.fp8.scaling == "tensorwise"
 
 
 _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
@@ -59,7 +85,10 @@ _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
     "bf16_reduce": ("bf16", "bf16", "fp32"),
     "fp16": ("fp16", "fp32", "fp32"),
     "bf16_pure": ("bf16", "fp32", "bf16"),
+    "fp8": ("bf16", "fp32", "fp32"),
+    "fp8_rowwise": ("bf16", "fp32", "fp32"),
 }
+_FP8: dict[PrecisionMode, Fp8Scaling] = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 
 
 class Plan(FrozenModel):

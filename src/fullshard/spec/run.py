@@ -30,7 +30,7 @@ from fullshard.spec.value import (
     Processes,
 )
 
-PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"]
+PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure", "fp8", "fp8_rowwise"]
 Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]
 
 
@@ -231,11 +231,17 @@ class ShardingSection(FrozenModel):
 class PrecisionSection(FrozenModel):
     """Settings of dtypes (of parameters, gradients, inputs, outputs, buffers) and of the fp16 loss scale.
 
-    `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware
+    `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware.
+        `fp8` and `fp8_rowwise` (the extra `fp8`): matmuls of linear modules in the repeated blocks are in
+        fp8, with a scale per tensor or per row, and all else as in bf16. They need a GPU with fp8 matmuls
+        (compute capability 8.9), and `run.compile` to be faster than bf16. On a CPU they are emulated.
+    `fp8_min_features`: matrices with fewer input or output features stay in bf16, because casting them takes
+        longer than their matmuls save
     `output_dtype`, `buffer_dtype`: of the model's outputs and floating-point buffers; unset, unchanged
     """
 
     mode: Literal["auto", PrecisionMode] = "auto"
+    fp8_min_features: PositiveCount = 2048
     cast_inputs: bool = True
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -409,6 +415,21 @@ class Run(FrozenModel):
         else:
             return self
         raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> Self:
+        if self.precision.mode != "fp8":
+            return self
+        if self.offload.offloads_optimizer:
+            setting = f'offload.tier = "{self.offload.tier}"'
+        elif self.sharding.reshard_after_forward is not None:
+            setting = f"sharding.reshard_after_forward = {self.sharding.reshard_after_forward}"
+        else:
+            return self
+        raise ValueError(
+            f'precision.mode = "fp8" does not go with {setting}, because weights are cast to fp8 from '
+            'masters on the device before they are gathered; "fp8_rowwise" does'
+        )
 
     @model_validator(mode="after")
     def _check_sequence_length(self) -> Self:

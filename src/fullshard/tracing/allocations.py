@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.distributed.tensors import storage_key
+from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
 from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Event
 from fullshard.spec.plan import DeviceType
@@ -95,6 +95,8 @@ class AllocationRecorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # two thirds of all calls
             return func(*args)
+        if any(map(is_wrapper_class, types)):
+            return NotImplemented  # the subclass calls operations on the tensors that it holds
         call = OpCall(func, args, kwargs or {})
         # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
         grouped = call.bare_operator_name == GROUPED
@@ -114,7 +116,8 @@ class AllocationRecorder(TorchDispatchMode):
 
     def ignore_storage(self, tensor: Tensor) -> None:
         """Excludes the storage of `tensor`, which exists outside the microbatch, from the count."""
-        self._track_storage(tensor, None)
+        for one in tensors_with_data(tensor):
+            self._track_storage(one, None)
 
     def change_storage_kind(self, tensor: Tensor, kind: Kind) -> None:
         """Counts the storage of `tensor` under `kind` from now on, if it is counted at all."""

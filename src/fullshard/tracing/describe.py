@@ -19,7 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import ShardError
+from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
@@ -98,14 +99,12 @@ def describe(
         plan, recomputes = _one_rank_plan_and_recomputes(plan, device)
     else:
         device, recomputes = device_type or plan.device, (plan.run.recompute,)
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ShardError(
-            f"{type(model).__name__} is sharded already.",
-            why="each rank has only a part of it",
-            fix="describe the model before shard(model, plan)",
-        )
-    given = find_units(model, plan.run.sharding.units, predicate=units)
-    study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device)
+    _check_not_sharded(model)
+    section = plan.run.sharding.units
+    given = find_units(model, section, predicate=units)
+    blocks = find_recompute_blocks(model, section, units=given)
+    fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
+    study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
     with ExitStack() as stack, _disable_packing_detection():
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels(attention_kernel))
@@ -119,7 +118,7 @@ def describe(
         device_type=device,
         sequence_length=length,
         precision=plan.precision,
-        units=tuple(_unit_and_parameter_specs(given, model)),
+        units=tuple(_unit_and_parameter_specs(given, model, fp8=fp8)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         loss_chunk=study.loss_chunk,
@@ -127,7 +126,17 @@ def describe(
         traces=tuple(traces),
         flops_per_token=flops,
         active_numel=active,
+        fp8=() if fp8 is None else fp8.shares,
     )
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ShardError(
+            f"{type(model).__name__} is sharded already.",
+            why="each rank has only a part of it",
+            fix="describe the model before shard(model, plan)",
+        )
 
 
 @contextmanager
@@ -195,6 +204,7 @@ class _RecomputeTracer:
     batch: Any
     predicate: Predicate | None
     device: DeviceType
+    fp8: Fp8Choice | None
     table: KernelIndex = field(default_factory=KernelIndex)
     buffer_bytes: int = 0
     loss_chunk: int = 0
@@ -242,7 +252,9 @@ class _RecomputeTracer:
         """
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = _copy_model_as_fake(self.model, given, plan=plan, fakes=fakes)
+        twin = _copy_model_as_fake(
+            self.model, given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
+        )
         self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found = find_units(twin, section, predicate=self.predicate)
         shortened = BlockTruncation()
@@ -344,7 +356,13 @@ def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TraceP
 
 
 def _copy_model_as_fake(
-    model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    plan: Plan,
+    fakes: FakeTensorMode,
+    fp8: Fp8Choice | None,
+    device: DeviceType,
 ) -> nn.Module:
     """Copies the module tree on fake tensors, with parameters in the dtype in which they are gathered."""
     gathered = {
@@ -353,17 +371,30 @@ def _copy_model_as_fake(
         for parameter in unit.parameters.values()
         if parameter.is_floating_point()
     }
-    memo: dict[int, Any] = {}
+    in_fp8, memo = _parameters_gathered_in_fp8(fp8), dict[int, Any]()
     with fakes:
         for tensor in [*model.parameters(), *model.buffers()]:
             dtype = gathered.get(id(tensor), tensor.dtype)
+            if id(tensor) in in_fp8:
+                memo[id(tensor)] = fake_fp8_weight(tensor.shape, device=device, dtype=dtype)
+                continue
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
         cast_buffers(twin, plan.precision)
+    if fp8 is not None:
+        linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
+        convert_linears_to_fp8(replace(fp8, linears=linears), device=device)
     return twin
+
+
+def _parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
+    """Returns the `id` of each parameter that is gathered in fp8."""
+    if fp8 is None or fp8.scaling != "tensorwise":
+        return set()
+    return {id(module.weight) for module in fp8.linears.values()}
 
 
 def _has_microbatch_dim(batch: Any, microbatch: int) -> bool:
@@ -386,7 +417,10 @@ def _make_fake_batch(batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTens
         return tree_map_only(Tensor, make_fake_tensor, cast(object, batch))
 
 
-def _unit_and_parameter_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
+def _unit_and_parameter_specs(
+    units: Sequence[Unit], model: nn.Module, *, fp8: Fp8Choice | None
+) -> Iterator[UnitSpec]:
+    in_fp8 = _parameters_gathered_in_fp8(fp8)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -402,6 +436,7 @@ def _unit_and_parameter_specs(units: Sequence[Unit], model: nn.Module) -> Iterat
                     itemsize=parameter.itemsize,
                     is_floating=parameter.is_floating_point(),
                     requires_grad=parameter.requires_grad,
+                    is_gathered_in_fp8=id(parameter) in in_fp8,
                     aliases=tuple(alias for alias in names[id(parameter)] if alias != name),
                 )
                 for name, parameter in unit.parameters.items()

@@ -14,7 +14,12 @@ from fullshard.spec.plan import DeviceType, Dtype
 
 KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
-_DTYPE: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+KernelDtype = Dtype | Literal["fp8"]
+_DTYPE: dict[torch.dtype, KernelDtype] = {
+    **{dtype: name for name, dtype in TORCH_DTYPE.items()},
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
 _ATTENTION = "_scaled_dot_product_"
 # Attention within documents: on a GPU, with tensors (tokens, heads, head_dim), and on the CPU.
 _VARLEN, _DOCUMENTS = "_varlen_attn", "document_attention"
@@ -47,7 +52,7 @@ class KernelLaunch(NamedTuple):
     """
 
     kind: KernelKind
-    dtype: Dtype
+    dtype: KernelDtype
     flops: int
     bytes: int
     causal: bool = False

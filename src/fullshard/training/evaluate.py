@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.distributed.agreement import world_size
+from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.training.loss import Loss
 from fullshard.training.step import move_batch_to_device
 
@@ -21,11 +22,12 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
-    for batch in microbatches:
-        value = loss(model, move_batch_to_device(batch, device))
-        total, count = value if isinstance(value, tuple) else (value, 1)
-        sums[0] += total
-        sums[1] += count
+    with reuse_weight_scales(model):
+        for batch in microbatches:
+            value = loss(model, move_batch_to_device(batch, device))
+            total, count = value if isinstance(value, tuple) else (value, 1)
+            sums[0] += total
+            sums[1] += count
     model.train(was_training)
     if world_size() > 1:
         dist.all_reduce(sums)

@@ -36,6 +36,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import TrainError
+from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import (
     WIDTH,
@@ -111,7 +112,9 @@ def run_step(
         _all_reduce, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued, stop=stop
     )
     updates = partial(_backward_context, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
-    nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
+    run = partial(_run_microbatches, state, plan, microbatches=microbatches, loss=loss, sums=sums)
+    with reuse_weight_scales(state.model):
+        nominal = run(updates=updates)
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(state.model, state.optimizer)
     average_scalar_gradients(gradients)
