@@ -34,6 +34,7 @@ from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
 from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_count, format_seconds
+from fullshard.sharding.compile import CompilerTally, count_compilation, find_compiled_forwards
 from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.measurement import MatmulPeak, Measurement, PeakBytes, StepSeconds, Throughput
 from fullshard.spec.plan import DeviceType, Plan
@@ -84,6 +85,8 @@ class _TrainJob:
     checkpoints: RunCheckpointSaver
     pace: Throughput
     skipped_before: int
+    compiler: CompilerTally
+    reported_compilations: int = 0
     first_loss: float | None = None
     last: Step | None = None
     validation: float | None = None
@@ -143,6 +146,7 @@ def _prepare_job(
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded_files(plan)
+    compiler = stack.enter_context(count_compilation())
     shard(model, plan, init=None if weights is None else "none")
     state = TrainState(
         model,
@@ -173,6 +177,7 @@ def _prepare_job(
         checkpoints=stack.enter_context(saver),
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
+        compiler=compiler,
     )
     _report_start(job, left=left, read=read, resume=resume)
     return job
@@ -311,6 +316,7 @@ def _record_validate_and_save(job: _TrainJob, step: Step, *, is_slowed: bool) ->
     if job.startup_seconds is None:
         job.startup_seconds, job.first_loss = time.time() - job.command_started, step.loss
         job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
+    _report_compilation(job, step)
     job.last = step
     job.pace = job.pace.with_step(
         tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, is_slowed=is_slowed
@@ -330,6 +336,15 @@ def _record_validate_and_save(job: _TrainJob, step: Step, *, is_slowed: bool) ->
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save(job.state)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
+
+
+def _report_compilation(job: _TrainJob, step: Step) -> None:
+    """Prints what the compiler did so far, if it compiled anything in this step."""
+    done, forwards = job.compiler.compilations, find_compiled_forwards(job.state.model)
+    if forwards and done > job.reported_compilations:
+        again = f"compiled again in step {step.index}; so far " if job.reported_compilations else "compiled "
+        job.log.print_message(again + job.compiler.of_blocks(forwards).format_text())
+        job.reported_compilations = done
 
 
 def _iterate_validation_batches(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
@@ -389,6 +404,7 @@ def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
 
 def _make_measurement(job: _TrainJob) -> Measurement:
     offloaded = find_offloaded_state(job.state.model)
+    compiled = find_compiled_forwards(job.state.model)
     return Measurement(
         directory=str(job.directory.root),
         strategy=job.plan.strategy,
@@ -409,6 +425,7 @@ def _make_measurement(job: _TrainJob) -> Measurement:
         peak_bytes=job.peak_bytes,
         step_seconds=_profile_scaled_to_mean_step(job),
         startup_seconds=job.startup_seconds,
+        compilation=job.compiler.of_blocks(compiled) if compiled else None,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
         sample=job.sample,
     )

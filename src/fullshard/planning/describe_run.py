@@ -20,6 +20,11 @@ def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None"
     """
     key = build_spec_key(plan, device)
     spec = read_cached_spec(key)
+    if spec is None and isinstance(
+        plan, Run
+    ):  # one with the traces of both, eager and compiled, has these too
+        place = plan.run.model_copy(update={"compile": "auto"})
+        spec = read_cached_spec(build_spec_key(plan.model_copy(update={"run": place}), device))
     if spec is None:
         spec = describe_run_uncached(plan, device, model=model)
         write_cached_spec(key, spec)

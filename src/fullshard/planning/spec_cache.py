@@ -102,6 +102,7 @@ def build_spec_key(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
         "units": run.sharding.units.model_dump(mode="json"),
         "precision": run.precision.model_dump(mode="json"),
         "recompute": run.recompute.model_dump(mode="json"),
+        "compiled": run.compile_choices(device),
     }
     if isinstance(plan, Plan):
         settings["plan"] = plan.model_dump(mode="json", exclude={"run", "prediction"})

@@ -8,12 +8,14 @@ device.
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 _ATEN = torch.ops.aten
+_DECOMPOSED: ContextVar[bool] = ContextVar("_DECOMPOSED", default=False)
 
 
 def _cuda_attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
@@ -45,7 +47,11 @@ def _cuda_attention(  # signature: aten::scaled_dot_product_attention  # noqa: P
 def _cuda_rms_norm(  # signature: aten::rms_norm
     value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    del eps
+    if _DECOMPOSED.get():
+        mean = value.float().square().mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
+        rows = torch.finfo(value.dtype).eps if eps is None else eps
+        normal = (value.float() * (mean + rows).rsqrt()).to(value.dtype)
+        return normal if weight is None else normal * weight
     if weight is None or tuple(weight.shape) != tuple(normalized_shape):
         weight = torch.ones(normalized_shape, dtype=value.dtype)
     return cast(Tensor, _FusedRmsNorm.apply(value, weight))
@@ -71,6 +77,16 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def _cuda_dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature: aten::dropout
     return _ATEN.native_dropout(value, p, train)[0] if train and p > 0 else value
+
+
+@contextmanager
+def decompose_fused_norms() -> Generator[None]:
+    """Makes RMS norm the operations that a compiler makes of it while active, which it fuses with others."""
+    token = _DECOMPOSED.set(True)
+    try:
+        yield
+    finally:
+        _DECOMPOSED.reset(token)
 
 
 @contextmanager
