@@ -188,7 +188,7 @@ class DriveTrafficBytes(FrozenModel):
 
 
 class Compilation(FrozenModel):
-    """What torch.compile did on rank 0.
+    """Counts of what torch.compile did on rank 0.
 
     blocks, eager_blocks: number of blocks that run compiled, and that could not be compiled and run eagerly
     graphs: distinct graphs; equal blocks share one

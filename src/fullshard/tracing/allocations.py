@@ -1,7 +1,7 @@
 """Counts tensor bytes without an allocator: a storage counts from its first use until its release."""
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -181,15 +181,11 @@ class AllocationRecorder(TorchDispatchMode):
             return
         run = self._fusing
         for tensor in list_tensors(read):
-            if (serial := self._storage_serial_number(tensor)) < run.born:
+            if (serial := _serial_number(tensor, self._blocks)) < run.born:
                 run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(tensor))
         for tensor in list_tensors(written):
-            run.written[self._storage_serial_number(tensor)] = tensor.untyped_storage().nbytes()
+            run.written[_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
         run.last = launch
-
-    def _storage_serial_number(self, tensor: Tensor) -> int:
-        block = self._blocks.get(storage_key(tensor))
-        return -1 if block is None else block.serial
 
     def _record_fused_launch(self) -> None:
         """Records the current elementwise run as one kernel, and starts the next run.
@@ -231,3 +227,9 @@ class AllocationRecorder(TorchDispatchMode):
     def _record_change(self, kind: Kind | None, size: int) -> None:
         if kind is not None and size:
             self.recorded[-1].changes.append((kind, size))
+
+
+def _serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
+    """Returns the serial number of the tensor's storage; -1 if it is not tracked."""
+    block = blocks.get(storage_key(tensor))
+    return -1 if block is None else block.serial

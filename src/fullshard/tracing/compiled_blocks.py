@@ -74,9 +74,9 @@ class CompiledBlocks:
             recompute()
 
     def find_program(
-        self, key: Hashable, function: Program, tensors: Sequence[Tensor], *, policy: OperationPolicy | None
+        self, key: Hashable, function: Program, *, tensors: Sequence[Tensor], policy: OperationPolicy | None
     ) -> Program | None:
-        """Returns the traced `function` for `key`, or None if it cannot be traced."""
+        """Returns `function`, traced on `tensors`, for `key`; None if it cannot be traced."""
         if key not in self._programs:
             try:
                 self._programs[key] = self._trace_program(function, tensors, policy=policy)
@@ -135,7 +135,7 @@ class _CompiledForward:
         run = partial(run, holders=[(module, list(one)) for module, one in zip(modules, held, strict=True)])
         policy = block_recompute_policy(self.section)
         key = (_operations_key(run, tensors), policy is None, torch.is_grad_enabled())
-        program = self.blocks.find_program(key, run, tensors, policy=policy)
+        program = self.blocks.find_program(key, run, tensors=tensors, policy=policy)
         if program is not None:
             return program(*tensors)
         self.blocks.failed.add(self.block)
@@ -167,7 +167,7 @@ def _run_on_tensors(
 class _GraphInterpreter(fx.Interpreter):
     """Runs a graph operation by operation. Operations that save or restore a random state run without it."""
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # signature: torch's
         if target is torch.ops.higher_order.run_and_save_rng_state:
             return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
         if target is torch.ops.higher_order.run_with_rng_state:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, cast
 
 import torch
@@ -89,7 +89,7 @@ def describe(
 
     The spec holds for every plan with the same units, sequence length and precision, for any ranks, strategy,
     microbatch and accumulation, and with a recompute that was traced: the plan's own, or all modes for a Run
-    whose recompute is auto. A Run whose `run.compile` is auto is traced eager, and on a GPU also compiled.
+    whose recompute is auto. On a GPU, a Run whose `run.compile` is auto is traced eager and compiled.
 
     model: on the meta device or real; it is not changed.
     loss: `loss(model, batch)`, the training loss.
@@ -101,13 +101,7 @@ def describe(
     Raises ShardError if the model is already sharded, or if no `batch` was given and the model cannot run on
     tokens and labels.
     """
-    if isinstance(plan, Run):
-        device: DeviceType = device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
-        choices = plan.compile_choices(device)
-        plan, recomputes = _one_rank_plan_and_recomputes(plan, device)
-    else:
-        device, recomputes = device_type or plan.device, (plan.run.recompute,)
-        choices = plan.run.compile_choices(device)
+    plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
             f"{type(model).__name__} is sharded already.",
@@ -121,11 +115,8 @@ def describe(
             stack.enter_context(emulate_cuda_kernels())
         if batch is None:
             stack.enter_context(_explain_failure_on_default_batch(type(model).__name__))
-        traces = [
-            trace
-            for section, compiled in product(recomputes, choices)
-            for trace in study.trace_recompute_setting(section, given, compiled=compiled)
-        ]
+        each = (study.trace_settings(one, given, compiled=compiled) for one, compiled in settings)
+        traces = list(chain.from_iterable(each))
     length, kernels = plan.run.data.sequence_length, study.table.kernels
     flops, active = _flops_and_parameters_per_token(traces[0], kernels, sequence_length=length)
     return ModelSpec(
@@ -177,8 +168,17 @@ def _explain_failure_on_default_batch(model_name: str) -> Generator[None]:
         ) from error
 
 
-def _one_rank_plan_and_recomputes(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
-    """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
+def _one_rank_plan_and_settings(
+    plan: Plan | Run, device_type: DeviceType | None
+) -> tuple[Plan, DeviceType, list[tuple[RecomputeSection, bool]]]:
+    """Returns a plan with the settings that a trace depends on, the device, and (recompute, compiled) settings.
+
+    The plan is the given one, or of one rank for a Run.
+    """
+    if isinstance(plan, Plan):
+        device = device_type or plan.device
+        return plan, device, [(plan.run.recompute, plan.run.run.compile is True)]
+    run, device = plan, device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     unset = {"shard_degree": None, "reshard_after_forward": None, "tensor_parallel": 1}
@@ -187,7 +187,8 @@ def _one_rank_plan_and_recomputes(run: Run, device: DeviceType) -> tuple[Plan, t
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
-    return Plan.from_run(alone, world_size=1, device=device), recomputes
+    settings = list(product(recomputes, run.compile_choices(device)))
+    return Plan.from_run(alone, world_size=1, device=device), device, settings
 
 
 @dataclass
@@ -216,7 +217,7 @@ class _RecomputeTracer:
     # whether a single sequence differs, eager and compiled; unknown before the first trace
     _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
 
-    def trace_recompute_setting(
+    def trace_settings(
         self, recompute: RecomputeSection, given: Sequence[Unit], *, compiled: bool
     ) -> list[MicrobatchTrace]:
         """Returns the traces under one recompute setting, eager or compiled: one for any microbatch, or two.
