@@ -171,7 +171,7 @@ def _explain_failure_on_default_batch(model_name: str) -> Generator[None]:
 def _one_rank_plan_and_settings(
     plan: Plan | Run, device_type: DeviceType | None
 ) -> tuple[Plan, DeviceType, list[tuple[RecomputeSection, bool]]]:
-    """Returns a plan with the settings that a trace depends on, the device, and (recompute, compiled) settings.
+    """Returns a plan with the settings that a trace depends on, its device, and (recompute, compiled) pairs.
 
     The plan is the given one, or of one rank for a Run.
     """
