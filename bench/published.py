@@ -112,7 +112,9 @@ SPECS: dict[str, ModelSpec] = {}
 
 
 def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
-    key = str((row["model"], row["sequence_length"], plan.run.recompute, plan.precision))
+    key = str(
+        (row["model"], row["sequence_length"], plan.run.recompute, plan.run.run.compile, plan.precision)
+    )
     if key not in SPECS:
         spelled = row["model"].get("norm") == "operations"
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel

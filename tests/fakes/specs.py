@@ -49,8 +49,13 @@ LLAMA_405B = Shape(126, 16384, 53248, 128256, 8192)
 LLAMA_8B = Shape(32, 4096, 14336, 128256, 8192)
 
 
-def decoder_spec(shape: Shape, *, modes: tuple[RecomputeSection, ...] = MODES) -> ModelSpec:
-    """Units: embedding, blocks, norm and head, root (without parameters), in order of use."""
+def decoder_spec(
+    shape: Shape, *, modes: tuple[RecomputeSection, ...] = MODES, compiled: bool = False
+) -> ModelSpec:
+    """Units: embedding, blocks, norm and head, root (without parameters), in order of use.
+
+    compiled: with traces of compiled blocks, too
+    """
     d, f, v = shape.d_model, shape.d_ff, shape.vocabulary
     block = {
         "qkv": (3 * d, d),
@@ -82,7 +87,11 @@ def decoder_spec(shape: Shape, *, modes: tuple[RecomputeSection, ...] = MODES) -
         units=tuple(units),
         buffer_bytes=0,
         kernels=_kernels(shape),
-        traces=tuple(_trace(shape, mode) for mode in modes),
+        traces=tuple(
+            _Tracer(shape, mode, one).trace()
+            for mode in modes
+            for one in ((False, True) if compiled else (False,))
+        ),
         flops_per_token=6 * (shape.layers * matmul + v * d) + 12 * shape.layers * d * shape.sequence,
     )
 
@@ -136,21 +145,19 @@ def _kernels(shape: Shape) -> tuple[Kernel, ...]:
     )
 
 
-def _trace(shape: Shape, mode: RecomputeSection) -> MicrobatchTrace:
-    return _Tracer(shape, mode).trace()
-
-
 class _Tracer:
     """Phases of one microbatch; bytes alive are summed as the phases go on."""
 
-    def __init__(self, shape: Shape, mode: RecomputeSection) -> None:
-        self.shape, self.mode = shape, mode
+    def __init__(self, shape: Shape, mode: RecomputeSection, compiled: bool) -> None:
+        self.shape, self.mode, self.compiled = shape, mode, compiled
         self.phases: list[TracePhase] = []
         self.saved = self.loss = 0.0
         d, f, t = shape.d_model, shape.d_ff, shape.sequence
         full, none, selective = 2 * d * t, (16 * d + 8 * f) * t, (10 * d + 2 * f) * t
         saved = {"none": none, "full": full, "selective": selective, "every": (full + none) / 2}
         self.per_block, self.again = saved[mode.mode], none - saved[mode.mode]
+        if compiled and mode.mode == "none":
+            self.per_block, self.again = none - 2 * f * t, 2 * f * t
 
     def trace(self) -> MicrobatchTrace:
         shape, blocks = self.shape, list(range(1, self.shape.shown + 1))
@@ -163,7 +170,7 @@ class _Tracer:
         self.saved += 2 * shape.sequence * shape.d_model
         self.add("post_forward", 0)
         for block in blocks:
-            self.add("pre_forward", block, ((0, 7), (1, 1), (3, 12)), fused=((0, 7), (1, 1), (6, 3)))
+            self.add("pre_forward", block, ((0, 7), (1, 1), *(((6, 3),) if self.compiled else ((3, 12),))))
             self.saved += self.per_block
             self.add("post_forward", block)
         self.add("pre_forward", head, ((4, 1), (3, 3)))
@@ -183,8 +190,9 @@ class _Tracer:
         }
         for block in reversed(blocks):
             work = ((0, 14), (2, 1), (3, 24), *extra[self.mode.mode])
-            fused = ((0, 14), (2, 1), (6, 6))
-            self.add("pre_backward", block, work, fused=fused, again=self.again, gradients=weights)
+            if self.compiled:
+                work = ((0, 14), (2, 1), (6, 6), *(one for one in extra[self.mode.mode] if one[0] != 3))
+            self.add("pre_backward", block, work, again=self.again, gradients=weights)
             self.saved -= self.per_block
             self.add("post_backward", block)
         self.add("pre_backward", 0, ((3, 2),), gradients=table)
@@ -196,6 +204,7 @@ class _Tracer:
         repeats = (RepeatedUnits(first=2, units=1, times=times),) if shape.shown < shape.layers else ()
         return MicrobatchTrace(
             recompute=self.mode,
+            compiled=self.compiled,
             batch_bytes=LinearInMicrobatch(0, 16 * shape.sequence),
             phases=tuple(self.phases),
             repeats=repeats,
@@ -207,7 +216,6 @@ class _Tracer:
         unit: int = -1,
         work: tuple[tuple[int, int], ...] = (),
         *,
-        fused: tuple[tuple[int, int], ...] = (),
         again: float = 0.0,
         gradients: int = 0,
     ) -> None:
@@ -226,6 +234,5 @@ class _Tracer:
                 peaks=(peak,),
                 end=live,
                 work=tuple(KernelIndexAndCount(*one) for one in work),
-                fused=tuple(KernelIndexAndCount(*one) for one in fused or work),
             )
         )

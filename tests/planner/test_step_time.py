@@ -213,7 +213,7 @@ def test_recompute_is_told_apart():
 
 
 def test_the_compiler_saves_elementwise_traffic():
-    hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B)
+    hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B, compiled=True)
     eager, compiled = (
         predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"run.compile={c}"), hardware)
         for c in ("false", "true")

@@ -44,7 +44,6 @@ OTHERS = (
     "run.dir=elsewhere",
     "run.seed=4",
     "run.device=cuda",
-    "run.compile=true",
     "data.packing=best_fit",
     "data.validation_fraction=0.2",
 )

@@ -41,7 +41,7 @@ class CountOperations(TorchDispatchMode):
 
 def step(model: nn.Module, mode: str, *, compiled: bool = False) -> tuple[Counter[str], list[Tensor]]:
     """The operations of a forward and backward, and the gradients."""
-    apply_recompute(list(model), RecomputeSection(mode=mode), compiled=compiled)
+    apply_recompute(list(model), RecomputeSection(mode=mode), compiled=list(model) if compiled else ())
     torch.manual_seed(3)
     with CountOperations() as counting:
         model(torch.ones(5, WIDTH, requires_grad=True)).square().sum().backward()

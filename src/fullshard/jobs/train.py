@@ -34,6 +34,7 @@ from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
 from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_count, format_seconds
+from fullshard.sharding.compile import CompilerTally, count_compilation, find_compiled_forwards
 from fullshard.sharding.fp8 import find_weight_scales
 from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.fp8 import fp8_summary_text
@@ -86,6 +87,8 @@ class _TrainJob:
     checkpoints: RunCheckpointSaver
     pace: Throughput
     skipped_before: int
+    compiler: CompilerTally
+    reported_compilations: int = 0
     first_loss: float | None = None
     last: Step | None = None
     unrecorded: Step | None = None  # the last step, until its figures are read
@@ -147,6 +150,7 @@ def _prepare_job(
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded_files(plan)
+    compiler = stack.enter_context(count_compilation())
     shard(model, plan, init=None if weights is None else "none")
     state = TrainState(
         model,
@@ -177,6 +181,7 @@ def _prepare_job(
         checkpoints=stack.enter_context(saver),
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
+        compiler=compiler,
     )
     _report_start(job, left=left, read=read, resume=resume)
     return job
@@ -330,6 +335,7 @@ def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
     _record_last_step(job)
+    _report_compilation(job, step)
     job.last = job.unrecorded = step
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
@@ -366,6 +372,15 @@ def _record_last_step(job: _TrainJob, *, validation_loss: float | None = None) -
     )
     peak_bytes = job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None
     job.log.record_step(step, peak_bytes=peak_bytes, validation_loss=validation_loss)
+
+
+def _report_compilation(job: _TrainJob, step: Step) -> None:
+    """Prints what the compiler did so far, if it compiled anything in this step."""
+    done, forwards = job.compiler.compilations, find_compiled_forwards(job.state.model)
+    if forwards and done > job.reported_compilations:
+        again = f"compiled again in step {step.index}; so far " if job.reported_compilations else "compiled "
+        job.log.print_message(again + job.compiler.of_blocks(forwards).format_text())
+        job.reported_compilations = done
 
 
 def _iterate_validation_batches(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
@@ -425,6 +440,7 @@ def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
 
 def _make_measurement(job: _TrainJob) -> Measurement:
     offloaded = find_offloaded_state(job.state.model)
+    compiled = find_compiled_forwards(job.state.model)
     return Measurement(
         directory=str(job.directory.root),
         strategy=job.plan.strategy,
@@ -445,6 +461,7 @@ def _make_measurement(job: _TrainJob) -> Measurement:
         peak_bytes=job.peak_bytes,
         step_seconds=_profile_scaled_to_mean_step(job),
         startup_seconds=job.startup_seconds,
+        compilation=job.compiler.of_blocks(compiled) if compiled else None,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
         sample=job.sample,
     )

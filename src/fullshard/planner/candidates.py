@@ -122,14 +122,13 @@ def _iterate_for_target(
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
     check_tensor_parallel_split(spec, plan)
     _check_chip_has_fp8(plan, hardware)
-    compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
     for mesh in meshes:
         prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
         for batch in _iterate_microbatch_splits(run, mesh, world=world):
             double = _is_duplicate(run, mesh, batch=batch, world=world)
-            for recompute in _recompute_choices(spec, run, microbatch=batch.microbatch, hardware=hardware):
-                for is_compiled, prefetch in product(compiled, prefetches):
-                    yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
+            pairs = _recompute_and_compile_choices(spec, run, microbatch=batch.microbatch, hardware=hardware)
+            for (recompute, compiled), prefetch in product(pairs, prefetches):
+                yield Candidate(mesh, batch, recompute, compiled, prefetch, double, apart)
 
 
 def _check_chip_has_fp8(plan: Plan, hardware: Hardware) -> None:
@@ -239,17 +238,30 @@ def _gradient_sync_choices(run: Run, mesh: ShardingChoice, *, accumulation: int)
     return ("every_microbatch", "last_microbatch")
 
 
-def _recompute_choices(
+def _recompute_and_compile_choices(
     spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware
-) -> list[RecomputeSection]:
-    """Returns the pinned setting, or all that `spec` was traced with and `hardware` can run."""
-    if run.recompute.mode != "auto":
-        return [run.recompute]
+) -> list[tuple[RecomputeSection, bool]]:
+    """Returns (recompute, compiled): the pinned settings, or all that `spec` was traced with.
+
+    Activations are offloaded only if `hardware` can copy them to the host.
+    """
+    compiles = run.compile_choices(hardware.device)
+    if run.recompute.mode != "auto" and len(compiles) == 1:
+        return [(run.recompute, *compiles)]
     offloads = hardware.device != "cpu" and hardware.host_bytes_per_second is not None
-    valid = [trace.recompute for trace in spec.traces if trace.is_valid_for(trace.recompute, microbatch)]
-    known = dict.fromkeys(section for section in valid if offloads or section.mode != "offload")
+    valid = dict.fromkeys(
+        (trace.recompute, trace.compiled)
+        for trace in spec.traces
+        if trace.microbatch in (None, microbatch) and trace.compiled in compiles
+    )
+    if run.recompute.mode != "auto":
+        traced = [one for one in spec.traces if one.is_valid_for(run.recompute, microbatch, compiled=True)]
+        return [(run.recompute, compiled) for compiled in compiles if traced or not compiled]
     order = ("none", "full", "every", "selective", "offload", "auto")
-    return sorted(known, key=lambda section: (order.index(section.mode), section.block_period))
+    return sorted(
+        (pair for pair in valid if offloads or pair[0].mode != "offload"),
+        key=lambda pair: (order.index(pair[0].mode), pair[0].block_period, pair[1]),
+    )
 
 
 def _prefetch_choices(run: Run, mesh: ShardingChoice, *, units: int) -> list[PrefetchSection]:

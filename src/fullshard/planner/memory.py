@@ -86,7 +86,7 @@ class _StepMemoryReplay:
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
         self.spec, self.plan = spec, plan
-        self.trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
+        self.trace = spec.trace_for_plan(plan)
         self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
@@ -194,7 +194,7 @@ class MeshDependentBytes(NamedTuple):
 
 def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPeakBytes:
     """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
-    trace = spec.choose_trace(plan.run.recompute, plan.microbatch)
+    trace = spec.trace_for_plan(plan)
     found, firsts = memory_trace(spec, plan, reach=1), spec.first_identical_unit_indices
     kinds = [firsts[unit] if spec.units[unit].parameters else -1 for unit in found.units]
     phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]

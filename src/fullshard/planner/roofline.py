@@ -68,19 +68,14 @@ def phase_costs(
     *,
     rates: Rates,
     microbatch: int,
-    fused: bool,
     split: int = 1,
 ) -> tuple[PhaseSecondsAndLaunches, ...]:
-    """Returns the cost of each phase.
-
-    fused: sequences of elementwise operations are one kernel, as torch.compile fuses them.
-    split: number of ranks that share the work of each kernel.
-    """
+    """Returns the cost of each phase. `split`: number of ranks that share the work of each kernel."""
     seconds: dict[int, float] = {}
     costs: list[PhaseSecondsAndLaunches] = []
     for phase in phases:
         total, launches = 0.0, 0
-        for index, times in phase.fused if fused else phase.work:
+        for index, times in phase.work:
             if index not in seconds:
                 seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch, split=split)
             total += seconds[index] * times

@@ -9,6 +9,9 @@ skip a candidate that
 
 Candidates are taken in the order of their time bound, so that the fastest come early.
 
+Compiling takes time before the first step, of which each step of the run bears its share, so that a short run
+is faster without.
+
 Two plans whose times differ by less than the rounding of the inputs, a thousandth, count as equally fast, and
 the plainer one (see `planner.candidates`) ranks first. So that "equally fast" is transitive, times are sorted
 into bins a thousandth wide and compared by bin.
@@ -47,6 +50,9 @@ from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel, NonNegativeInt
 
 RANKED = 20
+# Seconds of compiling before the first step. Assumed, not measured: tens of seconds for the graphs of a
+# block, which equal blocks share.
+COMPILE_SECONDS = 30.0
 _SAME = 1e-3
 _SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
 Memory = Callable[[ModelSpec, Plan], MemoryTerms]
@@ -138,6 +144,12 @@ def allocator_reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
         return 0
     pools = sum(memory.stream_pools) + memory.workspace
     return max(0, round((1 + hardware.fragmentation) * pools) - memory.total)
+
+
+def step_seconds_with_startup(plan: Plan) -> float:
+    """Returns the predicted seconds of a step, with each step's share of compiling before the first."""
+    prediction = require_prediction(plan)
+    return prediction.time.total + prediction.compile_seconds / plan.run.train.steps
 
 
 def plan_sort_key(seconds: float, index: int) -> Order:
@@ -303,6 +315,7 @@ def _attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTe
         tokens_per_second=rate,
         flops_per_token=spec.flops_per_token or None,
         mfu=mfu,
+        compile_seconds=COMPILE_SECONDS if plan.run.run.compile is True else 0.0,
     )
     return plan.model_copy(update={"prediction": prediction})
 
@@ -351,7 +364,8 @@ class _CandidateSearch:
         candidates = iterate_candidates(self.spec, self.hardware, run=self.run, what_if=self.what_if)
         bounded = [(self._lower_bound_seconds(one), index, one) for index, one in enumerate(candidates)]
         if not bounded:
-            self.spec.choose_trace(self.run.recompute, self.run.train.microbatch or 1)  # raises: no trace
+            recompute, compiled = self.run.recompute, self.run.run.compile is True
+            self.spec.choose_trace(recompute, self.run.train.microbatch or 1, compiled=compiled)  # raises
             raise PlanError(f"the spec of {self.spec.name} has no trace.", fix="describe(model, plan)")
         for least, index, candidate in sorted(bounded, key=lambda one: one[:2]):
             self._consider_candidate(candidate, index, least=plan_sort_key(least, index))
@@ -423,14 +437,14 @@ class _CandidateSearch:
         self.predicted += 1
         memory = self._peak_memory(candidate)
         plan = _attach_prediction(self._build_plan(candidate), self.timer, memory=memory)
-        return plan_sort_key(require_prediction(plan).time.total, index), plan
+        return plan_sort_key(step_seconds_with_startup(plan), index), plan
 
     def _build_plan(self, candidate: Candidate) -> Plan:
         return build_plan(candidate, self.run, hardware=self.hardware)
 
     def _peak_memory(self, candidate: Candidate) -> MemoryTerms:
-        mesh, batch, recompute, _, prefetch, _, apart = candidate
-        key = (mesh, batch, recompute, prefetch, apart)
+        mesh, batch, recompute, compiled, prefetch, _, apart = candidate
+        key = (mesh, batch, recompute, compiled, prefetch, apart)
         if key not in self._peaks:
             memory = self.memory(self.spec, self._build_plan(candidate))
             self._peaks[key] = add_workspace_bytes(memory, self.hardware)
@@ -444,11 +458,12 @@ class _CandidateSearch:
         if own not in self._computing:
             self._computing[own] = self.timer.compute_ticks(self._build_plan(candidate))
         computing, demand = self._computing[own], self._demand[shared]
-        return self.timer.lower_bound_seconds(computing, demand, inline=prefetch.mode == "none")
+        least = self.timer.lower_bound_seconds(computing, demand, inline=prefetch.mode == "none")
+        return least + (COMPILE_SECONDS / self.run.train.steps if compiled else 0.0)
 
     def _peak_lower_bound(self, candidate: Candidate) -> int:
         mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
-        own = (candidate.batch.microbatch, candidate.recompute, apart.tensor)
+        own = (candidate.batch.microbatch, candidate.recompute, candidate.compiled, apart.tensor)
         if mesh not in self._meshes:
             self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
         if own not in self._bounds:

@@ -96,7 +96,7 @@ class DeviceHostTicks(NamedTuple):
     issue: int  # ticks of the host's launches
 
 
-WorkKey = tuple[int, int, bool, bool, int]
+WorkKey = tuple[int, int, bool, int]
 
 
 @dataclass
@@ -148,10 +148,10 @@ class StepTimePredictor:
 
     def predict_activation_offload(self, plan: Plan) -> ActivationOffloadTerms | None:
         """Returns the predicted host use of activations that are copied there; None if none are copied."""
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
+        trace = self.spec.trace_for_plan(plan)
         if not has_activation_copies(trace.phases):
             return None
-        turns = self._microbatch_work(plan, trace, fused=False, adds=False).program.repeats
+        turns = self._microbatch_work(plan, trace, adds=False).program.repeats
         return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
     def _simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
@@ -174,7 +174,7 @@ class StepTimePredictor:
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
         """Returns the sizes and costs of the units of the plan's trace on its mesh."""
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
+        trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
         update = (plan.run.optimizer.name, plan.run.optimizer.momentum, plan.run.optimizer.in_backward)
@@ -243,23 +243,18 @@ class StepTimePredictor:
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
     def _first_and_later_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
-        trace = self.spec.choose_trace(plan.run.recompute, plan.microbatch)
-        fused = plan.run.run.compile is True
+        trace = self.spec.trace_for_plan(plan)
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
-        first = self._microbatch_work(plan, trace, fused=fused, adds=False)
-        return first, self._microbatch_work(plan, trace, fused=fused, adds=adds)
+        first = self._microbatch_work(plan, trace, adds=False)
+        return first, self._microbatch_work(plan, trace, adds=adds)
 
-    def _microbatch_work(
-        self, plan: Plan, trace: MicrobatchTrace, *, fused: bool, adds: bool
-    ) -> MicrobatchWork:
-        key = (id(trace), plan.microbatch, fused, adds, plan.tensor_parallel)
+    def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
+        key = (id(trace), plan.microbatch, adds, plan.tensor_parallel)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
             kernels, split = self.spec.kernels, plan.tensor_parallel
-            costs = phase_costs(
-                phases, kernels, rates=rates, microbatch=plan.microbatch, fused=fused, split=split
-            )
-            watched = trace.recompute.mode == "selective" and not fused
+            costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, split=split)
+            watched = trace.recompute.mode == "selective" and not trace.compiled
             launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
             program = build_schedule(self.spec, trace, phases=phases)
             firsts = program.first_model_unit_per_traced
@@ -274,7 +269,7 @@ class StepTimePredictor:
         return self._work[key]
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
-        program = self._microbatch_work(plan, trace, fused=False, adds=False).program
+        program = self._microbatch_work(plan, trace, adds=False).program
         hardware, world, tensor = self.hardware, plan.world_size, plan.tensor_parallel
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
@@ -305,9 +300,9 @@ class StepTimePredictor:
     def _extra_recompute_ticks(self, plan: Plan) -> int:
         """Returns the ticks per step that recompute adds to the trace without recompute."""
         trace, none = self.unit_costs(plan).trace, RecomputeSection(mode="none")
-        fused = plan.run.run.compile is True
-        plain = next((one for one in self.spec.traces if one.is_valid_for(none, plan.microbatch)), trace)
-        own, other = (self._microbatch_work(plan, one, fused=fused, adds=False) for one in (trace, plain))
+        sizes, compiled = plan.microbatch, trace.compiled
+        valid = (one for one in self.spec.traces if one.is_valid_for(none, sizes, compiled=compiled))
+        own, other = (self._microbatch_work(plan, one, adds=False) for one in (trace, next(valid, trace)))
         longer = _sum_compute_ticks(own, serial=self._serial) - _sum_compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 

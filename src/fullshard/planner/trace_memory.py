@@ -56,7 +56,7 @@ def memory_trace(spec: ModelSpec, plan: Plan, *, reach: int, accumulating: bool 
     accumulating: earlier microbatches left unsharded gradients.
     """
     microbatch, degree = plan.microbatch, plan.tensor_parallel
-    trace = spec.choose_trace(plan.run.recompute, microbatch)
+    trace = spec.trace_for_plan(plan)
     key = (id(trace), microbatch, reach, accumulating, degree)
     found = spec.derived_value_cache.get(key)
     if not isinstance(found, MemoryTrace):

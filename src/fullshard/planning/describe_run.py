@@ -28,6 +28,11 @@ def describe_run(
     """
     key = build_spec_key(plan, device, attention_kernel=attention_kernel)
     spec = read_cached_spec(key)
+    if spec is None and isinstance(
+        plan, Run
+    ):  # one with the traces of both, eager and compiled, has these too
+        place = plan.run.model_copy(update={"compile": "auto"})
+        spec = read_cached_spec(build_spec_key(plan.model_copy(update={"run": place}), device))
     if spec is None:
         spec = describe_run_uncached(plan, device, model=model, attention_kernel=attention_kernel)
         write_cached_spec(key, spec)

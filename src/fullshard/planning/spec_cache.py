@@ -108,6 +108,7 @@ def build_spec_key(
         "units": run.sharding.units.model_dump(mode="json"),
         "precision": run.precision.model_dump(mode="json"),
         "recompute": run.recompute.model_dump(mode="json"),
+        "compiled": run.compile_choices(device),
     }
     if device == "cuda" and (run.data.document_mask or isinstance(run.model, HuggingFaceModel)):
         settings["attention_kernel"] = attention_kernel

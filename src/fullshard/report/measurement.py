@@ -55,6 +55,8 @@ def measurement_rows(
         yield from _step_time_rows(m.step_seconds)
     if m.startup_seconds is not None:
         yield "first step", f"done {format_seconds(m.startup_seconds)} after the command"
+    if m.compilation is not None:
+        yield "compiled", m.compilation.format_text()
     if m.peak_bytes is not None and prediction is None:
         yield from _peak_memory_rows(m.peak_bytes)
     if m.checkpoint is not None:

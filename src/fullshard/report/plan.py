@@ -201,7 +201,10 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     if prefetch == "explicit":
         prefetch += f": {run.prefetch.forward} ahead in forward, {run.prefetch.backward} in backward"
     yield "prefetch", mark_as_asked(prefetch, pinned=asked.prefetch.mode != "auto")
-    yield "compile", "yes" if run.run.compile is True else "no"
+    compiled = "blocks" if run.run.compile is True else "no"
+    if plan.prediction is not None and plan.prediction.compile_seconds:
+        compiled += f", {format_seconds(plan.prediction.compile_seconds)} before the first step (assumed)"
+    yield "compile", mark_as_asked(compiled, pinned=asked.run.compile != "auto")
 
 
 def _memory_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:

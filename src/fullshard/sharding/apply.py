@@ -5,6 +5,7 @@ root, then values, then what is gathered in fp8.
 The optimizer is built afterwards: one built earlier would hold parameters that the model no longer has.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import replace_gloo_collectives
+from fullshard.sharding.compile import (
+    CompiledForward,
+    EagerBlockWarning,
+    compile_blocks,
+    set_compiled_forwards,
+)
 from fullshard.sharding.fp8 import (
     Fp8Choice,
     check_fp8_device,
@@ -37,7 +44,13 @@ from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_poli
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
-from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.sharding.units import (
+    Predicate,
+    Unit,
+    find_blocks_with_units_inside,
+    find_recompute_blocks,
+    find_units,
+)
 from fullshard.spec.plan import DeviceType, Plan, check_training_supports_run
 from fullshard.spec.run import PrefetchSection
 
@@ -150,7 +163,8 @@ def apply_recompute_and_fsdp(
     replace_parameters_by_meta(model, units, plan=plan)
     if prepared.fp8 is not None:
         convert_linears_to_fp8(prepared.fp8, device=device)
-    _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
+    compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
+    set_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     with share_post_forward_mesh():
         for unit in units:
@@ -213,31 +227,37 @@ def _check_reshard_degrees(units: Sequence[Unit], plan: Plan) -> None:
 
 def _apply_recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
-) -> None:
+) -> list[CompiledForward]:
     """Compiles and recomputes blocks. Replaces `forward`s, not modules, so that state-dict names stay."""
     section = plan.run.recompute
-    compiled = blocks if plan.run.run.compile else ()
-    # Offload hooks go around the compiled forward, which saves tensors like eager code.
-    compiled_first = list(compiled)
-    if section.mode != "offload":
-        # An all-gather breaks the graph, and the compiler recomputes a whole graph or none. So a block that
-        # holds units is compiled first, in pieces, and recomputed around them. Others are compiled with
-        # recompute.
-        inner = {module for unit in units if not unit.is_root for module in unit.modules}
-        compiled_first = [one for one in compiled if any(m in inner for m in one.modules() if m is not one)]
-    if compiled_first and section.mode == "selective":
-        raise ShardError(
-            f"{type(compiled_first[0]).__name__} cannot be compiled with selective recompute.",
-            got="a block that holds units of its own (experts, tied weights, or as sharding.units says)",
-            why="gathering breaks the graph, and the compiler takes a recomputed block whole or not at all",
-            fix='recompute.mode = "full", run.compile = false, or sharding.units.separate_experts = false',
+    if plan.run.run.compile is not True:
+        apply_recompute(blocks, section, device=device)
+        return []
+    pieces = find_blocks_with_units_inside(blocks, units)
+    if (
+        section.mode == "offload"
+    ):  # its hooks go around the compiled forward, which saves tensors like eager code
+        compiled = compile_blocks(blocks, pieces=pieces)
+        apply_recompute(blocks, section, device=device)
+        return compiled
+    whole = [block for block in blocks if block not in pieces]
+    # The compiler recomputes a whole graph or none. So a block in pieces is compiled first, and recomputed
+    # around them; others are compiled with recompute. Selective recompute must see operations, which compiled
+    # pieces hide.
+    compiled = list[CompiledForward]()
+    if section.mode != "selective":
+        compiled = compile_blocks([block for block in blocks if block in pieces], pieces=pieces)
+    elif pieces:
+        kinds = ", ".join(sorted({type(block).__name__ for block in pieces}))
+        warnings.warn(
+            f"{kinds} runs eagerly: it holds units of its own, and is recomputed selectively. The compiler "
+            'takes a recomputed block whole or not at all: recompute.mode = "full" or "none" compiles it in '
+            "pieces, sharding.units.separate_experts = false as a whole.",
+            EagerBlockWarning,
+            stacklevel=2,
         )
-    for block in compiled_first:
-        block.forward = torch.compile(block.forward)
-    apply_recompute(blocks, section, compiled=bool(plan.run.run.compile), device=device)
-    for block in compiled:
-        if block not in compiled_first:
-            block.forward = torch.compile(block.forward)
+    apply_recompute(blocks, section, compiled=set(whole), device=device)
+    return compiled + compile_blocks(whole, pieces=pieces)
 
 
 def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:

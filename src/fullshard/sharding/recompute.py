@@ -3,13 +3,18 @@
 Recompute: Chen et al., arXiv:1604.06174.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.host_copy import HostCopier
@@ -17,25 +22,29 @@ from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
-# By name, since a build of torch has only the attention kernels of its own devices.
-_MATMUL_NAMES = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+# By name, since a build of torch has only the kernels of its own devices, and some exist only once imported.
+_MATMUL_NAMES = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"))
 _ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-_SAVED_NAMES = (
-    *_MATMUL_NAMES,
-    *("convolution", "_grouped_mm", "_scaled_grouped_mm"),
-    *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION_KINDS),
-)
-_MATMULS = frozenset(f"aten::{name}" for name in _MATMUL_NAMES)
-SAVED_OPERATIONS = frozenset(
-    (*(f"aten::{name}" for name in _SAVED_NAMES), "torch_attn::_varlen_attn", "fullshard::document_attention")
-)
+_SAVED_NAMES = _MATMUL_NAMES | {
+    *(f"aten::{name}" for name in ("convolution", "_grouped_mm", "_scaled_grouped_mm")),
+    *(f"aten::_scaled_dot_product_{kind}" for kind in (*_ATTENTION_KINDS, "fused_attention_overrideable")),
+    *(f"aten::_{kind}_attention_forward" for kind in ("flash", "efficient", "cudnn")),
+    *("torch_attn::_varlen_attn", "fullshard::document_attention", "flex_attention"),
+    "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
+}
+OperationPolicy = Callable[[Any], CheckpointPolicy]
+
+
+def is_saved_operation(operation: Any) -> bool:
+    """Returns whether selective recompute may save the results of an operation, an OpOverload."""
+    return operation.name() in _SAVED_NAMES
 
 
 def apply_recompute(
     blocks: Sequence[nn.Module],
     section: RecomputeSection,
     *,
-    compiled: bool = False,
+    compiled: Collection[nn.Module] = (),
     device: DeviceType = "cpu",
     copier: HostCopier | None = None,
 ) -> None:
@@ -43,23 +52,34 @@ def apply_recompute(
 
     The block's `forward` is replaced, not the block, so that names in the state dict do not change.
 
-    compiled: whether the blocks are compiled afterwards; for mode `offload` they are compiled before
+    compiled: the blocks that are compiled afterwards; for mode `offload` they are compiled before
     device: the device on which the blocks will run
     copier: the copier of mode `offload`; None chooses the device's
     """
     if section.mode == "none":
         return
+    chosen = blocks[:: section.block_period]
     if section.mode == "offload":
-        chosen = blocks[:: section.block_period]
         offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
         return
-    recomputed = partial(checkpoint, use_reentrant=False)
-    if section.mode == "selective":
-        # The compiler reads torch's contexts, and must see all operations.
-        contexts = partial(_selective_recompute_contexts, section.save_matmuls, compiled=compiled)
-        recomputed = partial(recomputed, context_fn=contexts)
-    for block in blocks[:: section.block_period]:
-        block.forward = partial(recomputed, block.forward)
+    for block in chosen:
+        recomputed = partial(checkpoint, block.forward, use_reentrant=False)
+        if section.mode == "selective":
+            # The compiler reads torch's contexts, and must see all operations.
+            own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
+            recomputed = partial(recomputed, context_fn=own)
+        block.forward = recomputed
+
+
+def block_recompute_policy(section: RecomputeSection) -> OperationPolicy | None:
+    """Returns whether a recomputed block saves or recomputes each operation; None if it is not recomputed."""
+    if section.mode in ("none", "offload", "auto"):
+        return None
+    if section.mode != "selective":
+        return lambda _operation: CheckpointPolicy.PREFER_RECOMPUTE
+    return partial(
+        _SelectiveRecomputePolicy(section.save_matmuls), SelectiveCheckpointContext(is_recompute=False)
+    )
 
 
 class _SelectiveRecomputePolicy:
@@ -73,10 +93,9 @@ class _SelectiveRecomputePolicy:
         self._matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        name = operation.name()
-        if name not in SAVED_OPERATIONS:
+        if not is_saved_operation(operation):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if name in _MATMULS:
+        if operation.name() in _MATMUL_NAMES:
             self._matmuls[context.is_recompute] += 1
             if (self._matmuls[context.is_recompute] - 1) % self.every:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -90,10 +109,10 @@ def _selective_recompute_contexts(save_matmuls: int, *, compiled: bool) -> tuple
 
 
 class _SavedOperationFilter(TorchDispatchMode):
-    """Wraps one of torch's selective-recompute contexts, and passes only SAVED_OPERATIONS to it.
+    """Wraps one of torch's selective-recompute contexts, and passes only saved operations to it.
 
     Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the
-    operations that gather a unit inside the block, which are not in SAVED_OPERATIONS.
+    operations that gather a unit inside the block, none of which is saved.
     """
 
     def __init__(self, context: TorchDispatchMode) -> None:
@@ -101,6 +120,6 @@ class _SavedOperationFilter(TorchDispatchMode):
         self.context = context
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in SAVED_OPERATIONS:
+        if is_saved_operation(func):
             return self.context.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -106,6 +106,12 @@ def find_recompute_blocks(model: nn.Module, section: UnitSection, *, units: list
     return [module for module in chosen if module not in inner]
 
 
+def find_blocks_with_units_inside(blocks: Iterable[nn.Module], units: Iterable[Unit]) -> set[nn.Module]:
+    """Returns the blocks that hold other units. These gather in the middle of the block."""
+    holders = {module for unit in units if not unit.is_root for module in unit.modules}
+    return {one for one in blocks if any(m in holders for m in one.modules() if m is not one)}
+
+
 def _check_parameters_have_shapes(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:

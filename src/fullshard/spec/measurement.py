@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, computed_field, model_validator
 
+from fullshard.quantities import format_seconds
 from fullshard.spec.hardware import ComputeDtype
 from fullshard.spec.prediction import SecondsByCause
 from fullshard.spec.run import Strategy
@@ -186,6 +187,35 @@ class DriveTrafficBytes(FrozenModel):
     written: NonNegativeInt
 
 
+class Compilation(FrozenModel):
+    """Counts of what torch.compile did on rank 0.
+
+    blocks, eager_blocks: number of blocks that run compiled, and that could not be compiled and run eagerly
+    graphs: distinct graphs; equal blocks share one
+    graph_breaks: places at which the compiler gave up and went on with a new graph
+    recompilations: graphs compiled anew, for other shapes or settings
+    seconds: seconds in the compiler
+    """
+
+    blocks: NonNegativeInt
+    eager_blocks: NonNegativeInt = 0
+    graphs: NonNegativeInt
+    graph_breaks: NonNegativeInt
+    recompilations: NonNegativeInt
+    seconds: NonNegativeFloat
+
+    def format_text(self) -> str:
+        """Returns `36 blocks: 1 graph, 0 graph breaks, 0 recompilations, 41 s`."""
+        eager = f" ({self.eager_blocks} more run eagerly)" if self.eager_blocks else ""
+        counts = {
+            "graph": self.graphs,
+            "graph break": self.graph_breaks,
+            "recompilation": self.recompilations,
+        }
+        each = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items())
+        return f"{self.blocks} blocks{eager}: {each}, {format_seconds(self.seconds)}"
+
+
 class Measurement(FrozenModel):
     """Measured results of the steps of a run that one command made, in `<run.dir>/measurement.json`.
 
@@ -201,6 +231,7 @@ class Measurement(FrozenModel):
     step_seconds: mean timed step of `pace`, divided into causes as in the least disturbed profiled step on
         the slowest rank (the rank that waited least for collectives). None if no step was profiled or timed.
     startup_seconds: seconds from the command to the end of its first step
+    compilation: what torch.compile did; None if nothing was compiled
     sample: text that the trained model generated
     """
 
@@ -223,6 +254,7 @@ class Measurement(FrozenModel):
     peak_bytes: PeakBytes | None = None
     step_seconds: StepSeconds | None = None
     startup_seconds: NonNegativeFloat | None = None
+    compilation: Compilation | None = None
     checkpoint: str | None = None
     sample: str | None = None
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Self
 
 from fullshard.errors import PlanError
 from fullshard.spec.fp8 import Fp8Share
-from fullshard.spec.plan import DeviceType, Dtype, Precision
+from fullshard.spec.plan import DeviceType, Dtype, Plan, Precision
 from fullshard.spec.run import RecomputeSection, UnitOverride
 from fullshard.spec.value import FrozenModel
 
@@ -120,8 +120,7 @@ class TracePhase(FrozenModel):
     peaks: moments of the phase; for any microbatch, one of them is the moment with the most bytes
     end: live tensors at the end of the phase. A phase that opens with `post_backward` excludes the gradients
         that the hook passes to FSDP2.
-    work: launches in eager mode
-    fused: launches if consecutive elementwise operations are fused into one kernel, as after compilation
+    work: launches; in a compiled block, consecutive elementwise operations are one launch
     out: storages whose copies to the host start when the unit's forward ends
     back: storages whose copies from the host start when the unit's backward starts, beside later launches
     waits: True if compute first waits for the copies that started earlier
@@ -132,7 +131,6 @@ class TracePhase(FrozenModel):
     peaks: tuple[LiveTensorBytes, ...]
     end: LiveTensorBytes
     work: tuple[KernelIndexAndCount, ...] = ()
-    fused: tuple[KernelIndexAndCount, ...] = ()
     out: tuple[LinearInMicrobatch, ...] = ()
     back: tuple[LinearInMicrobatch, ...] = ()
     waits: bool = False
@@ -151,8 +149,9 @@ class RepeatedUnits(FrozenModel):
 
 
 class MicrobatchTrace(FrozenModel):
-    """The phases of one microbatch, forward and backward, under one recompute setting.
+    """The phases of one microbatch, forward and backward, under one recompute setting, eager or compiled.
 
+    compiled: whether `torch.compile` runs the blocks: what they save, recompute and launch follows from it
     microbatch: the only microbatch size for which the trace is valid; None if it is valid for any
     phases: phases of the trace's units, which `TracePhase.unit` counts; `repeats` lists units to repeat
     accumulating: phases of a microbatch that adds to whole gradients of earlier microbatches in place
@@ -160,17 +159,19 @@ class MicrobatchTrace(FrozenModel):
     """
 
     recompute: RecomputeSection
+    compiled: bool = False
     microbatch: int | None = None
     batch_bytes: LinearInMicrobatch
     phases: tuple[TracePhase, ...]
     accumulating: tuple[TracePhase, ...] = ()
     repeats: tuple[RepeatedUnits, ...] = ()
 
-    def is_valid_for(self, recompute: RecomputeSection, microbatch: int) -> bool:
+    def is_valid_for(self, recompute: RecomputeSection, microbatch: int, *, compiled: bool = False) -> bool:
         """Returns True if the trace is valid for these settings."""
         asked, own = recompute, self.recompute
         return (
             self.microbatch in (None, microbatch)
+            and self.compiled == compiled
             and (asked.mode, asked.block_period) == (own.mode, own.block_period)
             and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
@@ -227,17 +228,24 @@ class ModelSpec(FrozenModel):
             kinds.append(first.setdefault((shapes, override, unit.kept, unit.is_embedding), index))
         return tuple(kinds)
 
-    def choose_trace(self, recompute: RecomputeSection, microbatch: int) -> MicrobatchTrace:
+    def choose_trace(
+        self, recompute: RecomputeSection, microbatch: int, *, compiled: bool = False
+    ) -> MicrobatchTrace:
         """Returns the valid trace, preferably for just this microbatch. Raises PlanError if none is valid."""
-        fitting = [trace for trace in self.traces if trace.is_valid_for(recompute, microbatch)]
+        fitting = [one for one in self.traces if one.is_valid_for(recompute, microbatch, compiled=compiled)]
         if not fitting:
             raise PlanError(
                 f"the spec of {self.name} was not traced under these settings.",
-                got=f"recompute {recompute.mode}, microbatch {microbatch}",
+                got=f"recompute {recompute.mode}, microbatch {microbatch}{', compiled' if compiled else ''}",
                 why=f"it knows {_traced_settings_text(self.traces)}, and allocations follow from them",
                 fix="describe(model, plan) with this plan",
             )
         return min(fitting, key=lambda trace: trace.microbatch is None)
+
+    def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
+        """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
+        run = plan.run
+        return self.choose_trace(run.recompute, plan.microbatch, compiled=run.run.compile is True)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -252,5 +260,6 @@ def _traced_settings_text(traces: Sequence[MicrobatchTrace]) -> str:
     return "; ".join(
         f"recompute {trace.recompute.mode}"
         + (f", microbatch {trace.microbatch}" if trace.microbatch is not None else "")
+        + (", compiled" if trace.compiled else "")
         for trace in traces
     )

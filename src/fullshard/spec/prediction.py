@@ -153,6 +153,7 @@ class Prediction(FrozenModel):
     activations: use of the host by blocks that save activations there; None without any
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`
     mfu: model FLOP utilisation; None if the chip's peak is unknown
+    compile_seconds: seconds of compiling before the first step, which are not in `time`
     """
 
     hardware: str
@@ -167,6 +168,7 @@ class Prediction(FrozenModel):
     tokens_per_second: PositiveFloat
     flops_per_token: PositiveFloat | None = None
     mfu: PositiveFloat | None = None
+    compile_seconds: NonNegativeFloat = 0.0
 
     @property
     def total_reserved_bytes(self) -> int:

@@ -341,7 +341,8 @@ class RunSetupSection(FrozenModel):
 
     `dir`: holds only the run's log, checkpoints and report; a new run renames an earlier one to `<dir>.1`
     `ranks`: 0 is every GPU, else 2 ranks on the CPU
-    `compile`: `auto` compiles if the planner finds it faster
+    `compile`: compiles each repeated block by torch.compile. `auto`: on GPUs if the planner finds it faster,
+        compiling included; not on the CPU, and not without planning. What cannot be compiled runs eagerly.
     `restarts`: how often dead ranks are restarted from the newest checkpoint; torchrun: `--max-restarts`
     """
 
@@ -350,7 +351,7 @@ class RunSetupSection(FrozenModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: Processes = 0
     restarts: Count = 0
-    compile: bool | Literal["auto"] = False
+    compile: bool | Literal["auto"] = "auto"
 
 
 class Run(FrozenModel):
@@ -384,6 +385,12 @@ class Run(FrozenModel):
         data = read_toml(Path(path), fix="fullshard init, which writes one") if path is not None else {}
         names = [_apply_cli_override(data, override) for override in overrides]
         return cls.parse(data, source=str(path) if path is not None else "the run", overridden=names)
+
+    def compile_choices(self, device: str) -> tuple[bool, ...]:
+        """Returns the values of `run.compile` to plan with: for `auto` on GPUs both, and on the CPU eager."""
+        if self.run.compile == "auto":
+            return (False, True) if device == "cuda" else (False,)
+        return (self.run.compile,)
 
     @property
     def tokens_per_step(self) -> int:

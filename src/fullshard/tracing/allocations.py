@@ -1,7 +1,7 @@
 """Counts tensor bytes without an allocator: a storage counts from its first use until its release."""
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -85,6 +85,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._blocks: dict[int, _LiveStorage] = {}
         self._born = 0
         self._fusing = _FusedElementwiseKernel(0)
+        self._is_compiled, self._unwritten = False, dict[int, None]()  # keys of storages not yet in memory
         self._work_factor, self._is_backward = 1.0, False
         self.loss_chunk = 0  # rows of logits that the loss computed at once; 0 for all
         # keys of the two gradients that the latest operation added; empty after another operation
@@ -102,14 +103,18 @@ class AllocationRecorder(TorchDispatchMode):
         grouped = call.bare_operator_name == GROUPED
         result = args[0].new_empty(grouped_mm_output_shape(call)) if grouped else func(*args, **call.kwargs)
         self._added_gradients.clear()
+        launch = find_kernel_launch(call, result)
+        if self._unwritten and launch is not None and launch.kind != "elementwise":
+            self._record_fused_launch()  # its inputs are in memory before its results are
+        is_fused = self._is_compiled and launch is not None and launch.kind == "elementwise"
         for tensor in list_tensors(result):
-            self._track_storage(tensor, self.kind)
-        if func is _ADD and self.kind == "backward" and not torch.is_grad_enabled():
+            self._track_storage(tensor, self.kind, is_fused=is_fused)
+        is_sum = func is _ADD and self.kind == "backward" and not torch.is_grad_enabled()
+        if is_sum and not self._is_compiled:
             self._added_gradients.update(map(storage_key, list_tensors(args)))
         if size := transient_kernel_bytes(call, device=self._device):
             self._record_change(self.kind, size)
             self._record_change(self.kind, -size)
-        launch = find_kernel_launch(call, result)
         if launch is not None:
             self._record_launch(launch, read=(call.args, call.kwargs), written=result)
         return result
@@ -142,6 +147,15 @@ class AllocationRecorder(TorchDispatchMode):
         self._work_factor = 1.0
 
     @contextmanager
+    def count_as_compiled(self) -> Generator[None]:
+        """While active, results of elementwise operations take memory only if they outlive their kernel."""
+        self._record_fused_launch()
+        self._is_compiled = True
+        yield
+        self._record_fused_launch()
+        self._is_compiled = False
+
+    @contextmanager
     def mark_backward(self) -> Generator[None]:
         """While active, records kernels as those of a backward."""
         self._record_fused_launch()
@@ -170,15 +184,11 @@ class AllocationRecorder(TorchDispatchMode):
             return
         run = self._fusing
         for tensor in list_tensors(read):
-            if (serial := self._storage_serial_number(tensor)) < run.born:
+            if (serial := _serial_number(tensor, self._blocks)) < run.born:
                 run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(tensor))
         for tensor in list_tensors(written):
-            run.written[self._storage_serial_number(tensor)] = tensor.untyped_storage().nbytes()
+            run.written[_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
         run.last = launch
-
-    def _storage_serial_number(self, tensor: Tensor) -> int:
-        block = self._blocks.get(storage_key(tensor))
-        return -1 if block is None else block.serial
 
     def _record_fused_launch(self) -> None:
         """Records the current elementwise run as one kernel, and starts the next run.
@@ -186,24 +196,32 @@ class AllocationRecorder(TorchDispatchMode):
         The kernel reads storages that existed before the run, and writes storages that are still alive.
         """
         run, self._fusing = self._fusing, _FusedElementwiseKernel(self._born)
+        written, self._unwritten = self._unwritten, {}
+        for block in (self._blocks[key] for key in written):
+            self._record_change(block.kind, block.size)
         if run.last is not None:
             alive = {block.serial for block in self._blocks.values()}
             kept = sum(size for serial, size in run.written.items() if serial in alive)
             moved = round(self._work_factor * (sum(run.read.values()) + kept))
             self.recorded[-1].fused.append(run.last._replace(bytes=moved))
 
-    def _track_storage(self, tensor: Tensor, kind: Kind | None) -> None:
+    def _track_storage(self, tensor: Tensor, kind: Kind | None, *, is_fused: bool = False) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._blocks:
             return
         reference = weakref.ref(storage, lambda _reference: self._record_release(key))
         self._blocks[key] = _LiveStorage(storage.nbytes(), kind, self._born, reference)
         self._born += 1
-        self._record_change(kind, storage.nbytes())
+        if is_fused:
+            self._unwritten[key] = None
+        else:
+            self._record_change(kind, storage.nbytes())
 
     def _record_release(self, key: int) -> None:
         block, changes = self._blocks.pop(key), self.recorded[-1].changes
-        if key in self._added_gradients and changes[-1:] == [("backward", block.size)] and block.kind:
+        if key in self._unwritten:
+            del self._unwritten[key]
+        elif key in self._added_gradients and changes[-1:] == [("backward", block.size)] and block.kind:
             changes.insert(-1, (block.kind, -block.size))
             self._added_gradients.clear()
         else:
@@ -212,3 +230,9 @@ class AllocationRecorder(TorchDispatchMode):
     def _record_change(self, kind: Kind | None, size: int) -> None:
         if kind is not None and size:
             self.recorded[-1].changes.append((kind, size))
+
+
+def _serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
+    """Returns the serial number of the tensor's storage; -1 if it is not tracked."""
+    block = blocks.get(storage_key(tensor))
+    return -1 if block is None else block.serial

@@ -8,6 +8,7 @@ device.
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from fullshard.models.document_attention import QueryKeyValue, attend_on_cuda
 from fullshard.spec.hardware import AttentionKernel
 
 _ATEN = torch.ops.aten
+_DECOMPOSED: ContextVar[bool] = ContextVar("_DECOMPOSED", default=False)
 
 
 class _CudaAttention:
@@ -88,17 +90,14 @@ def _cuda_document_attention(  # signature: fullshard::document_attention  # noq
     return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
 
 
-def _cuda_document_attention(  # signature: fullshard::document_attention  # noqa: PLR0913, PLR0917
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
-    inputs = QueryKeyValue(query, key, value)
-    return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
-
-
 def _cuda_rms_norm(  # signature: aten::rms_norm
     value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    del eps
+    if _DECOMPOSED.get():
+        mean = value.float().square().mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
+        rows = torch.finfo(value.dtype).eps if eps is None else eps
+        normal = (value.float() * (mean + rows).rsqrt()).to(value.dtype)
+        return normal if weight is None else normal * weight
     if weight is None or tuple(weight.shape) != tuple(normalized_shape):
         weight = torch.ones(normalized_shape, dtype=value.dtype)
     return cast(Tensor, _FusedRmsNorm.apply(value, weight))
@@ -124,6 +123,16 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def _cuda_dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature: aten::dropout
     return _ATEN.native_dropout(value, p, train)[0] if train and p > 0 else value
+
+
+@contextmanager
+def decompose_fused_norms() -> Generator[None]:
+    """Makes RMS norm the operations that a compiler makes of it while active, which it fuses with others."""
+    token = _DECOMPOSED.set(True)
+    try:
+        yield
+    finally:
+        _DECOMPOSED.reset(token)
 
 
 @contextmanager

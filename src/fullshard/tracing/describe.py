@@ -11,7 +11,8 @@ The record is cut into phases at the points where FSDP2 acts (a unit's forward a
 
 Only a few of the repeated blocks are traced (`fullshard.tracing.repeated_blocks`), and traces of two
 microbatch sizes predict all others (`fullshard.tracing.phases`). A model whose trace changes structure
-between them is traced whole, for the plan's own microbatch. Memory that `torch.compile` saves is not seen.
+between them is traced whole, for the plan's own microbatch. Compiled blocks run as the graphs that the
+compiler would make of them (`fullshard.tracing.compiled_blocks`).
 """
 
 import copy
@@ -21,6 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, product
 from typing import Any, cast
 
 import torch
@@ -34,7 +36,13 @@ from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linear
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
-from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.sharding.units import (
+    Predicate,
+    Unit,
+    find_blocks_with_units_inside,
+    find_recompute_blocks,
+    find_units,
+)
 from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,
@@ -49,6 +57,7 @@ from fullshard.spec.model import (
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import RecomputeSection, Run, Strategy
 from fullshard.tracing.allocations import PhaseRecord
+from fullshard.tracing.compiled_blocks import CompiledBlocks
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.kernels import distinct_storage_bytes, list_tensors
 from fullshard.tracing.phases import (
@@ -83,6 +92,7 @@ def describe(
 
     The spec holds for every plan with the same units, sequence length and precision, for any ranks, strategy,
     microbatch and accumulation, and a traced recompute: the plan's, or all for a Run whose recompute is auto.
+    On a GPU, a Run whose `run.compile` is auto is traced eager and compiled.
 
     model: on the meta device or real; it is not changed.
     loss: `loss(model, batch)`, the training loss.
@@ -94,11 +104,7 @@ def describe(
 
     Raises ShardError if the model is sharded, or cannot run on tokens and labels and no `batch` was given.
     """
-    if isinstance(plan, Run):
-        device: DeviceType = device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
-        plan, recomputes = _one_rank_plan_and_recomputes(plan, device)
-    else:
-        device, recomputes = device_type or plan.device, (plan.run.recompute,)
+    plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
     _check_not_sharded(model)
     section = plan.run.sharding.units
     given = find_units(model, section, predicate=units)
@@ -110,7 +116,8 @@ def describe(
             stack.enter_context(emulate_cuda_kernels(attention_kernel))
         if batch is None:
             stack.enter_context(_explain_failure_on_default_batch(type(model).__name__))
-        traces = [trace for section in recomputes for trace in study.trace_recompute_setting(section, given)]
+        each = (study.trace_settings(one, given, compiled=compiled) for one, compiled in settings)
+        traces = list(chain.from_iterable(each))
     length, kernels = plan.run.data.sequence_length, study.table.kernels
     flops, active = _flops_and_parameters_per_token(traces[0], kernels, sequence_length=length)
     return ModelSpec(
@@ -172,8 +179,17 @@ def _explain_failure_on_default_batch(model_name: str) -> Generator[None]:
         ) from error
 
 
-def _one_rank_plan_and_recomputes(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
-    """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
+def _one_rank_plan_and_settings(
+    plan: Plan | Run, device_type: DeviceType | None
+) -> tuple[Plan, DeviceType, list[tuple[RecomputeSection, bool]]]:
+    """Returns a plan with the settings that a trace depends on, its device, and (recompute, compiled) pairs.
+
+    The plan is the given one, or of one rank for a Run.
+    """
+    if isinstance(plan, Plan):
+        device = device_type or plan.device
+        return plan, device, [(plan.run.recompute, plan.run.run.compile is True)]
+    run, device = plan, device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     unset = {"shard_degree": None, "reshard_after_forward": None, "tensor_parallel": 1}
@@ -182,7 +198,8 @@ def _one_rank_plan_and_recomputes(run: Run, device: DeviceType) -> tuple[Plan, t
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
-    return Plan.from_run(alone, world_size=1, device=device), recomputes
+    settings = list(product(recomputes, run.compile_choices(device)))
+    return Plan.from_run(alone, world_size=1, device=device), device, settings
 
 
 @dataclass
@@ -192,6 +209,7 @@ class _MicrobatchRecording:
     recording: list[PhaseRecord]  # phases without earlier gradients
     accumulating: list[PhaseRecord]  # with earlier gradients; empty if FSDP2 accumulates them itself
     batch_bytes: int  # bytes of the microbatch's storages
+    compiled_units: frozenset[int] = frozenset()  # indices of units inside compiled blocks
 
 
 @dataclass
@@ -208,35 +226,37 @@ class _RecomputeTracer:
     table: KernelIndex = field(default_factory=KernelIndex)
     buffer_bytes: int = 0
     loss_chunk: int = 0
-    _single_differs: bool | None = None  # unknown before the first trace
+    # whether a single sequence differs, eager and compiled; unknown before the first trace
+    _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
 
-    def trace_recompute_setting(
-        self, recompute: RecomputeSection, given: Sequence[Unit]
+    def trace_settings(
+        self, recompute: RecomputeSection, given: Sequence[Unit], *, compiled: bool
     ) -> list[MicrobatchTrace]:
-        """Returns the traces under one recompute setting: one for any microbatch, or two.
+        """Returns the traces under one recompute setting, eager or compiled: one for any microbatch, or two.
 
         The second is for a single sequence, if that differs. For a model whose trace changes structure with
         the microbatch, the only trace is for the plan's own microbatch.
         """
-        run = self.plan.run.model_copy(update={"recompute": recompute})
+        place = self.plan.run.run.model_copy(update={"compile": compiled})
+        run = self.plan.run.model_copy(update={"recompute": recompute, "run": place})
         plan = self.plan.model_copy(update={"run": run})
         for short in (True, False):
             record, shortened = self._make_microbatch_recorder(plan, given, short=short)
             if record is None:
                 continue
-            build = partial(self._build_trace, recompute=recompute, repeats=shortened.repeats)
+            build = partial(self._build_trace, plan=plan, repeats=shortened.repeats)
             if self.batch is None or _has_microbatch_dim(self.batch, plan.microbatch):
                 low, high = record(2), record(3)
                 same = has_same_structure(low.recording, high.recording)
                 if same and _has_equal_periods(low.recording, shortened.repeats):
                     traces = [build(low, high)]
-                    if self._single_differs is not False:
+                    if self._single_differs.get(compiled, True):
                         single = record(1)
-                        self._single_differs = not can_extrapolate_to_smaller(
+                        self._single_differs[compiled] = not can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
                         alone = build(single, single, microbatch=1)
-                        traces += [alone] if self._single_differs else []
+                        traces += [alone] if self._single_differs[compiled] else []
                     return traces
             own = record(plan.microbatch)
             if _has_equal_periods(own.recording, shortened.repeats):
@@ -267,12 +287,19 @@ class _RecomputeTracer:
             kept = [unit.name for unit in given if unit.name not in shortened.removed_units]
             if [unit.name for unit in found] != kept:
                 return None, shortened
+        graphs = CompiledBlocks()
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
-        apply_recompute(repeated, plan.run.recompute, device=self.device, copier=copier)
+        recompute = partial(apply_recompute, repeated, plan.run.recompute, device=self.device, copier=copier)
+        if plan.run.run.compile is True:
+            pieces = find_blocks_with_units_inside(repeated, found)
+            graphs.replace_forwards(repeated, plan.run.recompute, pieces=pieces, recompute=recompute)
+        else:
+            recompute()
 
         def record_microbatch(microbatch: int) -> _MicrobatchRecording:
             tracer = MicrobatchTracer(twin, found, plan=plan, fakes=fakes, device=self.device)
+            graphs.fuse = lambda: tracer.allocations.count_as_compiled()
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
             batch = _make_fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
@@ -284,7 +311,11 @@ class _RecomputeTracer:
                 tracer.allocate_gradients()
                 accumulating = tracer.trace_microbatch(self.loss, batch)
                 twin.zero_grad(set_to_none=True)
-            return _MicrobatchRecording(recording, accumulating, distinct_storage_bytes(list_tensors(batch)))
+            fused = set(repeated) - graphs.failed if plan.run.run.compile is True else set[nn.Module]()
+            inside = {module for block in fused for module in block.modules()}
+            units = frozenset(i for i, unit in enumerate(found) if inside.issuperset(unit.modules))
+            size = distinct_storage_bytes(list_tensors(batch))
+            return _MicrobatchRecording(recording, accumulating, size, units)
 
         return record_microbatch, shortened
 
@@ -293,15 +324,18 @@ class _RecomputeTracer:
         low: _MicrobatchRecording,
         high: _MicrobatchRecording,
         *,
-        recompute: RecomputeSection,
+        plan: Plan,
         repeats: tuple[RepeatedUnits, ...],
         microbatch: int | None = None,
     ) -> MicrobatchTrace:
         first = microbatch or 2
         grows = high.batch_bytes - low.batch_bytes
-        merge = partial(merge_recordings, microbatch=first, table=self.table)
+        merge = partial(
+            merge_recordings, microbatch=first, table=self.table, compiled_units=low.compiled_units
+        )
         return MicrobatchTrace(
-            recompute=recompute,
+            recompute=plan.run.recompute,
+            compiled=plan.run.run.compile is True,
             microbatch=microbatch,
             batch_bytes=LinearInMicrobatch(low.batch_bytes - grows * first, grows),
             phases=merge(low.recording, high.recording),

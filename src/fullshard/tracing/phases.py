@@ -5,7 +5,7 @@ two recordings define every change, and every running total, as a line over the 
 microbatch, the highest moment of a phase is on the upper envelope of the lines of its running totals.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import groupby
 
 from fullshard.sharding.host_copy import Way
@@ -49,15 +49,22 @@ class KernelIndex:
 
 
 def merge_recordings(
-    low: Recording, high: Recording, *, microbatch: int, table: KernelIndex
+    low: Recording,
+    high: Recording,
+    *,
+    microbatch: int,
+    table: KernelIndex,
+    compiled_units: Container[int] = (),
 ) -> tuple[TracePhase, ...]:
     """Returns phases for any microbatch from recordings at `microbatch` and at one more sequence.
 
-    If `low` and `high` are the same recording, the sizes are those of `microbatch` only.
+    If `low` and `high` are the same recording, the sizes are those of `microbatch` only. Phases of
+    `compiled_units` launch sequences of elementwise operations as one kernel.
     """
     phases: list[TracePhase] = []
     state = LiveTensorBytes()
     for a, b in zip(low, high, strict=True):
+        is_compiled = a.unit in compiled_units
         totals = _running_memory_totals(state, low=a, high=b, microbatch=microbatch)
         state = totals[-1]
         phases.append(
@@ -66,8 +73,11 @@ def merge_recordings(
                 unit=a.unit,
                 peaks=tuple(_upper_envelope(totals[a.event_change_count :])),
                 end=state,
-                work=table.count_launches(a.work, high=b.work, microbatch=microbatch),
-                fused=table.count_launches(a.fused, high=b.fused, microbatch=microbatch),
+                work=table.count_launches(
+                    a.fused if is_compiled else a.work,
+                    high=b.fused if is_compiled else b.work,
+                    microbatch=microbatch,
+                ),
                 out=_host_copy_lines("out", low=a, high=b, microbatch=microbatch),
                 back=_host_copy_lines("back", low=a, high=b, microbatch=microbatch),
                 waits=any(way == "wait" for way, _ in a.copies),
