@@ -2,15 +2,18 @@
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from fullshard.errors import TrainError
 from fullshard.jobs.train import run_job
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from tests.fakes.device import FakeDevice
 
 TINY = (
     "model.layers=2",
@@ -73,6 +76,45 @@ def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path:
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
     assert made.last_step == 12
     assert made.repeated_steps > 0, "else nothing stood out, and this shows nothing"
+
+
+def leaves_metrics(directory: str, device: str, settings: tuple[str, ...]) -> None:
+    with FakeDevice() if device == "fake" else nullcontext():
+        leaves_a_measurement(directory, 9, "log.profile_steps=0", *settings)
+
+
+def test_a_run_that_reads_its_figures_later_records_the_same_ones(ranks, tmp_path: Path):
+    """Steps are validated and saved in between, which reads them at once."""
+    settings = ("train.validate_every=4", "checkpoint.every=3", "log.every=2")
+    for device in ("cpu", "fake"):
+        ranks(2).run(leaves_metrics, str(tmp_path / device), device, settings)
+    one, other = (
+        [json.loads(line) for line in (tmp_path / device / "metrics.jsonl").read_text().splitlines()]
+        for device in ("cpu", "fake")
+    )
+    for own, same in zip(one, other, strict=True):
+        timed = {name for name in own if "second" in name or name in ("mfu", "peak_bytes")}
+        assert {k: v for k, v in own.items() if k not in timed} == {
+            k: v for k, v in same.items() if k not in timed
+        }
+    measured = [Measurement.load(tmp_path / device / "measurement.json") for device in ("cpu", "fake")]
+    assert measured[0].last_loss == measured[1].last_loss
+    assert measured[0].pace.steps == measured[1].pace.steps == 9
+
+
+def ends_not_finite(directory: str, device: str) -> None:
+    settings = ("optimizer.learning_rate=1e30", "schedule.warmup_steps=0", "train.max_skipped_steps=2")
+    with pytest.raises(TrainError, match="2 steps in a row"):
+        leaves_metrics(directory, device, settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_a_run_that_fails_has_recorded_all_of_its_steps(ranks, tmp_path: Path, device: str):
+    ranks(1).run(ends_not_finite, str(tmp_path), device)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    skipped = [line["skipped"] for line in lines].index(True)
+    assert len(lines) - skipped == {"cpu": 2, "fake": 3}[device], "the one that was launched already, too"
 
 
 @pytest.mark.parametrize(("steps", "setting"), [(4, "log.profile_steps=2"), (8, "log.profile_steps=0")])

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
@@ -220,6 +222,28 @@ def counts_in_the_loop() -> list[tuple[int, int, int]]:
 def test_the_state_of_a_yielded_step_includes_the_step(ranks: Any) -> None:
     counted = [(1, 2, 0), (2, 4, 0), (3, 6, 0), (4, 6, 1), (5, 8, 1), (6, 10, 1)]
     assert ranks(2).run(counts_in_the_loop) == [counted] * 2
+
+
+def in_different_steps() -> tuple[int, list[str]]:
+    """Rank 1 takes another batch than it should from step 2 on."""
+    state, plan = sharded(run_of())
+    steps, errors = train(state, plan, loss=mean_square), []
+    with FakeDevice():
+        next(steps)
+        state.data_offset += dist.get_rank()
+        step = next(steps)
+        for act in (lambda: step.loss, lambda: state.tokens, state.values, lambda: next(steps)):
+            with pytest.raises(TrainError) as raised:
+                act()
+            errors.append(raised.value.what)
+    return step.index, errors
+
+
+def test_ranks_in_different_steps_raise_before_they_save_or_take_another_step(ranks: Any) -> None:
+    for index, errors in ranks(2).run(in_different_steps):
+        assert index == 2
+        assert len(set(errors)) == 1
+        assert "step 2" in errors[0]
 
 
 # The garbage collector

@@ -22,10 +22,11 @@ def collect_garbage_between_steps() -> Generator[Callable[[int], None]]:
         yield lambda step: None
         return
     gc.disable()
+    enable = gc.enable  # modules may be gone when the interpreter ends within the context
     try:
-        yield lambda step: _collect(step)
+        yield _collect
     finally:
-        gc.enable()
+        enable()
 
 
 def _collect(step: int) -> None:
