@@ -105,7 +105,11 @@ def _ladders_and_peers() -> list[Item]:
         ),
         Item("guide/fullshard", "transformers' SmolLM3 with the guide's settings", "train", GUIDE),
         Item("guide/transformers", "peer: the guide's own loop", "transformers", GUIDE),
-        Item("3b/torchtitan", "peer: torchtitan's trainer", "torchtitan", compiled, seconds=120),
+        Item(
+            *("3b/torchtitan", "peer: torchtitan's Llama, its head not tied", "torchtitan"),
+            settings=(*compiled, "model.tied=false"),
+            microbatches=(1, 4),
+        ),
     ]
 
 

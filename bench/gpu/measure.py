@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.gpu.items import ITEMS, Item, Kind, toy
 from bench.gpu.kernels import measure_kernels
-from bench.gpu.peers import PeerLoop, plain_loop, transformers_loop
+from bench.gpu.peers import PeerLoop, plain_loop, torchtitan_loop, transformers_loop
 from bench.gpu.record import Figures, Record, predicted_figures
 from fullshard.data.build import build_data
 from fullshard.errors import LaunchError, MissingExtraError, PlanError, SpecError
@@ -214,7 +214,9 @@ def profile_details(step: Callable[[], object], device: torch.device) -> dict[st
     """Profiles a step: seconds by cause, and on CUDA the kernels that take most of it."""
     with profile_step(device) as traced:
         step()
-    found: dict[str, Any] = {"seconds_by_cause": traced.seconds.terms() if traced.seconds else {}}
+    causes = traced.seconds.terms() if traced.seconds is not None else {}
+    shown = {name: round(1000 * seconds, 3) for name, seconds in causes.items() if seconds > 5e-7}
+    found: dict[str, Any] = {"ms_by_cause": shown}
     if device.type != "cuda":
         return found
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -281,18 +283,13 @@ def run_cuda_tests(task: Task) -> None:
     run_command(task, "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests")
 
 
-def measure_torchtitan(task: Task) -> None:
-    """Reports that torchtitan is missing."""
-    import torchtitan  # noqa: F401  # pyright: ignore
-
-
 KINDS: dict[Kind, Callable[[Task], None]] = {
     "kernels": lambda task: measure_kernels(task.record, task.hardware(), device=task.ranks.device),
     "train": measure_training,
     "losses": measure_losses,
     "plain": partial(measure_peer, build=plain_loop),
     "transformers": partial(measure_peer, build=transformers_loop),
-    "torchtitan": measure_torchtitan,
+    "torchtitan": partial(measure_peer, build=torchtitan_loop),
     "calibrate": calibrate,
     "tests": run_cuda_tests,
 }

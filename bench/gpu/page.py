@@ -1,5 +1,6 @@
 """The page of results: predicted | measured, one table for each group of items, rendered from JSON lines."""
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,11 +41,25 @@ def _summary_lines(results: Sequence[Result]) -> Iterator[str]:
     seconds = sum(result["seconds"] for result in results)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     yield f"{results[0]['started']} to {results[-1]['started']}; {format_seconds(seconds)} of items: {told}."
+    yield from _error_lines(results)
     machine = next((result["details"] for result in results if result["kind"] == "kernels"), {})
     known = {key: value for key, value in machine.items() if isinstance(value, str | int) and value != ""}
     if known:
         yield ""
         yield "; ".join(f"{key} {value}" for key, value in known.items())
+
+
+def _error_lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yields the median and the worst error of the predictions of fullshard's own runs."""
+    rows = [row for result in results if result["kind"] == "train" for row in result["rows"]]
+    for name in ("allocated_bytes", "reserved_bytes", "step_seconds"):
+        pairs = [(row["predicted"].get(name), row["measured"].get(name)) for row in rows]
+        errors = [100 * abs(predicted / seen - 1) for predicted, seen in pairs if predicted and seen]
+        if errors:
+            middle, worst = statistics.median(errors), max(errors)
+            yield ""
+            label = f"predicted {FIGURES[name][0]} of {len(errors)} rows"
+            yield f"{label}: off by {middle:.1f} % in the median, {worst:.1f} % at worst."
 
 
 def _table_lines(results: Sequence[Result]) -> Iterator[str]:

@@ -48,7 +48,8 @@ def plain_loop(plan: Plan, batches: Batches) -> PeerLoop:
         if run.run.compile is True:
             wrapped.compile()
         model.blocks.register_module(name, wrapped)
-    _shard_blocks(model, model.blocks, plan, policy=CPUOffloadPolicy() if offloads else OffloadPolicy())
+    host = CPUOffloadPolicy(pin_memory=plan.device == "cuda")
+    _shard_blocks(model, model.blocks, plan, policy=host if offloads else OffloadPolicy())
     for module in model.modules() if offloads else ():  # the policy moves parameters alone
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, buffer.to(plan.device))
@@ -84,6 +85,48 @@ def transformers_loop(plan: Plan, batches: Batches) -> PeerLoop:
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
         return model(input_ids=batch["tokens"], labels=batch["labels"]).loss
+
+    return _loop(model, optimizer, loss_of=loss_of, batches=batches, plan=plan)
+
+
+def torchtitan_loop(plan: Plan, batches: Batches) -> PeerLoop:
+    """Returns a loop of torchtitan 0.2's Llama 3 with its own compilation, units and loss.
+
+    Its head is never tied to the embedding.
+    """
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config.job_config import Compile
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp
+
+    run, config = plan.run, plan.run.decoder_config
+    sizes = TransformerModelArgs(
+        dim=config.d_model,
+        n_layers=config.layers,
+        n_heads=config.heads,
+        n_kv_heads=config.kv_heads,
+        vocab_size=config.vocabulary,
+        # It has int(int(8 / 3 · d_model) · multiplier) channels, rounded up to a multiple of two: d_ff.
+        ffn_dim_multiplier=(config.d_ff - 0.5) / int(8 * config.d_model / 3),
+        multiple_of=2,
+        max_seq_len=run.data.sequence_length,
+        rope_theta=config.rope_theta,
+    )
+    with torch.device("meta"):
+        model = Transformer(sizes)
+    loss_function = cross_entropy_loss
+    if run.run.compile is True:
+        apply_compile(model, Compile(enable=True))
+        loss_function = torch.compile(cross_entropy_loss)
+    dtypes = (TORCH_DTYPE[plan.precision.param], TORCH_DTYPE[plan.precision.reduce])
+    apply_fsdp(model, build_mesh(plan), *dtypes, pp_enabled=False)
+    model.to_empty(device=plan.device)
+    torch.manual_seed(run.run.seed)
+    model.init_weights(torch.device(plan.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.learning_rate, fused=True)
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        return loss_function(model(batch["tokens"]), batch["labels"]) / batch["labels"].numel()
 
     return _loop(model, optimizer, loss_of=loss_of, batches=batches, plan=plan)
 
