@@ -82,17 +82,18 @@ LLAMA32_1B = (*SHARED, *preset_settings("llama3.2-1b"), "data.sequence_length=40
 FAST = ("run.compile=true", "train.loss_chunk=auto")
 GUIDE = (
     *(*SHARED, f"model.hf={SMOLLM3}", "model.weights=none"),
-    *("precision.mode=bf16_pure", "recompute.mode=full"),
+    *("precision.mode=bf16_pure", "recompute.mode=full", "run.compile=false", "train.loss_chunk=0"),
 )
 BF16_RUNGS = [rung for rung in LADDER if not any(one.startswith("precision.") for one in rung.settings)]
 
 
 def _ladders_and_peers() -> list[Item]:
-    compiled = (*SMOLLM3_3B, "run.compile=true")
+    eager = (*SMOLLM3_3B, "run.compile=false", "train.loss_chunk=0")
+    compiled = (*eager, "run.compile=true")
     return [
         Item("kernels", "which attention kernel runs, and the rates of matmuls", "kernels", seconds=60),
         *ladder_items("3b", SMOLLM3_3B),
-        Item("3b/plain-eager", "peer: a plain fully_shard loop", "plain", SMOLLM3_3B),
+        Item("3b/plain-eager", "peer: a plain fully_shard loop", "plain", eager),
         Item("3b/plain-compiled", "peer: with compiled blocks", "plain", compiled, microbatches=(1, 2, 4)),
         *ladder_items("8b", LLAMA3_8B, rungs=BF16_RUNGS),
         *(
@@ -101,7 +102,7 @@ def _ladders_and_peers() -> list[Item]:
                 ("8b/plain-compiled", "peer: a plain fully_shard loop, compiled blocks", "none"),
                 ("8b/plain-recompute", "peer: with full recompute", "full"),
             )
-            for settings in [(*LLAMA3_8B, "run.compile=true", f"recompute.mode={mode}")]
+            for settings in [(*LLAMA3_8B, "run.compile=true", "train.loss_chunk=0", f"recompute.mode={mode}")]
         ),
         Item("guide/fullshard", "transformers' SmolLM3 with the guide's settings", "train", GUIDE),
         Item("guide/transformers", "peer: the guide's own loop", "transformers", GUIDE),
@@ -167,7 +168,7 @@ def _strategies_and_offload() -> list[Item]:
         ),
         Item(
             *("offload/CPUOffloadPolicy", "peer: a plain loop with FSDP2's policy", "plain"),
-            settings=(*offloaded, "offload.tier=params+optimizer:cpu"),
+            settings=(*offloaded, "train.loss_chunk=0", "offload.tier=params+optimizer:cpu"),
             seconds=120,
         ),
         *(

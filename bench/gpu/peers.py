@@ -122,7 +122,8 @@ def torchtitan_loop(plan: Plan, batches: Batches) -> PeerLoop:
     apply_fsdp(model, build_mesh(plan), *dtypes, pp_enabled=False)
     model.to_empty(device=plan.device)
     torch.manual_seed(run.run.seed)
-    model.init_weights(torch.device(plan.device))
+    with torch.no_grad():
+        model.init_weights(torch.device(plan.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.learning_rate, fused=True)
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
