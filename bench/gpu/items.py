@@ -201,7 +201,10 @@ def toy(item: Item) -> Item:
     sizes = _TOY_TRANSFORMERS if f"model.hf={SMOLLM3}" in item.settings else _TOY_DECODER
     steps = ("train.steps=8",) if item.kind == "losses" else ()
     own = tuple(one.replace("loss_chunk=auto", "loss_chunk=16") for one in item.settings)
-    settings = (*own, *sizes, *steps, "run.device=cpu", "data.sequence_length=32") if own else ()
+    in_fp8 = any(one.startswith("precision.mode=fp8") for one in own)
+    smallest = ("precision.fp8_min_features=32",) if in_fp8 else ()
+    always = ("run.device=cpu", "data.sequence_length=32")
+    settings = (*own, *sizes, *steps, *smallest, *always) if own else ()
     # Waiting threads of OpenMP spin, which is slow where ranks share cores.
     environment = {**item.environment, "OMP_NUM_THREADS": "1"}
     return replace(item, settings=settings, seconds=_TOY_SECONDS, environment=environment)

@@ -10,12 +10,13 @@ import argparse
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
-from fullshard.training.loop import train
+from fullshard.training.loop import Step, train
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import close_offloaded_state, shard
@@ -146,9 +147,10 @@ def measure_training(task: Task) -> None:
     loss, vocabulary = choose_loss(plan.run, model), vocabulary_of(plan)
     model = shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan), data=RandomTokens(vocabulary))
+    metered = {"model": model, "optimizer": state.optimizer}
     for one in planned:
-        steps = train(state, one.plan, loss=loss)
-        measure_steps(task, one, partial(next, steps), metered={"model": model, "optimizer": state.optimizer})
+        with closing(cast(Generator[Step], train(state, one.plan, loss=loss))) as steps:
+            measure_steps(task, one, partial(next, steps), metered=metered)
     close_offloaded_state(model, plan=plan, finished=True)
 
 

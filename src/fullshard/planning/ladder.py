@@ -24,19 +24,25 @@ class Rung:
     what: what changes, in a few words
     settings: `section.key=value`, which replace those of the rungs below
     expandable_segments: whether CUDA's allocator grows its segments from here on, instead of making new ones
+    unpredicted: why the planner may predict no change
     """
 
     name: str
     what: str
     settings: tuple[str, ...] = ()
     expandable_segments: bool = False
+    unpredicted: str = ""
 
 
 LADDER = (
     Rung("eager", "a kernel per operation, whole logits", ("run.compile=false", "train.loss_chunk=0")),
     Rung("compile", "torch.compile of each block", ("run.compile=true",)),
     Rung("chunked loss", "logits in chunks of rows", ("train.loss_chunk=auto",)),
-    Rung("segments", "expandable segments of CUDA's allocator", expandable_segments=True),
+    Rung(
+        *("segments", "expandable segments of CUDA's allocator"),
+        expandable_segments=True,
+        unpredicted="no change is predicted, because the reserve was measured without them only",
+    ),
     Rung("fp8", "matmuls of blocks in fp8", ("precision.mode=fp8",)),
 )
 
@@ -55,7 +61,7 @@ def plan_ladder(question: PlanRequest) -> list[PlannedRung]:
             why="a saved spec holds for the loss and the precision that it was traced with",
             fix="a preset, a config.json or a run.toml",
         )
-    rungs, run = list[PlannedRung](), question.asked
+    rungs, run, below = list[PlannedRung](), question.asked, None
     for rung in LADDER:
         try:
             wanted = _run_on_rung(rung, run, hardware=hardware)
@@ -63,8 +69,9 @@ def plan_ladder(question: PlanRequest) -> list[PlannedRung]:
         except (SpecError, PlanError, MissingExtraError) as error:
             rungs.append(PlannedRung(rung.name, rung.what, reason=_reason_text(error)))
             continue
-        rungs.append(PlannedRung(rung.name, rung.what, plan))
-        run = wanted
+        same = below is not None and below.prediction == plan.prediction
+        rungs.append(PlannedRung(rung.name, rung.what, plan, rung.unpredicted if same else ""))
+        run, below = wanted, plan
     return rungs
 
 
