@@ -9,6 +9,7 @@ Each item is measured in a process of its own, with a limit. Results: bench/gpu/
 """
 
 import argparse
+import signal
 import sys
 import time
 from fnmatch import fnmatch
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     ends = time.monotonic() + 60 * asked.minutes
     if asked.resume is not None:
         copy_earlier_results(asked.resume, asked.out)
+    # The item that runs is in a process group of its own, and is killed as this process exits.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     command = item_command(ranks=asked.ranks, is_toy=asked.toy)
     items = [toy(item) for item in items] if asked.toy else items
     results = run_programme(Programme(items, asked.out, ends, command, again=asked.again))

@@ -95,6 +95,11 @@ def _ladders_and_peers() -> list[Item]:
         *ladder_items("3b", SMOLLM3_3B),
         Item("3b/plain-eager", "peer: a plain fully_shard loop", "plain", eager),
         Item("3b/plain-compiled", "peer: with compiled blocks", "plain", compiled, microbatches=(1, 2, 4)),
+        Item(
+            *("3b/torchtitan", "peer: torchtitan's Llama, its head not tied", "torchtitan"),
+            settings=(*compiled, "model.tied=false"),
+            microbatches=(1, 4),
+        ),
         *ladder_items("8b", LLAMA3_8B, rungs=BF16_RUNGS),
         *(
             with_allocator(Item(name, answers, "plain", settings, microbatches=(1, 4)), expandable=True)
@@ -106,11 +111,6 @@ def _ladders_and_peers() -> list[Item]:
         ),
         Item("guide/fullshard", "transformers' SmolLM3 with the guide's settings", "train", GUIDE),
         Item("guide/transformers", "peer: the guide's own loop", "transformers", GUIDE),
-        Item(
-            *("3b/torchtitan", "peer: torchtitan's Llama, its head not tied", "torchtitan"),
-            settings=(*compiled, "model.tied=false"),
-            microbatches=(1, 4),
-        ),
     ]
 
 
