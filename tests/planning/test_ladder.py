@@ -55,8 +55,9 @@ def test_each_rung_is_the_fastest_plan_with_the_settings_of_all_below() -> None:
 
 
 def test_the_cpu_climbs_what_it_can() -> None:
-    reasons = {rung.name: rung.reason for rung in plan_ladder(question(cpu_of(8)))}
-    assert {name for name, reason in reasons.items() if reason} == {"segments", "fp8"}
+    missing = [rung for rung in plan_ladder(question(cpu_of(8))) if rung.plan is None]
+    assert [rung.name for rung in missing] == ["segments", "fp8"]
+    assert all(rung.reason for rung in missing)
 
 
 def test_rungs_that_cannot_be_climbed_do_not_hold_up_the_others() -> None:
