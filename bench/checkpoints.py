@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import xxhash
-from tests.fakes.data import Rows
 
 from fullshard.checkpoint import BackgroundSaver, load, save
 from fullshard.models.decoder import DecoderModel
@@ -34,6 +33,7 @@ from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
+from tests.fakes.data import Rows
 
 DIRECT_BLOCK = 16 << 20
 BLOCK = 256 << 10  # of 256 KiB, 1, 4 and 16 MiB the quickest here, in writing and in reading

@@ -12,6 +12,15 @@ from hypothesis import HealthCheck, settings
 
 from tests.ranks import Pool, Workers
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests that are skipped without a CUDA device, so that `pytest -m cuda` runs them on a GPU."""
+    for item in items:
+        if any(mark.kwargs.get("reason") == "no CUDA device" for mark in item.iter_markers("skipif")):
+            item.add_marker("cuda")
+
+
 # How long an example takes says nothing where others use the machine.
 settings.register_profile(
     "any machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]

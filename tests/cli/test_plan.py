@@ -9,6 +9,7 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
+from fullshard.planning.ladder import LADDER
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -107,6 +108,13 @@ def test_a_saved_spec_reads_back(spec_path: Path) -> None:
         (["SPEC", "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
         (["SPEC", "--on", "8xH100", "--dry-run"], SpecError, "needs the model itself"),
         (["SPEC", "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
+        (["SPEC", "--on", "8xH100", "--ladder"], SpecError, "needs the model itself"),
+        (["SPEC", "--on", "8xH100", "--ladder", "--compare"], SpecError, "does not go with --compare"),
+        (
+            ["SPEC", "--on", "8xH100", "--ladder", "--set", "run.compile=true"],
+            SpecError,
+            "run.compile itself",
+        ),
     ],
 )
 def test_a_mistake_says_what_to_try(
@@ -147,6 +155,20 @@ def test_why_and_the_runners_up_are_told(spec_path: Path, capsys: pytest.Capture
     assert "rule of thumb, strategy: " in out
     data = planned(capsys, str(spec_path), "--on", "8xH100")
     assert {"binds", "runners_up", "rules"} <= set(data["why"])  # type: ignore[call-overload]
+
+
+def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [part for setting in (*SMALL, "recompute.mode=none") for part in ("--set", setting)]
+    arguments = ["plan", *settings, "--on", "2xA100", "--ladder", "--budget", "1B", "--price", "2"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    names = [rung.name for rung in LADDER]
+    assert [name for name in names if any(line.startswith(f"{name} ") for line in lines)] == names
+    assert main([*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)["ladder"]
+    assert [one["rung"] for one in record] == names
+    assert all("plan" in one or one["reason"] for one in record)
 
 
 def test_the_largest_microbatch_fits_and_is_planned_with(

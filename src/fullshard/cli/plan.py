@@ -63,6 +63,10 @@ Price = Annotated[
     ),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
+Ladder = Annotated[
+    bool,
+    typer.Option("--ladder", help="Show what each faster setting gains: compile, chunked loss, fp8, …"),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -105,6 +109,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     budget: BudgetOption = None,
     price: Price = None,
     compare: Compare = False,
+    ladder: Ladder = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     save: Save = None,
@@ -124,19 +129,22 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
 
     _check_outputs_replaceable(save, save_spec, force=force)
     pinned = list(overrides or [])
+    if ladder:
+        _check_ladder_alone(pinned, compare=compare, dry_run=dry_run, save=save, largest=largest)
     pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
     pinned += [f"precision.mode={precision}"] if precision else []
     tokens = parse_count(tokens_per_step) if tokens_per_step else None
     question = _build_plan_request(
         model, pinned, on=on, ranks=ranks, tokens=tokens, any_ranks=fewest_gpus_in_days is not None
     )
-    if drive_rate is not None:
-        question = replace(question, hardware=_with_drive_rate(question.hardware, drive_rate))
-    if save_spec is not None:
-        _save_to_file(question.spec, save_spec)
+    question = replace(question, hardware=_with_drive_rate(question.hardware, drive_rate))
+    _save_to_file(question.spec, save_spec)
     spend = _parse_training_budget(budget, price=price, hardware=question.hardware)
     if fewest_gpus_in_days is not None:
         question = fewest_gpus_request(question, days=fewest_gpus_in_days, budget=spend)
+    if ladder:
+        _print_ladder(question, spend, as_json=as_json)
+        return
     answer = plan_largest_input(question, largest) if largest is not None else choose_fastest_plan(question)
     if save is not None:
         _save_to_file(answer.best, save)
@@ -148,6 +156,38 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         typer.echo(json.dumps(answer.json_record(spend), indent=2))
     else:
         answer.print_page(spend, compare=compare)
+
+
+def _check_ladder_alone(
+    pinned: Sequence[str], *, compare: bool, dry_run: bool, save: Path | None, largest: str | None
+) -> None:
+    """Raises SpecError for options that are about one plan, and for settings that the ladder changes."""
+    from fullshard.errors import SpecError
+    from fullshard.planning.ladder import check_rungs_are_open
+
+    options = {"--compare": compare, "--dry-run": dry_run, "--save": save, "--largest": largest}
+    others = [name for name, value in options.items() if value]
+    if others:
+        raise SpecError(
+            f"--ladder does not go with {', '.join(others)}.",
+            why="the ladder has a plan for each rung",
+            fix="the rung's settings with --set, without --ladder",
+        )
+    check_rungs_are_open(pinned)
+
+
+def _print_ladder(question: "PlanRequest", budget: "TrainingBudget | None", *, as_json: bool) -> None:
+    from fullshard.planning.ladder import plan_ladder
+    from fullshard.report.ladder import ladder_record, show_ladder
+    from fullshard.report.table import show_labelled_lines
+
+    rungs = plan_ladder(question)
+    if as_json:
+        typer.echo(json.dumps({"ladder": ladder_record(rungs, budget)}, indent=2))
+        return
+    lines = [("model", question.model_summary), ("hardware", question.hardware_summary)]
+    show_labelled_lines([*lines, ("  rates", question.hardware.source), ("", "")])
+    show_ladder(rungs, budget=budget)
 
 
 def _build_plan_request(
@@ -196,11 +236,13 @@ def _build_plan_request(
     return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
 
-def _with_drive_rate(hardware: "Hardware", text: str) -> "Hardware":
+def _with_drive_rate(hardware: "Hardware", text: str | None) -> "Hardware":
     """Returns the hardware with a drive rate per rank, parsed from `text` in bytes/s: `6e9`, `3.5G`."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_count, parse_count
 
+    if text is None:
+        return hardware
     try:
         rate = float(text)
     except ValueError:
@@ -263,9 +305,12 @@ def _check_outputs_replaceable(plan: Path | None, spec: Path | None, *, force: b
             check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
 
 
-def _save_to_file(value: "Plan | ModelSpec", path: Path) -> None:
+def _save_to_file(value: "Plan | ModelSpec", path: Path | None) -> None:
+    """Saves a plan or a spec to `path`, if one is given. Raises SpecError."""
     from fullshard.errors import SpecError
 
+    if path is None:
+        return
     try:
         value.save(path)
     except OSError as error:

@@ -147,12 +147,7 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
         "what_if": plan.is_prediction_only,
     }
     if budget is not None:
-        data["budget"] = {
-            "tokens": budget.tokens,
-            "seconds": budget.training_seconds(prediction),
-            "rank_hours": budget.rank_hours(plan, prediction),
-            "dollars": budget.cost_dollars(plan, prediction),
-        }
+        data["budget"] = budget.record(plan, prediction)
     return data
 
 

@@ -48,6 +48,15 @@ class TrainingBudget(FrozenModel):
     def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
         return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
 
+    def record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
+        """Returns tokens, seconds, rank hours and dollars as JSON values."""
+        return {
+            "tokens": self.tokens,
+            "seconds": self.training_seconds(prediction),
+            "rank_hours": self.rank_hours(plan, prediction),
+            "dollars": self.cost_dollars(plan, prediction),
+        }
+
 
 class PlanReport(NamedTuple):
     """Contents of the report about one plan."""

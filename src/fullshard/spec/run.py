@@ -392,6 +392,12 @@ class Run(FrozenModel):
             return (False, True) if device == "cuda" else (False,)
         return (self.run.compile,)
 
+    def with_overrides(self, overrides: Sequence[str]) -> Self:
+        """Returns a copy with `section.key=value` overrides. Raises SpecError as `load` does."""
+        data = self.model_dump(mode="json")
+        names = [_apply_cli_override(data, override) for override in overrides]
+        return self.parse(data, source="the run", overridden=names)
+
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.data.sequence_length

@@ -1,0 +1,1 @@
+"""Measures on GPUs what the planner predicts: `python -m bench.gpu`, see README.md beside this file."""
