@@ -1,5 +1,7 @@
 """Attention is traced with the kernel that torch chooses on the GPU, and keeps what that kernel keeps."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.distributed.tensors import storage_key
 from fullshard.planning.describe_run import describe_run_uncached
 from fullshard.planning.spec_cache import build_spec_key
+from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.run import Run
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 
+KERNELS: tuple[AttentionKernel, ...] = ("flash", "cudnn")
 BATCH, HEADS, LENGTH = 2, 4, 64
 SMALL = (
     *("model.d_model=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.vocabulary=256"),
@@ -92,21 +96,11 @@ def test_masked_attention_with_grouped_heads_has_cudnns_kernel_and_no_scores_per
     assert elsewhere >= saved - 16
 
 
-def test_without_a_mask_one_trace_is_for_every_chip_and_with_one_the_key_tells_them_apart():
-    plain, masked = (Run.load(overrides=[*SMALL, f"data.document_mask={m}"]) for m in ("false", "true"))
-    keys = [
-        build_spec_key(run, "cuda", attention_kernel=kernel)
-        for run in (plain, masked)
-        for kernel in ("flash", "cudnn")
-    ]
-    assert keys[0] == keys[1]
-    assert len({key.file_name for key in keys}) == 3
-    flash, cudnn = (
-        describe_run_uncached(run, "cuda", attention_kernel=kernel)
-        for run, kernel in ((plain, "flash"), (plain, "cudnn"))
-    )
+def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_that_may_mask_apart():
+    decoder = Run.load(overrides=[*SMALL, "data.document_mask=true"])
+    flash, cudnn = (describe_run_uncached(decoder, "cuda", attention_kernel=one) for one in KERNELS)
     assert flash == cudnn
-    masked_flash, masked_cudnn = (
-        describe_run_uncached(masked, "cuda", attention_kernel=kernel) for kernel in ("flash", "cudnn")
-    )
-    assert masked_flash != masked_cudnn
+    config = Path(__file__).parents[2] / "examples" / "smollm3" / "config.json"
+    other = Run.load(overrides=[f"model.hf={config}", "model.weights=none"])
+    for run, count in ((decoder, 1), (other, 2)):
+        assert len({build_spec_key(run, "cuda", attention_kernel=one) for one in KERNELS}) == count

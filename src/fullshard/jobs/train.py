@@ -17,11 +17,11 @@ from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
-from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError, TrainError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
+from fullshard.jobs.peak_bytes import gather_highest_peak
 from fullshard.jobs.run_directory import EXPORT, LAUNCH, MEASUREMENT, PLAN, RunDirectory, open_run_directory
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.models.build import build_model, decoder_flops_per_token
@@ -29,9 +29,9 @@ from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.offload.generation_manifest import SavedRunState
-from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
+from fullshard.offload.state import find_offloaded_state
 from fullshard.profiler.clock import find_matmul_peak
-from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
+from fullshard.profiler.memory import measure_peak_memory
 from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_count, format_seconds
 from fullshard.sharding.compile import CompilerTally, count_compilation, find_compiled_forwards
@@ -279,7 +279,7 @@ def _iterate_and_record_steps(job: _TrainJob) -> bool:
         if index == metered:
             with measure_peak_memory(job.ranks.device, model=state.model, optimizer=state.optimizer) as peak:
                 step = next(steps, None)
-            job.peak_bytes = _gather_highest_peak(peak, job)
+            job.peak_bytes = gather_highest_peak(peak, job.state.model, plan=job.plan)
         elif index in profiled:
             with profile_step(job.ranks.device) as traced:
                 step = next(steps, None)
@@ -473,30 +473,6 @@ def _profile_scaled_to_mean_step(job: _TrainJob) -> StepSeconds | None:
     if seconds is None or not job.profiled:
         return None
     return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
-
-
-def _gather_highest_peak(peak: PeakMemory, job: _TrainJob) -> PeakBytes | None:
-    """Returns, on all ranks, the peak memory by part of the rank whose peak is highest. Collective."""
-    if peak.parts is None:
-        return None
-    offloaded, on_cuda = find_offloaded_state(job.state.model), job.ranks.device.type == "cuda"
-    masters, host = 0, None
-    if offloaded is not None:
-        # The meter counts fp32 masters as shards, and a plan counts them as host memory.
-        masters = storage_bytes_of_tensors(offloaded.masters.values())
-        gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
-        host = offloaded_host_bytes(offloaded) + (gradients if job.plan.copies_gradients_to_host else 0)
-    parts = peak.parts.parts() | {"parameter_shards": peak.parts.parameter_shards - masters}
-    own = PeakBytes(
-        **parts,
-        allocated=peak.bytes - masters if on_cuda else None,
-        active=peak.active_bytes if on_cuda else None,
-        reserved=peak.reserved_bytes if on_cuda else None,
-        host=host,
-    )
-    every = all_gather_object(own)
-    fullest = max(every, key=lambda one: one.total)
-    return fullest.model_copy(update={"host": max((one.host for one in every if one.host), default=host)})
 
 
 def _offload_target_text(plan: Plan) -> str | None:

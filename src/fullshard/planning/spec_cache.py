@@ -79,7 +79,7 @@ def build_spec_key(
     """Returns the cache key of the spec of the model of `plan` with the kernels of `device`.
 
     attention_kernel: as for `describe`. Only masked attention leaves another trace, so it is in the key only
-        of models that may mask: with documents, and those of transformers.
+        of models that may mask: those of transformers.
 
     The key is None if the model, data or loss is other code than this package and transformers, because such
     code can change undetected. Raises SpecError if the model's config.json cannot be read.
@@ -110,7 +110,7 @@ def build_spec_key(
         "recompute": run.recompute.model_dump(mode="json"),
         "compiled": run.compile_choices(device),
     }
-    if device == "cuda" and (run.data.document_mask or isinstance(run.model, HuggingFaceModel)):
+    if device == "cuda" and isinstance(run.model, HuggingFaceModel):
         settings["attention_kernel"] = attention_kernel
     if isinstance(plan, Plan):
         settings["plan"] = plan.model_dump(mode="json", exclude={"run", "prediction"})

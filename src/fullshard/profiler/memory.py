@@ -53,7 +53,7 @@ def measure_peak_memory(
     than the measurement is not recorded.
     """
     peak = PeakMemory()
-    holdings = _ModelAndOptimizerStorages(model, optimizer)
+    holdings = _ModelAndOptimizerStorages(model, optimizer, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -149,9 +149,12 @@ class _AllocationTimeline:
 
 
 class _ModelAndOptimizerStorages:
-    """The storages that a model and its optimizer keep, each as address -> bytes."""
+    """The storages that a model and its optimizer keep in the memory of `device`, as address -> bytes."""
 
-    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, *, device: torch.device
+    ) -> None:
+        self._device_type = device.type
         self.model = nn.Module() if model is None else model
         self.optimizer = optimizer
         self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
@@ -164,13 +167,16 @@ class _ModelAndOptimizerStorages:
         passing: Iterable[Tensor] = getattr(self.optimizer, "device_buffers", ())
         states = self.optimizer.state.values() if self.optimizer is not None else []
         own = (t for state in states for t in state.values() if isinstance(t, Tensor))
-        parameters = _storage_bytes_by_address([*self.model.parameters(), *copies])
-        state = _storage_bytes_by_address([*own, *passing])
-        buffers = _storage_bytes_by_address(self.model.buffers())
+        parameters = self._bytes_by_address([*self.model.parameters(), *copies])
+        state = self._bytes_by_address([*own, *passing])
+        buffers = self._bytes_by_address(self.model.buffers())
         return [parameters, self.gradient_storage_bytes(), state, buffers]
 
     def gradient_storage_bytes(self) -> dict[int, int]:
-        return _storage_bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
+        return self._bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
+
+    def _bytes_by_address(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        return _storage_bytes_by_address(one for one in tensors if one.device.type == self._device_type)
 
     @contextmanager
     def record_gradients_before_steps(self) -> Generator[None]:
