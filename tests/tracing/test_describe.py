@@ -441,3 +441,20 @@ def test_matmuls_in_fp8_are_those_of_the_blocks(mode: str):
     assert in_fp8 == (matrices if mode == "fp8" else set())
     assert [share.matrices for share in spec.fp8] == [14, 2]
     assert plain.fp8 == ()
+
+
+def test_casts_to_fp8_are_fused_where_blocks_are_compiled():
+    pytest.importorskip("torchao")
+    moved: dict[bool, float] = {}
+    for compiled in (False, True):
+        settings = (
+            *("precision.mode=fp8", "precision.fp8_min_features=16", "model.layers=2"),
+            *("recompute.mode=none", f"run.compile={str(compiled).lower()}"),
+        )
+        plan = plan_of(*settings)
+        spec = describe(decoder(plan), plan, loss=next_token_loss, device_type="cuda")
+        trace = spec.choose_trace(plan.run.recompute, 2, compiled=compiled)
+        launches = [(spec.kernels[one.kernel], one.times) for phase in trace.phases for one in phase.work]
+        elementwise = (n * kernel.bytes.value_at(2) for kernel, n in launches if kernel.kind == "elementwise")
+        moved[compiled] = sum(elementwise)
+    assert moved[True] < 0.5 * moved[False]

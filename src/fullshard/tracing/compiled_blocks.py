@@ -24,6 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[re
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+    is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -109,9 +110,20 @@ class CompiledBlocks:
         fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
         with _disable_current_modes(), decompose_fused_norms():
             with fakes:
-                likes = [torch.empty_like(one, requires_grad=one.requires_grad) for one in tensors]
+                likes = [_empty_like(one) for one in tensors]
             program(*likes)
         return program
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Returns a new leaf like `tensor`, which may be a wrapper of other tensors (a weight in fp8)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+    wrapper = cast(Any, tensor)
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: _empty_like(getattr(wrapper, name)) for name in names}
+    like: Tensor = type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return like.requires_grad_(tensor.requires_grad)
 
 
 class _CompiledForward:
