@@ -1,16 +1,22 @@
-"""What fullshard's step costs over a `fully_shard` loop written by hand, timed alternately in one job.
+"""What fullshard's step costs over a loop written by hand in plain torch, timed alternately in one job.
 
     torchrun --nproc-per-node 2 bench/overhead.py [RUN.toml] [--set SECTION.KEY=VALUE] [--json]
+        [--strategies full_shard,no_shard] [--precisions fp32,bf16] [--turns 60] [--steps 1]
 
-Prints a table for `bench/results/`, or all ratios as JSON. Without torchrun: one rank.
+The loop by hand is DDP for no_shard (under autocast if the precision is mixed), and `fully_shard` with the
+settings of the strategy otherwise; under accumulation it synchronises as the plan says. Each pair of strategy
+and precision is a cell of its own. Prints a table for `bench/results/`, or all ratios as JSON. Without
+torchrun: one rank.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.data.build import build_data
 from fullshard.models.decoder import DecoderModel
@@ -34,75 +41,106 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import move_batch_to_device
 
-# Single steps alternate, so that other load on the machine affects both alike; the median excludes outliers.
-WARMUP_TURNS = 5
+# Turns alternate, so that other load on the machine affects both alike; the median excludes outliers.
+WARMUP_TURNS = 3
 # Steps small enough that time outside of computing is visible.
 SETTINGS = ("data.sequence_length=128", "train.global_batch=4", "precision.mode=fp32")
-PEERS = {
-    "plain": "a plain `fully_shard` loop",
-    "plain_same_collectives": "the same loop with fullshard's gloo collectives",
-}
+PLAIN, SAME = "plain", "plain_same_collectives"
+PEERS = {PLAIN: "plain torch", SAME: "the same with fullshard's gloo collectives"}
 
 
 def main() -> None:
+    asked = _parse_arguments()
+    settings = SETTINGS if asked.run is None else ()
+    with process_group(Run.load(asked.run, overrides=[*settings, *asked.set]).run.device) as ranks:
+        cells: list[dict[str, Any]] = []
+        for strategy in asked.strategies.split(","):
+            for precision in asked.precisions.split(","):
+                steps = asked.steps * (WARMUP_TURNS + asked.turns)
+                own = [f"sharding.strategy={strategy}", f"precision.mode={precision}", f"train.steps={steps}"]
+                run = Run.load(asked.run, overrides=[*settings, *asked.set, *own])
+                device = "cuda" if ranks.device.type == "cuda" else "cpu"
+                plan = Plan.from_run(run, world_size=ranks.world_size, device=device)
+                cells.append(measure_cell(plan, asked, device=ranks.device))
+                if ranks.rank == 0 and not asked.json:
+                    print(page(cells[-1], is_first=len(cells) == 1), flush=True)
+        if ranks.rank == 0 and asked.json:
+            print(json.dumps(cells, indent=2))
+
+
+def _parse_arguments() -> argparse.Namespace:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments.add_argument("run", nargs="?", type=Path, help="a run.toml; the embedded default otherwise")
     arguments.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments.add_argument("--strategies", default="full_shard", help="separated by commas (full_shard)")
+    arguments.add_argument("--precisions", default="fp32", help="separated by commas (fp32)")
     arguments.add_argument("--turns", type=int, default=60, help="turns that are timed (60)")
+    arguments.add_argument("--steps", type=int, default=1, help="steps of each peer in a turn (1)")
+    arguments.add_argument(
+        "--collectives", action="store_true", help="a second peer: the loop by hand with ours"
+    )
     arguments.add_argument("--json", action="store_true", help="all ratios as JSON")
-    asked = arguments.parse_args()
-    turns = WARMUP_TURNS + asked.turns
-    settings = SETTINGS if asked.run is None else ()
-    run = Run.load(asked.run, overrides=[*settings, *asked.set, f"train.steps={turns}"])
-    with process_group(run.run.device) as ranks:
-        device = "cuda" if ranks.device.type == "cuda" else "cpu"
-        plan = Plan.from_run(run, world_size=ranks.world_size, device=device)
-        if (
-            plan.strategy is not Strategy.FULL_SHARD
-            or plan.accumulation != 1
-            or plan.run.recompute.mode != "none"
-        ):
-            raise SystemExit("the loop by hand is full_shard, without accumulation and recompute: pin those")
-        peers = {
-            "fullshard": _our_steps(plan),
-            "plain": _plain_steps(plan, own_collectives=False),
-            "plain_same_collectives": _plain_steps(plan, own_collectives=True),
-        }
-        seconds = _in_turns(peers, turns=turns, device=ranks.device)
-        result = summary(seconds[WARMUP_TURNS:], plan)
-        if ranks.rank == 0:
-            print(json.dumps(result, indent=2) if asked.json else page(result))
+    return arguments.parse_args()
 
 
-def summary(turns: list[dict[str, float]], plan: Plan) -> dict[str, Any]:
-    """Each peer's median ratio fullshard / peer per turn, with its 95 % interval (bootstrap)."""
+def measure_cell(plan: Plan, asked: argparse.Namespace, *, device: torch.device) -> dict[str, Any]:
+    """Returns the figures of one plan: see `summary`."""
+    if plan.run.recompute.mode != "none" or not isinstance(plan.reshard_after_forward, bool):
+        raise SystemExit(
+            "the loop by hand has neither recompute nor reshard_after_forward = <ranks>: pin those"
+        )
+    peers = {"fullshard": _our_steps(plan), PLAIN: _plain_steps(plan, own_collectives=False)}
+    if asked.collectives and plan.strategy is not Strategy.NO_SHARD:
+        peers[SAME] = _plain_steps(plan, own_collectives=True)
+    turns = _in_turns(peers, turns=WARMUP_TURNS + asked.turns, steps=asked.steps, device=device)
+    peers.clear()
+    gc.collect()  # before the next cell's models are made
+    return summary(turns[WARMUP_TURNS:], plan)
+
+
+def summary(turns: list[dict[str, tuple[float, float]]], plan: Plan) -> dict[str, Any]:
+    """Each peer's median ratio peer / fullshard per turn, with its 95 % interval (bootstrap).
+
+    turns: for each peer, seconds of a step, and processor seconds of all ranks together
+    """
+    peers = [name for name in turns[0] if name != "fullshard"]
     return {
+        "strategy": str(plan.strategy),
+        "precision": plan.run.precision.mode,
         "turns": len(turns),
-        "seconds_a_step": {name: statistics.median(turn[name] for turn in turns) for name in turns[0]},
-        "ratios": {peer: _spread([turn["fullshard"] / turn[peer] for turn in turns]) for peer in PEERS},
+        "seconds_a_step": {name: statistics.median(turn[name][0] for turn in turns) for name in turns[0]},
+        "processor_seconds": {name: statistics.median(turn[name][1] for turn in turns) for name in turns[0]},
+        "speed": {peer: _spread([turn[peer][0] / turn["fullshard"][0] for turn in turns]) for peer in peers},
+        "processor": {
+            peer: _spread([turn[peer][1] / turn["fullshard"][1] for turn in turns]) for peer in peers
+        },
         "world_size": plan.world_size,
         "device": plan.device,
         "torch": torch.__version__,
     }
 
 
-def page(result: dict[str, Any]) -> str:
-    """The figures as Markdown for `bench/results/`."""
-    seconds = result["seconds_a_step"]
+def page(cell: dict[str, Any], *, is_first: bool) -> str:
+    """The figures as Markdown for `bench/results/`: rows of one table, with its head if `is_first`."""
     lines = [
-        f"{result['world_size']} ranks on {result['device']}, torch {result['torch']}; "
-        f"{result['turns']} turns of 1 step each, in one job. "
-        f"fullshard: {1000 * seconds['fullshard']:.1f} ms a step (median).",
+        f"{cell['world_size']} ranks on {cell['device']}, torch {cell['torch']}; "
+        f"{cell['turns']} turns in one job. "
+        "Speed: time of the peer / time of fullshard, the median of the turns.",
         "",
-        "| against | step | ratio fullshard / peer, median | 95 % interval | range |",
-        "|---|---|---|---|---|",
+        "| strategy | precision | peer | fullshard | peer | speed | 95 % interval | range | processor time |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for peer, ratio in result["ratios"].items():
+    lines = lines if is_first else []
+    seconds = cell["seconds_a_step"]
+    for peer, ratio in cell["speed"].items():
+        name = "DDP" if peer == PLAIN and cell["strategy"] == "no_shard" else PEERS[peer]
         lines.append(
-            f"| {PEERS[peer]} | {1000 * seconds[peer]:.1f} ms | **{ratio['median']:.3f}** | "
-            f"{ratio['low']:.3f} to {ratio['high']:.3f} | {ratio['smallest']:.3f} to {ratio['largest']:.3f} |"
+            f"| {cell['strategy']} | {cell['precision']} | {name} | {1000 * seconds['fullshard']:.1f} ms | "
+            f"{1000 * seconds[peer]:.1f} ms | **{ratio['median']:.3f}** | "
+            f"{ratio['low']:.3f} to {ratio['high']:.3f} | "
+            f"{ratio['smallest']:.3f} to {ratio['largest']:.3f} | {cell['processor'][peer]['median']:.3f} |"
         )
     return "\n".join(lines)
 
@@ -120,24 +158,32 @@ def _spread(ratios: list[float]) -> dict[str, float]:
 
 
 def _in_turns(
-    peers: dict[str, Callable[[], None]], *, turns: int, device: torch.device
-) -> list[dict[str, float]]:
-    """Returns the seconds that each peer takes in each turn.
+    peers: dict[str, Callable[[], None]], *, turns: int, steps: int, device: torch.device
+) -> list[dict[str, tuple[float, float]]]:
+    """Returns the seconds of a step, and the processor seconds of all ranks, of each peer in each turn.
 
     The peer that starts a turn ends the next one.
     """
-    seconds: list[dict[str, float]] = []
+    seconds: list[dict[str, tuple[float, float]]] = []
     order = list(peers)
     for _ in range(turns):
         seconds.append({})
         for name in order:
             dist.barrier()
-            started = time.perf_counter()
-            peers[name]()
+            started, worked = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                peers[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             dist.barrier()
-            seconds[-1][name] = time.perf_counter() - started
+            measured = torch.tensor(
+                [time.perf_counter() - started, time.process_time() - worked],
+                dtype=torch.float64,
+                device=device,
+            )
+            dist.all_reduce(measured)
+            elapsed, processor = (measured / steps).tolist()
+            seconds[-1][name] = (elapsed / dist.get_world_size(), processor)
         order = [*order[1:], order[0]]
     return seconds
 
@@ -160,39 +206,68 @@ def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
     own_collectives: use the collectives that fullshard gives FSDP2 on CPU meshes, to separate their gain from
         the cost of the step itself
     """
-    run, mesh = plan.run, build_mesh(plan)
-    torch.manual_seed(run.run.seed)
-    model = DecoderModel(run.decoder_config).to(plan.device)
-    policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE[plan.precision.param], reduce_dtype=TORCH_DTYPE[plan.precision.reduce]
-    )
-    fully_shard(model.embedding, mesh=mesh, mp_policy=policy)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if own_collectives and plan.device == "cpu":
-        for unit in (model.embedding, *model.blocks, model.norm, model):
-            replace_gloo_collectives(cast(FSDPModule, unit))
-    section = run.optimizer
+    torch.manual_seed(plan.run.run.seed)
+    model = DecoderModel(plan.run.decoder_config).to(plan.device)
+    is_replicated = plan.strategy is Strategy.NO_SHARD
+    engine = _replicate(model, plan) if is_replicated else _fully_shard(model, plan, own_collectives)
+    section = plan.run.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True
     )
     batches = _endless(plan)
+    autocast = is_replicated and plan.precision.param != "fp32"
+
+    def backward() -> Tensor:
+        batch = next(batches)
+        with torch.autocast(plan.device, TORCH_DTYPE[plan.precision.param], enabled=autocast):
+            logits = engine(batch["tokens"])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss = loss / plan.accumulation
+        loss.backward()
+        return loss.detach()
 
     def step() -> None:
-        batch = next(batches)
-        logits = model(batch["tokens"])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
-        loss.backward()
+        total = torch.zeros((), device=plan.device)
+        for index in range(plan.accumulation):
+            with _synchronised(engine, plan, is_last=index == plan.accumulation - 1):
+                total += backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), section.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         # Figures that any training log shows: the mean loss over ranks, and the global norm.
-        dist.all_reduce(loss.detach_(), op=dist.ReduceOp.SUM)
-        _ = loss.item() / plan.world_size, _whole(norm).item()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)
+        _ = total.item() / plan.world_size, _whole(norm).item()
 
     return step
+
+
+def _replicate(model: nn.Module, plan: Plan) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True) if plan.world_size > 1 else model
+
+
+def _fully_shard(model: DecoderModel, plan: Plan, own_collectives: bool) -> nn.Module:
+    mesh, reshard = build_mesh(plan), plan.reshard_after_forward
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE[plan.precision.param], reduce_dtype=TORCH_DTYPE[plan.precision.reduce]
+    )
+    for module in (model.embedding, *model.blocks):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if own_collectives and plan.device == "cpu":
+        for unit in (model.embedding, *model.blocks, model.norm, model):
+            replace_gloo_collectives(cast(FSDPModule, unit))
+    return model
+
+
+def _synchronised(engine: nn.Module, plan: Plan, *, is_last: bool) -> AbstractContextManager[None]:
+    """Returns the context of one microbatch, whose backward synchronises gradients as the plan says."""
+    if isinstance(engine, DistributedDataParallel):
+        return nullcontext() if is_last else engine.no_sync()
+    if isinstance(engine, FSDPModule) and plan.accumulation > 1:
+        engine.set_requires_gradient_sync(is_last or plan.sync_each_microbatch)
+        engine.set_reshard_after_backward(is_last or plan.reshard_after_forward is not False)
+    return nullcontext()
 
 
 def _whole(tensor: Tensor) -> Tensor:
