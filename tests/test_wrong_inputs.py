@@ -76,7 +76,7 @@ BEFORE_ANY_RANK = [
     spec("paths without text", 'data.paths=["*.txt"]', says=('source = "text"',)),
     spec("unknown tracker", 'log.trackers=["excel"]', says=("log.trackers", "tensorboard")),
     spec("names without names", "sharding.units.policy=names", says=("names",)),
-    spec("unknown precision", "precision.mode=fp8", says=("precision.mode", "bf16")),
+    spec("unknown precision", "precision.mode=fp6", says=("precision.mode", "bf16")),
     spec(
         "tier without its part",
         "offload.tier=nvme",

@@ -105,6 +105,7 @@ def run_for(shape: Shape, *overrides: str) -> Run:
         f"model.max_sequence={shape.sequence}",
         f"data.sequence_length={shape.sequence}",
         f"precision.mode={shape.precision}",
+        "train.loss_chunk=0",
     ]
     return Run.load(overrides=[*fixed, *overrides])
 

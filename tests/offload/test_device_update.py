@@ -120,11 +120,10 @@ def test_it_is_torchs_own_bit_for_bit(sub_group_parameters: int, order: int) -> 
     for step in range(6):
         give_gradients(ours, step)
         give_gradients(theirs, step)
-        if step % 2:
-            streamed.gradient_factor = 0.37
-            for one in theirs.values():
-                if one.grad is not None:
-                    one.grad.mul_(0.37)
+        factor = 0.37 if step % 2 else 1.0
+        if factor != 1.0:
+            streamed.gradient_factor = factor
+        other.grad_scale = torch.tensor(1 / factor)  # by which torch's fused kernel divides
         streamed.step()
         other.step()
         assert same_as(streamed, other)

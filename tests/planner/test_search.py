@@ -161,7 +161,10 @@ def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
 
 
 def test_a_plan_says_how_the_loss_was_traced():
-    spec, run = decoder_spec(SMALL).model_copy(update={"loss_chunk": 64}), run_for(SMALL)
+    spec, run = (
+        decoder_spec(SMALL).model_copy(update={"loss_chunk": 64}),
+        run_for(SMALL, "train.loss_chunk=auto"),
+    )
     assert plan(spec, hardware_of(1, 8), run).run.train.loss_chunk == 64
 
 

@@ -32,7 +32,7 @@ class DecoderTarget(PlanTarget):
 
 
 def replace_precision(run: Run) -> ModelSpec:
-    return decoder_spec(replace(LLAMA_8B, precision=run.precision.mode))
+    return decoder_spec(replace(LLAMA_8B, precision=run.precision.mode), compiled=True)
 
 
 def question(hardware: Hardware, **fields: object) -> PlanRequest:

@@ -141,14 +141,29 @@ def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generat
 
     attention_kernel: the kernel that torch prefers on the GPU, where it can be used
     """
-    library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
-    own: Any = torch.library.Library("fullshard", "IMPL")  # noqa: TOR901
+    kernels: dict[str, dict[str, Any]] = {
+        "aten": {
+            "scaled_dot_product_attention": _CudaAttention(attention_kernel),
+            "dropout": _cuda_dropout,
+            "rms_norm": _cuda_rms_norm,
+        },
+        "fullshard": {"document_attention": _cuda_document_attention},
+    }
+    libraries = {space: torch.library.Library(space, "IMPL") for space in kernels}  # noqa: TOR901
     try:
-        own.impl("document_attention", _cuda_document_attention, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", _CudaAttention(attention_kernel), "AutogradCPU")
-        library.impl("dropout", _cuda_dropout, "AutogradCPU")
-        library.impl("rms_norm", _cuda_rms_norm, "AutogradCPU")
+        for space, own in kernels.items():
+            for name, kernel in own.items():
+                libraries[space].impl(name, kernel, "AutogradCPU")
+                _forget_dispatch(space, name)
         yield
     finally:
-        library._destroy()  # pyright: ignore[reportPrivateUsage]
-        own._destroy()  # pyright: ignore[reportPrivateUsage]
+        for space, library in libraries.items():
+            library._destroy()  # pyright: ignore[reportPrivateUsage]
+            for name in kernels[space]:
+                _forget_dispatch(space, name)
+
+
+def _forget_dispatch(space: str, name: str) -> None:
+    """Makes torch look up an operation's kernel again, which the tracers of its compiler remember."""
+    operation: Any = getattr(getattr(torch.ops, space), name).default
+    operation._uncache_dispatch(torch._C.DispatchKey.AutogradCPU)  # pyright: ignore[reportPrivateUsage]
