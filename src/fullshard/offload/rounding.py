@@ -35,6 +35,8 @@ def adamw_with_stochastic_rounding(
     The update is computed in fp32, and rounded stochastically where `state` is bf16. On a GPU it is one
     kernel (`rounding_kernel`), with the same result. `step` counts from 1.
     """
+    if not gradient.numel():
+        return
     scalars = update_scalars(step, options)
     tensors = (*state, gradient)
     if gradient.is_cuda and _has_triton() and seed.begin % 2 == 0 and all(map(_fits_kernel, tensors)):

@@ -101,7 +101,7 @@ def check_rungs_are_open(overridden: Sequence[str]) -> None:
 def _run_on_rung(rung: Rung, run: Run, *, hardware: Hardware) -> Run:
     """Returns the run with a rung's settings. Raises SpecError if run or hardware cannot have them."""
     if rung.expandable_segments and hardware.device == "cpu":
-        raise SpecError("the CPU has no such allocator.")
+        raise SpecError("expandable segments are of CUDA's allocator, and these ranks are on the CPU.")
     wanted = run.with_overrides(rung.settings)
     if wanted.precision.mode.startswith("fp8") and "fp8" not in hardware.chip.flops_per_second:
         raise SpecError(f"the catalog has no fp8 matmuls of {hardware.chip.name}.")

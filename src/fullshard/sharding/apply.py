@@ -234,9 +234,8 @@ def _apply_recompute_and_compile(
         apply_recompute(blocks, section, device=device)
         return []
     pieces = find_blocks_with_units_inside(blocks, units)
-    if (
-        section.mode == "offload"
-    ):  # its hooks go around the compiled forward, which saves tensors like eager code
+    if section.mode == "offload":
+        # The hooks of this mode wrap the compiled forward, which saves tensors as eager code does.
         compiled = compile_blocks(blocks, pieces=pieces)
         apply_recompute(blocks, section, device=device)
         return compiled

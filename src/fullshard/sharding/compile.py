@@ -8,9 +8,10 @@ for all of them. A block that holds units is compiled in pieces, since gathering
 
 [Note: eager fall-back]
 Compilation may fail on one rank only. No rank waits for another because of it: FSDP2's collectives are
-outside of a graph, so that a rank whose block runs eagerly issues the same ones. A whole block fails
-before it has computed anything, and is run again from its beginning. Of a block in pieces, only the piece
-that fails runs eagerly, where it stands (`suppress_errors`).
+outside of a graph, so that a rank whose block runs eagerly issues the same ones. A whole block whose
+forward fails to compile has not computed anything yet, and is run again from its beginning. Of a block in
+pieces, only the piece that fails runs eagerly, where it stands (`suppress_errors`). torch compiles backward
+when it is first needed: a failure there ends the run.
 """
 
 import warnings

@@ -36,8 +36,9 @@ OperationPolicy = Callable[[Any], CheckpointPolicy]
 
 
 def is_saved_operation(operation: Any) -> bool:
-    """Returns whether selective recompute may save the results of an operation, an OpOverload."""
-    return operation.name() in _SAVED_NAMES
+    """Returns whether selective recompute may save an operation's results: an OpOverload, or any callable."""
+    name = getattr(operation, "name", None)
+    return callable(name) and name() in _SAVED_NAMES
 
 
 def apply_recompute(

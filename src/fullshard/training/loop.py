@@ -240,9 +240,9 @@ def _warn_if_batch_size_differs(batch: Any, plan: Plan) -> None:
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if rows and plan.microbatch not in rows:
         logger.warning(
-            "the data gives microbatches of %s rows, and the plan is for %d (× %d accumulated): what it says "
-            "of memory and time, and train.global_batch, are for those. Pin train.microbatch, or ask "
-            "plan.microbatch before the data is made.",
+            "the data gives microbatches of %s rows, and the plan is for %d (× %d accumulated): its "
+            "predictions of memory and time, and train.global_batch, assume the latter. Pin train.microbatch "
+            "or ask plan.microbatch before the data is made.",
             " or ".join(map(str, sorted(rows))),
             plan.microbatch,
             plan.accumulation,

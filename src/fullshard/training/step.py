@@ -167,7 +167,7 @@ def _nonfinite_update_error(norm: float, *, step: int) -> TrainError:
     return TrainError(
         f"the gradient of step {step} is not finite, and the parameters were updated with it.",
         got=f"gradient norm {norm}, optimizer.in_backward = true",
-        why="each unit is updated before the next one's gradient is there, so the step cannot be left out",
+        why="each unit is updated before the gradient of the next unit exists, so the step cannot be skipped",
         fix="resume from the last checkpoint (--resume) with optimizer.in_backward = false, which skips such "
         "steps, or with a lower optimizer.learning_rate",
     )

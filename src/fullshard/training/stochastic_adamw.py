@@ -65,8 +65,6 @@ class StochasticAdamW(torch.optim.Optimizer):
         step = int(state["step"].item())
         kept = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
         value, first, second, g = map(local_tensor, kept)
-        if value.numel() == 0:
-            return
         seed = RoundingSeed(rounding_key(self.seed, step=step, parameter=index, shard=shard_index(parameter)))
         beta1, beta2 = group["betas"]
         options = AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
