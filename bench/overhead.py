@@ -1,4 +1,4 @@
-"""What fullshard's step costs over a loop written by hand in plain torch, timed alternately in one job.
+"""Cost of fullshard's step over a loop written by hand in plain torch, timed alternately in one job.
 
     torchrun --nproc-per-node 2 bench/overhead.py [RUN.toml] [--set SECTION.KEY=VALUE] [--json]
         [--strategies full_shard,no_shard] [--precisions fp32,bf16] [--turns 60] [--steps 1]

@@ -13,7 +13,7 @@ Figures = dict[str, float]
 
 @dataclass
 class Record:
-    """What an item's process has found so far.
+    """Results that an item's process has found so far.
 
     rows: each has a `name`, and `predicted` and `measured` figures by name (bytes, seconds, 1/s)
     details: anything else, as JSON values

@@ -57,7 +57,7 @@ def run(out: Path, own: Sequence[Item], *, seconds: float = 100, again: bool = F
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not yet collected does not."""
+    """Returns whether a process runs; one that has ended and is not yet collected does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -156,7 +156,7 @@ def test_it_is_torchs_own_bit_for_bit(sub_group_parameters: int) -> None:
 
 @pytest.mark.parametrize("most", [4096, 100])
 def test_bf16_masters_are_rounded_as_without_a_tier(most: int) -> None:
-    """Whether shards are cut or not."""
+    """Holds for shards that are cut, and for whole ones."""
     ours, theirs = parameters_of(0, BF16), parameters_of(0, BF16)
     streamed = streaming(ours, sub_group_parameters=most, seed=5)
     lr, *betas, eps, decay = OPTIONS

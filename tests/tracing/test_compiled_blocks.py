@@ -1,4 +1,4 @@
-"""What compiled blocks save, as traced on fake tensors, against what the compiler's own graphs save."""
+"""Bytes that compiled blocks save, as traced on fake tensors, against what the compiler's own graphs save."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a run computes in fp8, emulated on a CPU: against torchao's own modules, and against bf16."""
+"""Runs in fp8, emulated on a CPU: against torchao's own modules, and against bf16."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -250,7 +250,7 @@ def test_ranks_in_different_steps_raise_before_they_save_or_take_another_step(ra
 
 
 def collector() -> list[bool]:
-    """Whether the collector is on: in the loop, after a break, after an error, and after the end."""
+    """Returns whether the collector is on: in the loop, after a break, after an error, and after the end."""
     found = []
     state, plan = sharded(run_of())
     for _ in train(state, plan, loss=mean_square):

@@ -16,7 +16,7 @@ class PlannedRung(NamedTuple):
     """A rung of the ladder, planned.
 
     what: what the rung changes, in a few words
-    plan: the fastest plan that fits, with its prediction; None if there is none
+    plan: the fastest plan that fits, with its prediction; None if the rung cannot be climbed
     reason: why there is no plan, or why its prediction is that of the rung below; may be empty
     """
 

@@ -54,9 +54,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, pieces: Collection[nn.Module]
     # Blocks that differ share a code object, and the compiler's limit is for each code object.
     most = len(blocks) + 8
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        old = name.replace("recompile_limit", "cache_size_limit")  # its name in older releases
-        known = name if hasattr(_config, name) else old
-        setattr(_config, known, max(getattr(_config, known), most))
+        setattr(_config, name, max(getattr(_config, name), most))
     failed: set[type[nn.Module]] = set()
     compiled = [CompiledForward(block, whole=block not in pieces, failed=failed) for block in blocks]
     for block, forward in zip(blocks, compiled, strict=True):
