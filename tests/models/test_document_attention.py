@@ -22,7 +22,7 @@ from fullshard.models.document_attention import (
     document_bounds,
     square_mask,
 )
-from fullshard.planning.describe_run import describe_run_uncached
+from fullshard.planning.describe_run import describe_run
 from fullshard.sharding.materialize import materialize
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.spec.model_section import DecoderConfig
@@ -254,7 +254,7 @@ def test_documents_count_as_causal_attention_over_the_sequence(device: Literal["
     found: list[list[tuple[str, bool, Any]]] = []
     for documents in ("false", "true"):
         run = Run.load(overrides=[*settings, f"data.document_mask={documents}"])
-        spec = describe_run_uncached(run, device)
+        spec = describe_run(run, device, cached=False)
         kernels = [kernel for kernel in spec.kernels if kernel.kind.startswith("attention")]
         found.append([(kernel.kind, kernel.causal, kernel.flops) for kernel in kernels])
     assert found[0] == found[1]

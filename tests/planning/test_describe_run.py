@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.planning.describe_run import describe_run, describe_run_uncached
+from fullshard.planning.describe_run import describe_run
 from fullshard.planning.spec_cache import (
     SHIPPED_FILE,
     build_spec_key,
     read_shipped_specs,
     version_without_build,
+    write_cached_spec,
 )
 from fullshard.planning.target import resolve_plan_target
 from fullshard.spec.plan import Plan
@@ -72,13 +73,32 @@ def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
     assert cached.model_dump_json() == fresh.model_dump_json()
 
 
+def test_a_cached_spec_without_compiled_traces_is_not_taken_for_a_compiled_run() -> None:
+    auto = Run.load(overrides=[*SMALL, "recompute.mode=none"])
+    assert not any(trace.compiled for trace in describe_run(auto, "cpu").traces)
+    asked = auto.with_overrides(["run.compile=true"])
+    assert all(trace.compiled for trace in describe_run(asked, "cpu").traces)
+
+
+def test_a_cached_spec_with_eager_and_compiled_traces_serves_both_for_its_attention_kernel(
+    tmp_path: Path,
+) -> None:
+    run = Run.load(overrides=[gpt2(tmp_path), *SMALL[4:], "recompute.mode=none"])
+    eager, compiled = (run.with_overrides([f"run.compile={one}"]) for one in ("false", "true"))
+    fresh = describe_run(eager, "cuda", attention_kernel="cudnn", cached=False)
+    both = fresh.model_copy(update={"name": "of auto"})
+    write_cached_spec(build_spec_key(run, "cuda", attention_kernel="flash"), both)
+    assert describe_run(eager, "cuda") == describe_run(compiled, "cuda") == both
+    assert describe_run(eager, "cuda", attention_kernel="cudnn") == fresh
+
+
 def test_settings_that_are_not_in_the_key_do_not_change_the_spec() -> None:
     plain = Run.load(overrides=[*SMALL, "recompute.mode=none"])
     other = Run.load(overrides=[*SMALL, "recompute.mode=none", *OTHERS])
     assert build_spec_key(plain, "cpu") == build_spec_key(other, "cpu")
     assert (
-        describe_run_uncached(plain, "cpu").model_dump_json()
-        == describe_run_uncached(other, "cpu").model_dump_json()
+        describe_run(plain, "cpu", cached=False).model_dump_json()
+        == describe_run(other, "cpu", cached=False).model_dump_json()
     )
 
 
@@ -93,5 +113,5 @@ def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
     if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
         pytest.skip("shipped for another torch")
     run = resolve_plan_target(name).load_run(["precision.mode=bf16"])
-    fresh = describe_run_uncached(run, "cuda")
+    fresh = describe_run(run, "cuda", cached=False)
     assert describe_run(run, "cuda").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"

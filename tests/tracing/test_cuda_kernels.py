@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.planning.describe_run import describe_run_uncached
+from fullshard.planning.describe_run import describe_run
 from fullshard.planning.spec_cache import build_spec_key
 from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.run import Run
@@ -98,7 +98,7 @@ def test_masked_attention_with_grouped_heads_has_cudnns_kernel_and_no_scores_per
 
 def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_that_may_mask_apart():
     decoder = Run.load(overrides=[*SMALL, "data.document_mask=true"])
-    flash, cudnn = (describe_run_uncached(decoder, "cuda", attention_kernel=one) for one in KERNELS)
+    flash, cudnn = (describe_run(decoder, "cuda", attention_kernel=one, cached=False) for one in KERNELS)
     assert flash == cudnn
     config = Path(__file__).parents[2] / "examples" / "smollm3" / "config.json"
     other = Run.load(overrides=[f"model.hf={config}", "model.weights=none"])

@@ -9,7 +9,7 @@ from torch import nn
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
-from fullshard.planning.describe_run import describe_run_uncached
+from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.memory import measure_peak_memory
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.recompute import apply_recompute
@@ -132,7 +132,7 @@ def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_attention_within_documents_is_traced_as_it_allocates(recompute):
     plan = plan_of(f"recompute.mode={recompute}", "data.document_mask=true")
-    (trace,) = describe_run_uncached(plan, "cpu").traces
+    (trace,) = describe_run(plan, "cpu", cached=False).traces
     counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256, documents=True)
     blocks = 3 if recompute == "selective" else 0
     assert 0 <= counted - highest(trace.phases) <= blocks * RANDOM_STATE_BYTES

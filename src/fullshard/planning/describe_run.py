@@ -18,35 +18,40 @@ def describe_run(
     *,
     model: "Module | None" = None,
     attention_kernel: AttentionKernel = "flash",
+    cached: bool = True,
 ) -> ModelSpec:
     """Returns the spec of the run's model, traced with the run's loss and batches for kernels of `device`.
 
     model: the run's model, if it is already built
     attention_kernel: the kernel of attention on the GPUs (`Hardware.attention_kernel`)
+    cached: whether a shipped or cached spec may be returned, and a new one is cached
 
     torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
     """
-    key = build_spec_key(plan, device, attention_kernel=attention_kernel)
-    spec = read_cached_spec(key)
-    if spec is None and isinstance(
-        plan, Run
-    ):  # one with the traces of both, eager and compiled, has these too
-        place = plan.run.model_copy(update={"compile": "auto"})
-        spec = read_cached_spec(build_spec_key(plan.model_copy(update={"run": place}), device))
-    if spec is None:
-        spec = describe_run_uncached(plan, device, model=model, attention_kernel=attention_kernel)
-        write_cached_spec(key, spec)
+    if not cached:
+        return _trace(plan, device, model=model, attention_kernel=attention_kernel)
+    settings = (plan, *_settings_with_more_traces(plan, device))
+    keys = [build_spec_key(one, device, attention_kernel=attention_kernel) for one in settings]
+    for key in keys:
+        if (spec := read_cached_spec(key)) is not None:
+            return spec
+    spec = _trace(plan, device, model=model, attention_kernel=attention_kernel)
+    write_cached_spec(keys[0], spec)
     return spec
 
 
-def describe_run_uncached(
-    plan: Plan | Run,
-    device: DeviceType,
-    *,
-    model: "Module | None" = None,
-    attention_kernel: AttentionKernel = "flash",
+def _settings_with_more_traces(plan: Plan | Run, device: DeviceType) -> list[Run]:
+    """Returns settings whose spec has the traces of `plan`, eager or compiled, and others besides."""
+    if isinstance(plan, Plan):
+        return []
+    both = plan.model_copy(update={"run": plan.run.model_copy(update={"compile": "auto"})})
+    own, more = set(plan.compile_choices(device)), set(both.compile_choices(device))
+    return [both] if own < more else []
+
+
+def _trace(
+    plan: Plan | Run, device: DeviceType, *, model: "Module | None", attention_kernel: AttentionKernel
 ) -> ModelSpec:
-    """Traces the run's model without using the cache. Returns the same spec as `describe_run`."""
     from fullshard.models.build import build_model
     from fullshard.tracing.describe import describe
     from fullshard.training.loss import choose_loss
