@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.errors import CheckpointError, PlanError
+from fullshard.errors import CheckpointError, PlanError, SpecError
 from fullshard.launch.request import LaunchRequest
 from fullshard.planner.search import search
 from fullshard.planning.describe_run import describe_run
@@ -66,6 +66,11 @@ def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: st
         pytest.skip("gcsfs is installed")
     with pytest.raises(CheckpointError, match=url):
         planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
+
+
+def test_a_switch_of_fsdp_that_the_ranks_cannot_have_is_refused_before_the_model_is_built() -> None:
+    with pytest.raises(SpecError, match="fsdp.symmetric_memory = true, ranks on cpu"):
+        planned("fsdp.symmetric_memory=true", "train.loss=absent:loss")
 
 
 def test_what_is_pinned_is_kept_and_predicted() -> None:

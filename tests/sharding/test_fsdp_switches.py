@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import SpecError
-from fullshard.sharding.fsdp_switches import check_switches_fit_device
+from fullshard.sharding.fsdp_switches import check_switches
 from fullshard.sharding.units import find_units
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.run import Run
@@ -116,8 +116,8 @@ def test_only_an_embedding_that_nothing_else_reads_is_left_out_of_backward(model
 def test_memory_of_nccl_is_refused_on_the_cpu(setting):
     section = FsdpSection(**{setting: True})
     with pytest.raises(SpecError, match=f"fsdp.{setting} = true"):
-        check_switches_fit_device(section, "cpu")
-    check_switches_fit_device(section, "cuda")
+        check_switches(section, "cpu")
+    check_switches(section, "cuda")
 
 
 @pytest.mark.parametrize(

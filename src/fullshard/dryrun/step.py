@@ -73,12 +73,12 @@ def run_dry_step(
     plan = _uncompiled_cpu_plan(plan)
     with fake_process_group(plan.world_size, rank=rank), _patch_torch_for_dry_run(recorder):
         with use_lazy_chunks():
-            prepared = prepare_sharding(model, plan, units=units)
-            apply_recompute_and_fsdp(model, prepared, plan=plan, stands_for=recorder.device)
+            prepared = prepare_sharding(model, plan, units=units, stands_for=recorder.device)
+            apply_recompute_and_fsdp(model, prepared)
         disable_collectives(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate_fake_shards_and_buffers(model, prepared.units)
-            finish_sharding(model, prepared, plan=plan, stands_for=recorder.device)
+            finish_sharding(model, prepared)
             recorder.track_and_get_blocks([*model.parameters(), *model.buffers()])
             with recorder:
                 built = optimizer(model, plan)

@@ -19,6 +19,7 @@ from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
+from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
@@ -49,6 +50,10 @@ def request_with_plan(request: LaunchRequest) -> LaunchRequest:
     run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
     _check_checkpoint_dir_and_key(run)
+    if run.fsdp != FsdpSection():
+        from fullshard.sharding.fsdp_switches import check_switches
+
+        check_switches(run.fsdp, device)
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         plan = _choose_plan(run, chosen=request.plan, plain=plain)

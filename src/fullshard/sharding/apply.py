@@ -35,8 +35,7 @@ from fullshard.sharding.fp8 import (
 from fullshard.sharding.fsdp_switches import (
     apply_group_switches,
     apply_local_switches,
-    check_switches_fit_device,
-    check_torch_has_switches,
+    check_switches,
 )
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import build_mesh, build_replicated_mesh, share_post_forward_mesh
@@ -98,13 +97,11 @@ def shard(
     sharded like this; that model cannot be used any more. Warns of units that are too small or too large
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
-    check_switches_fit_device(plan.run.fsdp, plan.device)
-    prepared = prepare_sharding(model, plan, units=units)
-    _check_methods_exist(model, methods)
+    prepared = prepare_sharding(model, plan, units=units, methods=methods)
     given = collect_rank0_values(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
-    apply_recompute_and_fsdp(model, prepared, plan=plan, methods=methods)
+    apply_recompute_and_fsdp(model, prepared)
     apply_group_switches(model, plan.run.fsdp)
     order, keep = prepared.units, None
     if keeper is not None:
@@ -114,14 +111,17 @@ def shard(
     allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if keeper is not None:
         keeper.finish_offloading_shards()
-    finish_sharding(model, prepared, plan=plan, methods=methods)
+    finish_sharding(model, prepared)
     return model
 
 
 @dataclass(frozen=True)
-class UnitsAndMeshes:
-    """The units, blocks and meshes with which a model is sharded."""
+class PreparedSharding:
+    """The choices with which a model is sharded by a plan."""
 
+    plan: Plan
+    device: DeviceType  # the plan's, or the one that fake tensors stand for
+    methods: Sequence[str]  # names of methods that compute with the parameters, besides `forward`
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
     mesh: DeviceMesh  # of sharded units
@@ -129,11 +129,23 @@ class UnitsAndMeshes:
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
 
 
-def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> UnitsAndMeshes:
-    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
+def prepare_sharding(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    units: Predicate | None = None,
+    methods: Sequence[str] = (),
+    stands_for: DeviceType | None = None,
+) -> PreparedSharding:
+    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`.
+
+    stands_for: the device that fake tensors stand for, if it is not the plan's
+    """
+    device = stands_for or plan.device
     check_training_supports_run(plan.run)
-    check_torch_has_switches(plan.run.fsdp)
+    check_switches(plan.run.fsdp, device)
     _check_not_sharded(model)
+    _check_methods_exist(model, methods)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
@@ -144,22 +156,12 @@ def prepare_sharding(model: nn.Module, plan: Plan, *, units: Predicate | None = 
     warn_of_unit_sizes(found, plan, stacklevel=3)
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated)
-    return UnitsAndMeshes(found, repeated, mesh, unsharded_mesh, fp8)
+    return PreparedSharding(plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8)
 
 
-def apply_recompute_and_fsdp(
-    model: nn.Module,
-    prepared: UnitsAndMeshes,
-    *,
-    plan: Plan,
-    methods: Sequence[str] = (),
-    stands_for: DeviceType | None = None,
-) -> None:
-    """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device.
-
-    stands_for: the device that fake tensors stand for, if it is not the plan's
-    """
-    units, device = prepared.units, stands_for or plan.device
+def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
+    """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device."""
+    plan, units, device = prepared.plan, prepared.units, prepared.device
     replace_parameters_by_meta(model, units, plan=plan)
     if prepared.fp8 is not None:
         convert_linears_to_fp8(prepared.fp8, device=device)
@@ -172,24 +174,18 @@ def apply_recompute_and_fsdp(
             mesh = prepared.mesh if is_sharded else prepared.unsharded_mesh
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
     model.forward = _explain_ungathered_parameters(model.forward)
-    for method in methods:
+    for method in prepared.methods:
         register_fsdp_forward_method(model, method)
 
 
-def finish_sharding(
-    model: nn.Module,
-    prepared: UnitsAndMeshes,
-    *,
-    plan: Plan,
-    methods: Sequence[str] = (),
-    stands_for: DeviceType | None = None,
-) -> None:
+def finish_sharding(model: nn.Module, prepared: PreparedSharding) -> None:
     """Casts buffers, sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
+    plan = prepared.plan
     cast_buffers(model, plan.precision)
     order = _sort_units_in_forward_order(model, prepared.units)
     _apply_prefetch([cast(FSDPModule, unit.modules[0]) for unit in order], plan.run.prefetch)
     if prepared.fp8 is not None:
-        gather_in_fp8(model, prepared.fp8, device=stands_for or plan.device, methods=methods)
+        gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
 
 
 def _check_not_sharded(model: nn.Module) -> None:

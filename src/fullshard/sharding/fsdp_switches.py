@@ -18,22 +18,17 @@ _SWITCHES = {
 }
 
 
-def check_torch_has_switches(section: FsdpSection) -> None:
-    """Raises SpecError for a setting that this torch does not have."""
+def check_switches(section: FsdpSection, device: DeviceType) -> None:
+    """Raises SpecError for a setting that this torch or the ranks' device does not have."""
     for setting in _settings_in_use(section):
-        method, first, _ = _SWITCHES[setting]
+        method, first, needs_nccl = _SWITCHES[setting]
         if not hasattr(FSDPModule, method):
             raise SpecError(
                 f"this torch has no {method}.",
                 got=_text_of(section, setting),
                 fix=f"torch {first} or newer, or leave the setting out",
             )
-
-
-def check_switches_fit_device(section: FsdpSection, device: DeviceType) -> None:
-    """Raises SpecError for a setting of NCCL on a run whose ranks are not GPUs."""
-    for setting in _settings_in_use(section):
-        if _SWITCHES[setting][2] and device != "cuda":
+        if needs_nccl and device != "cuda":
             raise SpecError(
                 "this setting is for ranks on GPUs.",
                 got=f"{_text_of(section, setting)}, ranks on {device}",

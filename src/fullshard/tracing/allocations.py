@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -105,7 +105,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._added_gradients.clear()
         launch = find_kernel_launch(call, result)
         if self._unwritten and launch is not None and launch.kind != "elementwise":
-            self._record_fused_launch()  # its inputs are in memory before its results are
+            self.record_fused_launch()  # its inputs are in memory before its results are
         is_fused = self._is_compiled and launch is not None and launch.kind == "elementwise"
         for tensor in list_tensors(result):
             self._track_storage(tensor, self.kind, is_fused=is_fused)
@@ -134,35 +134,21 @@ class AllocationRecorder(TorchDispatchMode):
 
     def start_phase(self, event: Event, unit: int) -> None:
         """Closes the current phase and opens the next."""
-        self._record_fused_launch()
+        self.record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
-    @contextmanager
-    def trace_chunk(self, rows: int, *, of: int) -> Generator[None]:
+    def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
         """While active, records FLOP and bytes moved of a chunk of rows for all, but its memory once."""
-        self._record_fused_launch()
-        self.loss_chunk, self._work_factor = rows, of / rows
-        yield
-        self._record_fused_launch()
-        self._work_factor = 1.0
+        self.loss_chunk = rows
+        return _replace_between_kernels(self, "_work_factor", value=of / rows)
 
-    @contextmanager
-    def count_as_compiled(self) -> Generator[None]:
+    def count_as_compiled(self) -> AbstractContextManager[None]:
         """While active, results of elementwise operations take memory only if they outlive their kernel."""
-        self._record_fused_launch()
-        self._is_compiled = True
-        yield
-        self._record_fused_launch()
-        self._is_compiled = False
+        return _replace_between_kernels(self, "_is_compiled", value=True)
 
-    @contextmanager
-    def mark_backward(self) -> Generator[None]:
+    def mark_backward(self) -> AbstractContextManager[None]:
         """While active, records kernels as those of a backward."""
-        self._record_fused_launch()
-        self._is_backward = True
-        yield
-        self._record_fused_launch()
-        self._is_backward = False
+        return _replace_between_kernels(self, "_is_backward", value=True)
 
     def record_host_copy(self, way: Way, size: int) -> None:
         """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
@@ -179,7 +165,7 @@ class AllocationRecorder(TorchDispatchMode):
         )
         self.recorded[-1].work.append(launch)
         if launch.kind != "elementwise":
-            self._record_fused_launch()
+            self.record_fused_launch()
             self.recorded[-1].fused.append(launch)
             return
         run = self._fusing
@@ -190,7 +176,7 @@ class AllocationRecorder(TorchDispatchMode):
             run.written[_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
         run.last = launch
 
-    def _record_fused_launch(self) -> None:
+    def record_fused_launch(self) -> None:
         """Records the current elementwise run as one kernel, and starts the next run.
 
         The kernel reads storages that existed before the run, and writes storages that are still alive.
@@ -236,3 +222,16 @@ def _serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
     """Returns the serial number of the tensor's storage; -1 if it is not tracked."""
     block = blocks.get(storage_key(tensor))
     return -1 if block is None else block.serial
+
+
+@contextmanager
+def _replace_between_kernels(
+    recorder: AllocationRecorder, attribute: str, *, value: float | bool
+) -> Generator[None]:
+    """Replaces an attribute while active. No kernel is fused across its beginning or end."""
+    recorder.record_fused_launch()
+    before = getattr(recorder, attribute)
+    setattr(recorder, attribute, value)
+    yield
+    recorder.record_fused_launch()
+    setattr(recorder, attribute, before)

@@ -70,7 +70,7 @@ class CompiledBlocks:
         for position, (block, forward) in enumerate(zip(blocks, own, strict=True)):
             recomputed = section if position % section.block_period == 0 else RecomputeSection(mode="none")
             if block not in pieces:
-                block.forward = _CompiledForward(block, forward, blocks=self, section=recomputed)
+                block.forward = _GraphForward(block, forward, blocks=self, section=recomputed)
         if section.mode == "offload":  # which takes what the graphs save
             recompute()
 
@@ -126,7 +126,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return like.requires_grad_(tensor.requires_grad)
 
 
-class _CompiledForward:
+class _GraphForward:
     """A block's forward on fake tensors, run as the graphs that `torch.compile` would make of it."""
 
     def __init__(

@@ -33,10 +33,11 @@ _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profi
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Step:
-    """A step, with its figures over all ranks (see `StepResult`).
+    """A step, with its figures over all ranks.
 
-    On a GPU, the step may still be running when it is yielded. The properties wait for it: `loss`,
-    `grad_norm`, `tokens`, `skipped`, `spike` and `seconds`. To keep the device busy, read them a step later.
+    On a GPU, the step may still be running when it is yielded. The properties wait for it: `seconds`, and
+    `loss`, `grad_norm`, `tokens`, `skipped` and `spike`, which are explained in `StepResult`. To keep the
+    device busy, read them a step later.
 
     index: number of the step, from 1
     data_seconds: time spent waiting for data
@@ -57,27 +58,22 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """Mean over valid tokens, in nats for the default loss."""
         return self.result.read().loss
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the gradient before clipping."""
         return self.result.read().grad_norm
 
     @property
     def tokens(self) -> int:
-        """Number of valid tokens (of microbatches, if the loss function returns a mean)."""
         return self.result.read().tokens
 
     @property
     def skipped(self) -> bool:
-        """True if nothing was updated, because the loss or norm was not finite, or was a spike."""
         return self.result.read().skipped
 
     @property
     def spike(self) -> bool:
-        """True if the step was skipped because its loss or norm was a spike."""
         return self.result.read().spike
 
     @property
