@@ -291,6 +291,40 @@ class RootReads(nn.Module):
         return x @ self.weight.T
 
 
+class PartlyFrozen(nn.Module):
+    """Groups of modules that end with one without a backward, though those before it have one.
+
+    As Whisper: the positions are frozen. As a vision-language model whose tower alone is trained: projector
+    and embedding are frozen, and gradients pass the projector. As many encoders: nothing uses the pooler.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.positions = nn.Linear(1, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tower = nn.ModuleList(Block() for _ in range(2))
+        self.projector, self.embedding = nn.Linear(WIDTH, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.resampler, self.pooler = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        for module in (self.positions, self.projector, self.embedding, self.encoder[1]):
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.features(tokens.float().unsqueeze(-1) / VOCABULARY)
+        x = x + self.positions(torch.arange(LENGTH))
+        for block in self.tower:
+            x = block(x)
+        x = self.projector(x)
+        x = x + self.embedding(tokens)
+        for block in self.encoder:
+            x = block(x)
+        x = self.resampler(x)
+        self.pooler(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def _decoder(*, tied: bool = False, layers: int = 2) -> nn.Module:
     return DecoderModel(
         DecoderConfig(
@@ -330,6 +364,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "named": Named,
     "crossed": Crossed,
     "root_reads": RootReads,
+    "partly_frozen": PartlyFrozen,
 }
 
 

@@ -20,6 +20,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import RecomputeSection, Run
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import choose_loss, next_token_loss
+from tests.fakes.architectures import LENGTH, loss_of, on_meta
 from tests.fakes.models import VOCABULARY, OddModel
 
 CPU = torch.device("cpu")
@@ -458,3 +459,12 @@ def test_casts_to_fp8_are_fused_where_blocks_are_compiled():
         elementwise = (n * kernel.bytes.value_at(2) for kernel, n in launches if kernel.kind == "elementwise")
         moved[compiled] = sum(elementwise)
     assert moved[True] < 0.5 * moved[False]
+
+
+def test_each_unit_with_a_backward_is_gathered_for_it_wherever_its_modules_are_frozen():
+    """FSDP2 gathers on the outputs of the module that ran last, and `shard` on those of the others too."""
+    plan = plan_of("recompute.mode=none")
+    batch = torch.empty((2, LENGTH), dtype=torch.int64, device="meta")
+    spec = describe(on_meta("partly_frozen"), plan, loss=loss_of, batch=batch)
+    gathered = {phase.unit for phase in spec.traces[0].phases if phase.event == "pre_backward"}
+    assert {i for i, unit in enumerate(spec.units) if unit.parameters} <= gathered

@@ -37,6 +37,7 @@ from fullshard.sharding.fsdp_switches import (
     apply_local_switches,
     check_switches,
 )
+from fullshard.sharding.group_gather import gather_before_backward_of_each_module
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import build_mesh, build_replicated_mesh, share_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
@@ -277,6 +278,7 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
             why=str(error),
             fix="a newer torch, or register them as buffers",
         ) from error
+    gather_before_backward_of_each_module(modules)
     engine_module = cast(FSDPModule, modules[0])
     if not settings.gathers_in_backward:
         engine_module.set_unshard_in_backward(False)

@@ -3,7 +3,7 @@
 The hooks are at the same points as those of `fully_shard`:
 
 - before and after a unit's modules in forward;
-- at the first gradient of a unit's outputs;
+- at the first gradient of the outputs of a unit's modules;
 - when the gradients of its inputs are complete.
 
 A unit whose inputs have no gradient (an embedding) ends its backward with the whole backward.
@@ -120,19 +120,20 @@ class MicrobatchTracer:
 
         def hook(module: nn.Module, _args: Any, result: Any) -> Any:  # signature: torch's forward hook
             self._to_run[index].discard(module)
+            # As `gather_before_backward_of_each_module`: the last module may have no backward.
+            for tensor in list_tensors(result):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _gradient: self._pre_backward(index))
             if not self._to_run[index]:
-                self._post_forward(index, result)
+                self._post_forward(index)
             return _cast_floating_tensors(result, output)
 
         return hook
 
-    def _post_forward(self, index: int, result: Any) -> None:
+    def _post_forward(self, index: int) -> None:
         again = self._backward_began  # recomputed: FSDP2 does not reshard
         if not again:
             self.allocations.start_phase("post_forward", index)
-        for tensor in list_tensors(result):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._pre_backward(index))
         if again and not any(self._to_run):  # for FSDP2, a unit inside a recomputed region is a root
             self.allocations.start_phase("end_forward", -1)
         if self.units[index].is_root and not again:
