@@ -103,6 +103,16 @@ def test_a_parent_refines_what_its_children_set() -> None:
     )  # orthogonal, over what trunc_normal_ had drawn
 
 
+def test_a_weight_norm_gets_the_values_of_the_plain_weight() -> None:
+    """Its initialiser writes into a weight that is computed from two other parameters."""
+    with torch.device("meta"):
+        plain, normed = (nn.Sequential(nn.Linear(4, 3)) for _ in range(2))
+        nn.utils.parametrizations.weight_norm(normed[0])
+    plain, normed = materialize(plain, seed=0), materialize(normed, seed=0)
+    torch.testing.assert_close(normed[0].weight, plain[0].weight)
+    assert torch.equal(normed[0].bias, plain[0].bias)
+
+
 def test_init_replaces_the_modules_own_initialisers(ranks: Callable[..., Any]) -> None:
     for first, bias in ranks(2).run(values_by_init):
         assert (first == 0.5).all()

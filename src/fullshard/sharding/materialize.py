@@ -15,14 +15,15 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
@@ -260,7 +261,8 @@ class _ModelValueSetter:
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
         """Initialises the modules `concerned`, children before parents, as `nn.Module.apply` does."""
-        with _preserve_random_states(self.device), torch.no_grad():
+        parametrized = _write_through_parametrizations(self.order, written=concerned)
+        with _preserve_random_states(self.device), torch.no_grad(), parametrized:
             for module in self.order:
                 if module in concerned:
                     seed = _derive_seed(self.seed, self.names[module])
@@ -341,6 +343,34 @@ class _SeedEachRandomOperation(TorchDispatchMode):
             self.seed_all(_derive_seed(self.seed, f"{self.name}/{self.operations}"))
             self.operations += 1
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _write_through_parametrizations(
+    modules: Iterable[nn.Module], *, written: set[nn.Module]
+) -> Generator[None]:
+    """Makes writes into parametrized tensors (weight norm) of `written` set the parameters behind them.
+
+    An initialiser writes into `module.weight`. It is computed from other parameters each time it is read, so
+    the values would be lost.
+
+    modules: all modules whose tensors initialisers may read
+    """
+    lists: dict[tuple[nn.Module, str], parametrize.ParametrizationList] = {
+        (module, key): cast(Any, parametrizations)
+        for module in modules
+        if parametrize.is_parametrized(module)
+        for key, parametrizations in cast(nn.ModuleDict, module.parametrizations).items()
+    }
+    with parametrize.cached() if lists else nullcontext():
+        # `forward`, since a call would run the hooks of FSDP2.
+        computed = {place: parametrizations.forward() for place, parametrizations in lists.items()}
+        cache = parametrize._cache  # pyright: ignore[reportPrivateUsage]
+        cache.update({(id(module), key): value for (module, key), value in computed.items()})
+        yield
+        for (module, key), value in computed.items():
+            if module in written:
+                lists[module, key].right_inverse(value)
 
 
 @contextmanager
