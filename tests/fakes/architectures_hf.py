@@ -14,7 +14,7 @@ from torch import Tensor
 VOCABULARY, LENGTH, WIDTH, LAYERS = 41, 12, 16, 3
 IMAGE, PATCH, CLASSES = 8, 4, 3
 
-_LLAMA = {
+LLAMA = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": 24,
@@ -75,32 +75,32 @@ _CLIP_TOWER = {
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
-def _config(kind: str, architecture: str, sizes: dict[str, Any], **own: Any) -> dict[str, Any]:
+def config_of(kind: str, architecture: str, sizes: dict[str, Any], **own: Any) -> dict[str, Any]:
     return {"model_type": kind, "architectures": [architecture], **sizes, **own}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # Decoders.
-    "llama": _config("llama", "LlamaForCausalLM", _LLAMA),
-    "smollm3": _config(
-        "smollm3", "SmolLM3ForCausalLM", _LLAMA, tie_word_embeddings=True, no_rope_layer_interval=2
+    "llama": config_of("llama", "LlamaForCausalLM", LLAMA),
+    "smollm3": config_of(
+        "smollm3", "SmolLM3ForCausalLM", LLAMA, tie_word_embeddings=True, no_rope_layer_interval=2
     ),
-    "qwen2": _config("qwen2", "Qwen2ForCausalLM", _LLAMA, tie_word_embeddings=True),
-    "qwen3": _config("qwen3", "Qwen3ForCausalLM", _LLAMA, head_dim=8),
-    "gemma2": _config(
-        "gemma2", "Gemma2ForCausalLM", _LLAMA, head_dim=8, sliding_window=4, tie_word_embeddings=True
+    "qwen2": config_of("qwen2", "Qwen2ForCausalLM", LLAMA, tie_word_embeddings=True),
+    "qwen3": config_of("qwen3", "Qwen3ForCausalLM", LLAMA, head_dim=8),
+    "gemma2": config_of(
+        "gemma2", "Gemma2ForCausalLM", LLAMA, head_dim=8, sliding_window=4, tie_word_embeddings=True
     ),
-    "gemma3": _config(
+    "gemma3": config_of(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        _LLAMA,
+        LLAMA,
         head_dim=8,
         sliding_window=4,
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
-    "mistral": _config("mistral", "MistralForCausalLM", _LLAMA, sliding_window=8),
-    "gpt2": _config(
+    "mistral": config_of("mistral", "MistralForCausalLM", LLAMA, sliding_window=8),
+    "gpt2": config_of(
         "gpt2",
         "GPT2LMHeadModel",
         {},
@@ -115,39 +115,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
-    "gpt_neox": _config(
+    "gpt_neox": config_of(
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        {**_LLAMA, **_NO_DROPOUT},
+        {**LLAMA, **_NO_DROPOUT},
         rotary_pct=0.5,
     ),
-    "phi": _config(
-        "phi", "PhiForCausalLM", _LLAMA, partial_rotary_factor=0.5, resid_pdrop=0.0, embd_pdrop=0.0
+    "phi": config_of(
+        "phi", "PhiForCausalLM", LLAMA, partial_rotary_factor=0.5, resid_pdrop=0.0, embd_pdrop=0.0
     ),
-    "phi3": _config("phi3", "Phi3ForCausalLM", _LLAMA, resid_pdrop=0.0, embd_pdrop=0.0),
-    "olmo": _config("olmo", "OlmoForCausalLM", _LLAMA),
-    "olmo2": _config("olmo2", "Olmo2ForCausalLM", _LLAMA),
-    "falcon": _config(
+    "phi3": config_of("phi3", "Phi3ForCausalLM", LLAMA, resid_pdrop=0.0, embd_pdrop=0.0),
+    "olmo": config_of("olmo", "OlmoForCausalLM", LLAMA),
+    "olmo2": config_of("olmo2", "Olmo2ForCausalLM", LLAMA),
+    "falcon": config_of(
         "falcon",
         "FalconForCausalLM",
-        {**_LLAMA, **_NO_DROPOUT},
+        {**LLAMA, **_NO_DROPOUT},
         multi_query=True,
         new_decoder_architecture=False,
         alibi=False,
         tie_word_embeddings=True,
     ),
-    "bloom": _config(
+    "bloom": config_of(
         "bloom",
         "BloomForCausalLM",
-        {**_LLAMA, **_NO_DROPOUT},
+        {**LLAMA, **_NO_DROPOUT},
         n_layer=LAYERS,
         n_head=4,
         tie_word_embeddings=True,
     ),
-    "opt": _config(
+    "opt": config_of(
         "opt",
         "OPTForCausalLM",
-        _LLAMA,
+        LLAMA,
         ffn_dim=24,
         word_embed_proj_dim=WIDTH,
         dropout=0.0,
@@ -155,21 +155,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     # Mixtures of experts.
-    "mixtral": _config("mixtral", "MixtralForCausalLM", _LLAMA, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": _config(
+    "mixtral": config_of("mixtral", "MixtralForCausalLM", LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": config_of(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        _LLAMA,
+        LLAMA,
         head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=12,
         decoder_sparse_step=1,
     ),
-    "olmoe": _config("olmoe", "OlmoeForCausalLM", _LLAMA, num_experts=4, num_experts_per_tok=2),
+    "olmoe": config_of("olmoe", "OlmoeForCausalLM", LLAMA, num_experts=4, num_experts_per_tok=2),
     # Encoder-decoders.
-    "t5": _config("t5", "T5ForConditionalGeneration", _T5, tie_word_embeddings=True),
-    "bart": _config(
+    "t5": config_of("t5", "T5ForConditionalGeneration", _T5, tie_word_embeddings=True),
+    "bart": config_of(
         "bart",
         "BartForConditionalGeneration",
         {},
@@ -190,9 +190,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         eos_token_id=2,
     ),
     # Encoders.
-    "bert": _config("bert", "BertForMaskedLM", _BERT),
-    "roberta": _config("roberta", "RobertaForMaskedLM", _BERT),
-    "distilbert": _config(
+    "bert": config_of("bert", "BertForMaskedLM", _BERT),
+    "roberta": config_of("roberta", "RobertaForMaskedLM", _BERT),
+    "distilbert": config_of(
         "distilbert",
         "DistilBertForMaskedLM",
         {},
@@ -206,8 +206,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_dropout=0.0,
         pad_token_id=0,
     ),
-    "vit": _config("vit", "ViTForImageClassification", _VIT),
-    "deit": _config("deit", "DeiTForImageClassification", _VIT),
+    "vit": config_of("vit", "ViTForImageClassification", _VIT),
+    "deit": config_of("deit", "DeiTForImageClassification", _VIT),
     "clip": {
         "model_type": "clip",
         "architectures": ["CLIPModel"],

@@ -97,6 +97,18 @@ def test_a_model_that_shifts_labels_itself_counts_those_that_it_uses() -> None:
     torch.testing.assert_close(total, model(**batch).loss)
 
 
+def test_a_causal_model_computes_its_own_loss_of_its_own_arguments_from_python() -> None:
+    given = ("data.source=python", "data.factory=tests.models.own:Given")
+    model, run = built("llama", *given)
+    model, tokens = materialize(model, seed=0), torch.arange(3, 15).reshape(2, 6)
+    total, count = choose_loss(run, model)(model, {"input_ids": tokens, "labels": tokens})
+    torch.testing.assert_close(total / count, model(input_ids=tokens, labels=tokens).loss)
+    labels = torch.full_like(tokens, -100)
+    labels[:, :-1] = tokens[:, 1:]
+    as_tokens = choose_loss(run, model)(model, {"tokens": tokens, "labels": labels})
+    torch.testing.assert_close(as_tokens[0], total)
+
+
 def test_a_loss_without_labels_counts_as_one_thing() -> None:
     model = materialize(built("clip")[0], seed=0)
     assert isinstance(model_computed_loss(model, batch_of("clip", 0)), Tensor)

@@ -25,14 +25,26 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
     """Returns the loss function of `run`: `train.loss`, or else the default for the model.
 
     The default is `model_computed_loss` for a transformers model that is not a causal language model, and
-    `next_token_loss` for any other. Raises SpecError if `train.loss` cannot be imported.
+    `next_token_loss` for any other. A causal language model computes its own loss of a batch from Python that
+    has no `tokens` but its own arguments (images). Raises SpecError if `train.loss` cannot be imported.
     """
     if run.train.loss is not None:
         return import_callable(run.train.loss, key="train.loss")
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
         return model_computed_loss
     rows = run.train.loss_chunk
-    return next_token_loss if rows == 0 else partial(next_token_loss, chunk_rows=rows)
+    loss = next_token_loss if rows == 0 else partial(next_token_loss, chunk_rows=rows)
+    if isinstance(run.model, HuggingFaceModel) and run.data.source == "python":
+        return partial(_loss_by_batch, of_tokens=loss)
+    return loss
+
+
+def _loss_by_batch(
+    model: nn.Module, batch: Any, *, of_tokens: Loss
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | int]:
+    """Returns the model's own loss for a batch of its own arguments, and `of_tokens` for any other batch."""
+    is_own = isinstance(batch, Mapping) and "tokens" not in batch and "labels" in batch
+    return model_computed_loss(model, batch) if is_own else of_tokens(model, batch)
 
 
 def next_token_loss(
