@@ -7,9 +7,11 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.offload.philox import RoundingSeed, philox_4x32, random_halfwords
 from fullshard.offload.rounding import AdamOptions, adamw_with_stochastic_rounding
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 
 OPTIONS = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 CPU = torch.device("cpu")
@@ -66,6 +68,33 @@ def test_an_update_in_pieces_is_the_whole_update():
         adamw_with_stochastic_rounding(part[:3], part[3], step=3, options=OPTIONS, seed=seed)
     for one, other in zip(whole, pieces, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+class LargestResult(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns, except views."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        own = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in own:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_strided_tensors_are_updated_in_chunks_with_the_bits_of_contiguous_ones():
+    shape = (400, 500)
+    plain, strided = state_and_gradient(200_000, shape), state_and_gradient(200_000, shape)
+    strided = [one.t().contiguous().t() for one in strided]
+    adamw_with_stochastic_rounding(plain[:3], plain[3], step=3, options=OPTIONS, seed=RoundingSeed(11))
+    with LargestResult() as largest:
+        adamw_with_stochastic_rounding(
+            strided[:3], strided[3], step=3, options=OPTIONS, seed=RoundingSeed(11)
+        )
+    assert largest.elements <= 2 * ROUNDING_CHUNK_ELEMENTS, "pairs of random numbers are twice as many"
+    for one, other in zip(plain, strided, strict=True):
+        assert torch.equal(one.view(torch.int16), other.contiguous().view(torch.int16))
 
 
 def test_the_triton_kernel_has_the_cpus_results_bit_for_bit():

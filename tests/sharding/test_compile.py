@@ -148,6 +148,27 @@ def test_without_a_cpp_compiler_blocks_run_eagerly() -> None:
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
 
 
+def fail_in_backward(graph: torch.fx.Graph) -> None:
+    """A pass of the compiler that cannot take the graphs of backward."""
+    if any("tangents" in node.name for node in graph.nodes):
+        raise RuntimeError("no backward today")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_block_whose_backward_cannot_be_compiled_runs_eagerly_and_is_named_once(whole: bool) -> None:
+    blocks = stack(Block)
+    expected = run(copy.deepcopy(blocks))
+    forwards = compile_blocks(list(blocks), pieces=() if whole else set(blocks))
+    with (
+        torch._inductor.config.patch({"post_grad_custom_post_pass": fail_in_backward}),
+        pytest.warns(EagerBlockWarning, match=r"Block runs eagerly: .*no backward today") as told,
+    ):
+        gradients = run(blocks)
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+    assert len(told) == 1
+    assert all(one.is_eager for one in forwards) == whole
+
+
 def test_equal_blocks_share_a_graph_and_another_shape_is_a_recompilation() -> None:
     blocks = stack(Deciding)
     expected = [run(copy.deepcopy(blocks), rows=rows) for rows in (5, 7)]

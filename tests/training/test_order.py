@@ -246,6 +246,35 @@ def test_ranks_in_different_steps_raise_before_they_save_or_take_another_step(ra
         assert "step 2" in errors[0]
 
 
+class Diverged(Pairs):
+    """Every batch has targets that are not finite."""
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in super().microbatches(step, rank=rank, plan=plan):
+            yield x, y + torch.nan
+
+
+def steps_after_a_break() -> tuple[list[bool], str]:
+    """Rank 1 is asked to stop before the first step, after which the loop breaks; the figures come later."""
+    state, plan = sharded(run_of())
+    with FakeDevice():
+        for _ in train(state, plan, loss=mean_square, should_stop=lambda: dist.get_rank() == 1):
+            break
+        stopping = [step.stopping for step in train(state, plan, loss=mean_square)]
+        state, plan = sharded(run_of("train.max_skipped_steps=2"), data=Diverged())
+        for _ in train(state, plan, loss=mean_square):
+            break
+        with pytest.raises(TrainError) as raised:
+            list(train(state, plan, loss=mean_square))
+    return stopping, f"step {state.step}: {raised.value.what}"
+
+
+def test_a_break_does_not_lose_what_a_step_has_decided(ranks: Any) -> None:
+    for stopping, error in ranks(2).run(steps_after_a_break):
+        assert stopping == [True]
+        assert error.startswith("step 3: 2 steps in a row"), "known one step after it was launched"
+
+
 # The garbage collector
 
 

@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.offload.philox import RoundingSeed, random_halfwords
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 
+_DEVICE_CHUNK_ELEMENTS = 1 << 20
+"""Elements that a GPU without the kernel rounds at once: its temporaries take some 70 bytes for each."""
+
 
 class AdamOptions(NamedTuple):
     """Hyperparameters of AdamW for one update."""
@@ -44,15 +47,14 @@ def adamw_with_stochastic_rounding(
 
         launch_update(state, gradient, scalars=scalars, seed=seed)
         return
-    flat = [one.view(-1) if one.is_contiguous() else one for one in tensors]
-    chunk = (
-        gradient.numel()
-        if gradient.is_cuda or any(one.ndim != 1 for one in flat)
-        else ROUNDING_CHUNK_ELEMENTS
-    )
-    for at in range(0, gradient.numel(), chunk):
-        value, first, second, g = (one[at : at + chunk] if one.ndim == 1 else one for one in flat)
-        _update_chunk((value, first, second), g, scalars=scalars, seed=seed.from_element(at))
+    if gradient.ndim == 0 or all(one.is_contiguous() for one in tensors):
+        tensors = tuple(one.view(-1) for one in tensors)
+    row = tensors[0][0].numel()
+    most = _DEVICE_CHUNK_ELEMENTS if gradient.is_cuda else ROUNDING_CHUNK_ELEMENTS
+    chunk = max(1, most // row)  # rows of the first dimension
+    for at in range(0, len(tensors[0]), chunk):
+        value, first, second, g = (one[at : at + chunk] for one in tensors)
+        _update_chunk((value, first, second), g, scalars=scalars, seed=seed.from_element(at * row))
 
 
 def update_scalars(step: int, options: AdamOptions) -> tuple[float, ...]:

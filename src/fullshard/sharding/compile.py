@@ -10,8 +10,9 @@ for all of them. A block that holds units is compiled in pieces, since gathering
 Compilation may fail on one rank only. No rank waits for another because of it: FSDP2's collectives are
 outside of a graph, so that a rank whose block runs eagerly issues the same ones. A whole block whose
 forward fails to compile has not computed anything yet, and is run again from its beginning. Of a block in
-pieces, only the piece that fails runs eagerly, where it stands (`suppress_errors`). torch compiles backward
-when it is first needed: a failure there ends the run.
+pieces, only the piece that fails runs eagerly, where it stands (`suppress_errors`). torch would compile
+backward when it is first needed, where a failure ends the run. `force_non_lazy_backward_lowering` compiles it
+together with forward.
 """
 
 import warnings
@@ -26,6 +27,7 @@ import torch._dynamo.callback
 import torch._dynamo.config
 import torch._dynamo.exc
 import torch._dynamo.utils
+import torch._functorch.config
 from torch import nn
 
 from fullshard.spec.measurement import Compilation
@@ -36,6 +38,7 @@ _COMPILER_ERRORS: tuple[type[Exception], ...] = (
     torch._dynamo.exc.FailOnRecompileLimitHit,
 )
 _config: Any = torch._dynamo.config
+_functorch_config: Any = torch._functorch.config
 _LONGEST_REASON = 200  # characters
 
 
@@ -55,8 +58,10 @@ def compile_blocks(blocks: Sequence[nn.Module], *, pieces: Collection[nn.Module]
     most = len(blocks) + 8
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(_config, name, max(getattr(_config, name), most))
-    failed: set[type[nn.Module]] = set()
-    compiled = [CompiledForward(block, whole=block not in pieces, failed=failed) for block in blocks]
+    if hasattr(_functorch_config, "force_non_lazy_backward_lowering"):
+        _functorch_config.force_non_lazy_backward_lowering = True
+    failures = dict[type[nn.Module], bool]()
+    compiled = [CompiledForward(block, whole=block not in pieces, failures=failures) for block in blocks]
     for block, forward in zip(blocks, compiled, strict=True):
         block.forward = forward
     return compiled
@@ -69,19 +74,20 @@ class CompiledForward:
     longer to compile than it saves.
 
     whole: the block is one graph; otherwise it is compiled in pieces
-    failed: classes of blocks that could not be compiled, shared by all blocks
+    failures: classes of which something could not be compiled, which was warned of, and whether that was the
+        whole block; shared by all blocks
     """
 
-    def __init__(self, block: nn.Module, *, whole: bool, failed: set[type[nn.Module]]) -> None:
+    def __init__(self, block: nn.Module, *, whole: bool, failures: dict[type[nn.Module], bool]) -> None:
         self.kind, self.whole = type(block), whole
         self.eager: Callable[..., Any] = block.forward
         self.is_eager = False
-        self._failed, self._has_run = failed, False
+        self._failures, self._has_run = failures, False
         shapes = False if whole else None  # of pieces, such as experts, they may differ with the tokens
         self._compiled: Callable[..., Any] = torch.compile(block.forward, fullgraph=whole, dynamic=shapes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # signature: the block's own
-        if not self._has_run and self.kind in self._failed:
+        if not self._has_run and self._failures.get(self.kind):
             self.is_eager = True
         if self.is_eager or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
@@ -96,26 +102,29 @@ class CompiledForward:
             failure = (
                 error.__cause__ if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit) else error
             )
-            self._warn(_first_line(failure or error))
+            self._warn_once(_first_line(failure or error))
         self.is_eager = True
-        self._failed.add(self.kind)
         return self.eager(*args, **kwargs)
 
     def _run_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _config.patch(suppress_errors=True):
             if self._has_run:
                 return self._compiled(*args, **kwargs)
-            before = {id(one) for one in torch._dynamo.utils.get_compilation_metrics()}
+            before = torch._dynamo.utils.get_compilation_metrics()  # kept, so that no id is used again
             result = self._compiled(*args, **kwargs)
+        known = set(map(id, before))
         for one in torch._dynamo.utils.get_compilation_metrics():
-            if one.fail_type is not None and id(one) not in before:
-                self._warn(f"a piece of it ({one.co_name}): {_shorten(one.fail_reason or one.fail_type)}")
+            if one.fail_type is not None and id(one) not in known:
+                reason = _shorten(one.fail_reason or one.fail_type)
+                self._warn_once(f"a piece of it ({one.co_name}): {reason}")
                 break
         return result
 
-    def _warn(self, reason: str) -> None:
-        if self.kind not in self._failed:
+    def _warn_once(self, reason: str) -> None:
+        """Warns, unless this was done for another block of the class."""
+        if self.kind not in self._failures:
             warnings.warn(f"{self.kind.__name__} runs eagerly: {reason}", EagerBlockWarning, stacklevel=2)
+        self._failures[self.kind] = self.whole
 
 
 def _first_line(error: BaseException) -> str:
@@ -132,7 +141,7 @@ def _shorten(text: str) -> str:
 class CompilerTally:
     """Counts of what the compiler did in this process since `count_compilation` began.
 
-    compilations: number of times that it compiled, forward and backward
+    compilations: number of times that it compiled, usually forward and backward together
     recompilations: of these, graphs for code that had one for other shapes or settings
     seconds: seconds in the compiler
     """

@@ -11,6 +11,8 @@ makes torchao's fp8 tensor of what was gathered. Its bytes are sent as uint8, wh
 A weight's scale depends on its largest absolute value on all ranks. When the model's forward begins, one
 all-reduce finds it for all weights. While `reuse_weight_scales` is active, only the first forward does this,
 because the weights do not change. The scales follow from the weights alone, so a checkpoint needs none.
+If a unit is gathered before any forward (FSDP2's `unshard()`, a method that `shard` was not given), its
+all-gather finds no scale and begins with that all-reduce: all ranks of the mesh must then gather it.
 
 [Note: which matrices]
 Linear modules inside the repeated blocks, with `fp8_min_features` and a multiple of 16 of input and output

@@ -91,6 +91,8 @@ def _use_expandable_segments() -> None:
     """Makes the allocator grow its segments, in a process whose environment does not configure it."""
     if torch.version.cuda is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
+    if not hasattr(torch.cuda.memory, "_set_allocator_settings"):
+        return  # newer than the deprecation of this function
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for the same
         torch.cuda.memory._set_allocator_settings(EXPANDABLE_SEGMENTS)  # pyright: ignore[reportPrivateUsage, reportDeprecated]

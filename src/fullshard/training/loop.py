@@ -116,7 +116,6 @@ def train(
     replicas = ReplicaCheck(plan)
     state.model.train()
     state.phase.step = state.step
-    before: PendingResult | None = None  # of the last step, unless its figures were read
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.steps:
             launched = _launch_step(state, plan, source=source, loss=loss, should_stop=should_stop)
@@ -127,7 +126,7 @@ def train(
             launched.timer.stop()
             state.phase.finish_step(state.step)
             own = launched.result
-            late, before = (own, None) if own.is_read else (before, own)
+            late, state.not_acted_on = (own, None) if own.is_read else (state.not_acted_on, own)
             known = late.read() if late is not None else _NOTHING_KNOWN
             skips.count_step(known)
             can_roll_back = plan.run.fault_tolerance.on_spike == "rollback"
@@ -136,8 +135,9 @@ def train(
             skips.raise_if_too_many()
             if stopping:
                 break
-        if before is not None:
-            skips.count_step(before.read())
+        if (last := state.not_acted_on) is not None:
+            state.not_acted_on = None
+            skips.count_step(last.read())
             skips.raise_if_too_many()
 
 

@@ -35,6 +35,7 @@ class TrainState:
     data_offset: number of batches that the rollbacks skipped
     best: the lowest validation loss and its step
     recent: losses and norms of recent steps, from which spikes are detected
+    not_acted_on: result of the last step, if `train` has not read yet whether to stop because of it
     phase: this rank's position in the step, for the watchdog
     in_backward: the update unit by unit, for runs with `optimizer.in_backward`
     offloaded: the offloaded tensors, or None
@@ -59,6 +60,7 @@ class TrainState:
         self._counts = _Counts()
         self.best: tuple[float, int] | None = None
         self.recent = RecentSteps()
+        self.not_acted_on: PendingResult | None = None
         self.phase = PhaseTracker()
         self.loss_scale = LossScale()
         self.in_backward = OptimizerInBackward(model, optimizer)
@@ -161,6 +163,7 @@ class TrainState:
             read[name] for name in ("step", "data_offset", "rollbacks")
         )
         self._counts = _Counts(tokens=read["tokens"], skipped=read["skipped"])
+        self.not_acted_on = None
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
         self.recent = RecentSteps(*(_parse_floats(values.get(k)) for k in ("recent_losses", "recent_norms")))
