@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.checks import check_sequence_length, check_vocabulary
-from fullshard.models.huggingface import build_hf_model, is_causal_lm, weight_dtype_in_config
+from fullshard.models.huggingface import build_hf_config, build_hf_model, is_causal_lm, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
@@ -47,6 +47,17 @@ def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
     own = HuggingFaceModel(hf=str(tmp_path))
     assert {parameter.dtype for parameter in build_hf_model(own).parameters()} == {torch.float32}
     assert weight_dtype_in_config(own) == torch.bfloat16
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
+def test_infinities_are_read_as_transformers_writes_them(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    transformers.CONFIG_MAPPING[kind](num_hidden_layers=4).save_pretrained(tmp_path)
+    for options in ({}, {"num_hidden_layers": 3}):
+        config = build_hf_config(HuggingFaceModel(hf=str(tmp_path), options=options))
+        assert list(config.time_step_limit) == [0.0, float("inf")]
 
 
 LLAMA = CONFIGS["llama"]

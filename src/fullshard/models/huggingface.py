@@ -82,21 +82,23 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
     """Returns the transformers config with `model.options` applied. Raises like `build_hf_model`."""
     import_transformers(section.setting_text)
     path = locate_config_file(section.hf)
-    data = read_config(path)
-    check_config_limits(data, source=str(path))
-    kind = data.get("model_type")
+    found = read_config(path)
+    check_config_limits(found, source=str(path))
+    kind = found.get("model_type")
     if not isinstance(kind, str):
         raise SpecError(
             f"{section.setting_text}: {path} is not a config.json of a model.",
-            got=f"an object with {', '.join(list(data)[:6]) or 'nothing in it'}",
+            got=f"an object with {', '.join(list(found)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text",
         )
-    config_class = _choose_config_class(section, data, path=path)
-    data.pop("quantization_config", None)  # describes packed weights; training uses unpacked ones
-    if not section.trust_remote_code:
-        data = remove_code_references(data)
+    config_class = _choose_config_class(section, found, path=path)
     invalid = f"{section.setting_text}: {path} is not valid."
     with ForeignErrorTranslator(lambda got: SpecError(invalid, got=got)):
+        # transformers 5 writes infinities in a form of its own, which its reader turns back into floats.
+        data: dict[str, Any] = config_class.get_config_dict(str(path))[0]
+        data.pop("quantization_config", None)  # describes packed weights; training uses unpacked ones
+        if not section.trust_remote_code:
+            data = remove_code_references(data)
         config = config_class.from_dict(dict(data))
         if section.options:
             changed = _merged_config_dict(data, section, config=config)
