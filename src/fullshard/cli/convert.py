@@ -21,8 +21,9 @@ def convert(
         str,
         typer.Argument(
             metavar="CONFIG",
-            help="An Accelerate YAML, a DeepSpeed JSON, a torchtitan TOML, Python that calls FSDP(...), "
-            "fully_shard(...), Fabric(...) or FSDPStrategy(...) (read, never run); - for standard input.",
+            help="An Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, a torchtitan TOML, Python that "
+            "calls FSDP(...), fully_shard(...), Fabric(...), FSDPStrategy(...) or TrainingArguments(...) "
+            "(read, never run); - for standard input.",
         ),
     ],
     *,
@@ -31,7 +32,7 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="accelerate, deepspeed, fsdp, lightning or torchtitan, if it is not detected.",
+            help="accelerate, axolotl, deepspeed, fsdp, lightning, torchtitan or trainer, if not detected.",
         ),
     ] = None,
     ranks: Annotated[
@@ -39,8 +40,12 @@ def convert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print another tool's config as a run.toml; report on standard error what became of each of its keys."""
+    """Print another tool's config as a run.toml; report on standard error what became of each of its keys.
+
+    The exit code is 2 if the run.toml lacks a strategy or a precision that the config requests.
+    """
     from fullshard.convert.conversion import convert_config as converted
+    from fullshard.errors import SpecError
 
     name = "standard input" if path == "-" else Path(path).name
     text = _read_config_text(path)
@@ -50,13 +55,16 @@ def convert(
             "format": conversion.format,
             "keys": [one.model_dump(mode="json") for one in conversion.key_results],
             "notes": list(conversion.notes),
+            "lost": list(conversion.lost_keys),
             "settings": conversion.settings,
             "run_toml": conversion.run_toml_text(),
         }
         typer.echo(escape_control_characters(json.dumps(record, ensure_ascii=False)))
-        return
-    _report_key_verdicts(conversion)
-    typer.echo(escape_control_characters(conversion.run_toml_text()), nl=False)
+    else:
+        _report_key_verdicts(conversion)
+        typer.echo(escape_control_characters(conversion.run_toml_text()), nl=False)
+    if conversion.lost_keys:
+        raise typer.Exit(SpecError.exit_code)
 
 
 def _read_config_text(path: str) -> str:
@@ -99,3 +107,6 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     counts = ", ".join(f"{number[verdict]} {verdict}" for verdict in KeyVerdict if number[verdict])
     head = f"{conversion.name} ({conversion.format}): {len(conversion.key_results)} keys"
     print(f"{head}: {counts}", file=sys.stderr)
+    if conversion.lost_keys:
+        lost = escape_control_characters(", ".join(conversion.lost_keys))
+        print(f"the run.toml lacks the strategy or precision that these request: {lost}", file=sys.stderr)

@@ -2,7 +2,13 @@
 
 from fullshard.convert.fsdp import convert_sharding_and_prefetch
 from fullshard.convert.reader import ConversionState, parse_positive_integer
-from fullshard.convert.rules import apply_rules, keys_without_wildcards, load_rules, require_valid_zero_stage
+from fullshard.convert.rules import (
+    apply_rules,
+    convert_offload,
+    keys_without_wildcards,
+    load_rules,
+    require_valid_zero_stage,
+)
 
 _FSDP, _MESH = "fsdp_config.", "parallelism_config."
 
@@ -16,21 +22,36 @@ def convert_accelerate(state: ConversionState) -> None:
     kind = str(state.get("distributed_type")).lower()
     _convert_distributed_type(state, kind)
     _convert_parallelism_config(state)
-    # `fsdp_config.fsdp_offload_params` -> `offload_params`; older files have no second `fsdp_`.
-    fsdp_keys = [key for key in state.leaves if key.startswith(_FSDP)]
-    names = {key: key.removeprefix(_FSDP).removeprefix("fsdp_") for key in fsdp_keys}
-    keys = {name: key for key, name in names.items()}
-    convert_sharding_and_prefetch(state, keys, by_default=kind == "fsdp", ranks_per_node=per_node)
+    convert_fsdp_section(state, by_default=kind == "fsdp", ranks_per_node=per_node)
     for part in ("optimizer", "param"):  # Accelerate writes `none` for an absent path
         path = f"deepspeed_config.offload_{part}_nvme_path"
         if state.get(path) in ("none", None):
             state.record_not_needed(path, "off, as it is here")
     rules = load_rules("accelerate")
-    apply_rules(state, rules, named=lambda key: f"fsdp.{names[key]}" if key in names else key)
-    if kind == "deepspeed" and "optimizer.clip_norm" not in state.settings:
-        state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
-    known = keys_without_wildcards([*rules, "fsdp.sharding_strategy", "fsdp.reshard_after_forward"])
-    state.record_unknown_keys([key.replace("fsdp.", f"{_FSDP}fsdp_") for key in known])
+    apply_rules(state, {key: rules[key] for key in ("deepspeed_config.zero_stage",)})
+    optimizer, params = (f"deepspeed_config.offload_{part}_device" for part in ("optimizer", "param"))
+    convert_offload(state, optimizer=optimizer, params=params)
+    apply_rules(state, rules)
+    own_file = "deepspeed_config.deepspeed_config_file" in state.leaves
+    if kind == "deepspeed" and "deepspeed_config.zero_stage" not in state.leaves and not own_file:
+        state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
+    state.record_unknown_keys(keys_without_wildcards(rules))
+
+
+def convert_fsdp_section(
+    state: ConversionState, *, by_default: bool, ranks_per_node: int | None = None
+) -> None:
+    """Converts `fsdp_config` of Accelerate, which transformers' Trainer has too.
+
+    by_default: see `convert_sharding_and_prefetch`
+    """
+    # `fsdp_config.fsdp_offload_params` -> `fsdp_config.offload_params`, as in older files.
+    longer = [key for key in state.leaves if key.startswith(f"{_FSDP}fsdp_")]
+    state.rename_keys({key: _FSDP + key.removeprefix(f"{_FSDP}fsdp_") for key in longer})
+    keys = {key.removeprefix(_FSDP): key for key in state.leaves if key.startswith(_FSDP)}
+    convert_sharding_and_prefetch(state, keys, by_default=by_default, ranks_per_node=ranks_per_node)
+    rules = load_rules("accelerate").items()
+    apply_rules(state, {name: rule for name, rule in rules if name.startswith(_FSDP)})
 
 
 def _convert_rank_count(state: ConversionState) -> int | None:
@@ -49,12 +70,13 @@ def _convert_rank_count(state: ConversionState) -> int | None:
 
 def _convert_distributed_type(state: ConversionState, kind: str) -> None:
     key = "distributed_type"
-    if kind in ("multi_gpu", "multi_cpu", "no"):
+    if kind == "no" or kind.startswith("multi_"):
         state.record_setting(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     elif kind in ("fsdp", "deepspeed"):
         state.record_not_needed(key, f"sharding.strategy says it, from {kind}_config")
     else:
-        state.record_unsupported(key, "ranks are sharded with FSDP2; the planner chooses the strategy")
+        why = "ranks are sharded with FSDP2; the planner chooses the strategy"
+        state.record_unsupported(key, why, misses="sharding.strategy")
     if kind == "multi_cpu":
         state.infer_setting("run.device", "cpu", origin=key)
 

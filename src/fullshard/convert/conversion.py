@@ -7,9 +7,17 @@ from typing import Any, cast
 from fullshard.convert.accelerate import convert_accelerate
 from fullshard.convert.deepspeed import convert_deepspeed
 from fullshard.convert.fsdp import convert_fsdp, convert_lightning
-from fullshard.convert.reader import ConfigFormat, ConversionState, KeyResult
+from fullshard.convert.reader import (
+    AUTO,
+    ConfigFormat,
+    ConversionState,
+    KeyResult,
+    KeyVerdict,
+    default_run_setting,
+)
 from fullshard.convert.source import parse_config
 from fullshard.convert.torchtitan import convert_torchtitan
+from fullshard.convert.trainer import convert_axolotl, convert_trainer
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
 from fullshard.spec.toml_file import toml_text
@@ -17,10 +25,12 @@ from fullshard.spec.value import FrozenModel
 
 _READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
     ConfigFormat.ACCELERATE: convert_accelerate,
+    ConfigFormat.AXOLOTL: convert_axolotl,
     ConfigFormat.DEEPSPEED: convert_deepspeed,
     ConfigFormat.FSDP: convert_fsdp,
     ConfigFormat.LIGHTNING: convert_lightning,
     ConfigFormat.TORCHTITAN: convert_torchtitan,
+    ConfigFormat.TRAINER: convert_trainer,
 }
 
 
@@ -42,6 +52,11 @@ class Conversion(FrozenModel):
     settings: dict[str, Any]
     origins: dict[str, str]
     run: Run
+
+    @property
+    def lost_keys(self) -> tuple[str, ...]:
+        """Keys of the config that request a strategy or precision which `run` does not have."""
+        return tuple(one.key for one in self.key_results if one.loses_strategy_or_precision)
 
     def run_toml_text(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
@@ -66,15 +81,17 @@ def convert_config(
     _check_no_nan(state)
     state.notes.extend(notes)
     _READERS[found](state)
+    _keep_fp8_possible(state)
+    _extend_positions_to_data(state)
     settings = {target: state.settings[target] for target in sorted(state.settings, key=_setting_sort_key)}
     run = Run.parse(_nested_tables(settings), source=f"what {name} says")
     return Conversion(
         name=name,
         format=found,
-        key_results=tuple(state.key_results[key] for key in state.leaves),
+        key_results=tuple(_final_key_result(state, state.key_results[key]) for key in state.leaves),
         notes=tuple(state.notes),
         settings=settings,
-        origins=state.origins,
+        origins={key: state.original_names.get(origin, origin) for key, origin in state.origins.items()},
         run=run,
     )
 
@@ -85,6 +102,42 @@ def _check_no_nan(state: ConversionState) -> None:
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:
             if isinstance(one, float) and math.isnan(one):
                 raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
+
+
+def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
+    """Returns `result` with the key's name in the config, and for an open value, the one that counts here."""
+    changes = {"key": state.original_names.get(result.key, result.key)}
+    target = result.misses
+    if result.verdict is KeyVerdict.OPEN:
+        source = "a trainer fills it in" if result.value == AUTO else "a variable"
+        default = default_run_setting(target)
+        if target in state.settings:
+            here = f"{target} = {state.settings[target]!r} here, from {state.origins[target]}"
+            changes["misses"] = ""
+        elif default in (None, AUTO):
+            here = f"{target} is left open here too"
+        else:
+            here = f"{target} = {default!r} here, its default"
+        changes["why"] = f"{source}; {here}"
+    return result.model_copy(update=changes)
+
+
+def _keep_fp8_possible(state: ConversionState) -> None:
+    """Changes fp8 with a scale per tensor, which excludes offload and hpZ, to a scale per row."""
+    offloads = state.settings.get("offload.tier", "none") != "none"
+    hpz = "sharding.reshard_after_forward" in state.settings
+    if state.settings.get("precision.mode") == "fp8" and (offloads or hpz):
+        state.settings["precision.mode"] = "fp8_rowwise"
+        state.notes.append('precision.mode = "fp8_rowwise": "fp8" goes with neither offload nor hpZ')
+
+
+def _extend_positions_to_data(state: ConversionState) -> None:
+    """Raises `model.max_sequence`, the positions of the reference decoder, to the length of the sequences."""
+    length = state.settings.get("data.sequence_length")
+    most = state.settings.get("model.max_sequence", default_run_setting("model.max_sequence"))
+    if isinstance(length, int) and length > most and "model.hf" not in state.settings:
+        state.settings["model.max_sequence"] = length
+        state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
 
 
 def _setting_sort_key(target: str) -> tuple[int, str]:

@@ -6,18 +6,19 @@ from typing import Any
 from fullshard.convert.reader import (
     AUTO,
     ConversionState,
-    UnevaluatedExpression,
     is_true_yes_on,
+    is_variable,
     last_dotted_part_lower,
     parse_nonnegative_integer,
     parse_number,
 )
 from fullshard.convert.rules import (
     DTYPES,
-    OFFLOAD,
     apply_rules,
+    convert_offload,
     convert_trackers,
     keys_without_wildcards,
+    load_other_names,
     load_rules,
     require_valid_zero_stage,
     strategy_for_zero_stage,
@@ -33,11 +34,12 @@ _ADAM_DEFAULTS = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optim
 
 def convert_deepspeed(state: ConversionState) -> None:
     """Records a verdict on every key of a DeepSpeed config. Raises SpecError for contradictions."""
+    state.rename_keys(load_other_names("deepspeed"))
     _convert_zero_stage(state)
-    _convert_offload(state)
     _convert_precision(state)
     _convert_batch_sizes(state)
     _convert_optimizer(state)
+    _convert_offload(state)
     _convert_schedule(state)
     convert_trackers(state, "{}.enabled")
     rules = load_rules("deepspeed")
@@ -58,7 +60,7 @@ def _convert_zero_stage(state: ConversionState) -> None:
         why = "DeepSpeed shards nothing without a stage"
         state.set_default_of_other_tool("sharding.strategy", "no_shard", why=why)
     elif strategy is None:
-        state.record_not_needed(key, "left open there: the planner chooses the strategy")
+        state.record_open(key, "sharding.strategy")
     elif parse_nonnegative_integer(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
         why = "MiCS: sharded in groups of ranks"
         state.record_setting(key, "sharding.strategy", value="hybrid_shard", why=why)
@@ -71,15 +73,12 @@ def _convert_zero_stage(state: ConversionState) -> None:
 
 def _convert_offload(state: ConversionState) -> None:
     """Converts `offload_optimizer` and `offload_param`; sets `offload.path` for a drive."""
-    parts = {"offload_optimizer": "optimizer:{}", "offload_param": "params+optimizer:{}"}
-    for part, tier in parts.items():
-        key = f"{_ZERO}.{part}.device"
-        device = state.get(key)
-        if device in ("cpu", "nvme"):
-            state.record_unsupported(key, OFFLOAD.format(tier=tier.format(device)))
-        path = state.get(f"{_ZERO}.{part}.nvme_path")
-        if device == "nvme" and isinstance(path, str):
-            state.record_setting(f"{_ZERO}.{part}.nvme_path", "offload.path", value=path)
+    optimizer, params = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+    convert_offload(state, optimizer=f"{optimizer}.device", params=f"{params}.device")
+    for part in (optimizer, params):
+        path = state.get(f"{part}.nvme_path")
+        if state.get(f"{part}.device") == "nvme" and isinstance(path, str):
+            state.record_setting(f"{part}.nvme_path", "offload.path", value=path)
 
 
 def _convert_precision(state: ConversionState) -> None:
@@ -90,15 +89,15 @@ def _convert_precision(state: ConversionState) -> None:
         raise SpecError("two precisions are turned on at once.", got=", ".join(on), fix="leave one of them")
     wire = "communication_data_type"
     sent = DTYPES.get(last_dotted_part_lower(state.get(wire)))
-    autocast = is_true_yes_on(state.get("torch_autocast.enabled"))
+    autocast = _convert_autocast(state) if not on else False
+    open_keys = [key for key in modes if state.get(key) == AUTO or is_variable(state.get(key))]
     for key, mode in [(key, mode) for key, mode in modes.items() if key in state.leaves]:
-        value = state.get(key)
         if key in on:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
             state.record_setting(key, "precision.mode", value=mode)
-        elif value == AUTO:
-            state.record_not_needed(key, 'left open there: precision.mode = "auto" chooses by device')
-        elif on or autocast or AUTO in [state.get(other) for other in modes]:
+        elif key in open_keys:
+            state.record_open(key, "precision.mode")
+        elif on or autocast or open_keys:
             state.record_not_needed(key, f"off; {', '.join(on) or 'another key'} says the precision")
         else:
             state.record_setting(key, "precision.mode", value="fp32")
@@ -111,6 +110,18 @@ def _convert_precision(state: ConversionState) -> None:
         state.record_not_needed(wire, "gradients are sent and summed in fp32 here")
     else:
         state.record_unsupported(wire, "gradients are summed in fp32 (bf16_reduce: in bf16)")
+
+
+def _convert_autocast(state: ConversionState) -> bool:
+    """Sets `precision.mode` from torch_autocast. Returns True if it is on."""
+    switch, dtype = "torch_autocast.enabled", "torch_autocast.dtype"
+    if not is_true_yes_on(state.get(switch)):
+        return False
+    mode = DTYPES.get(last_dotted_part_lower(state.get(dtype)), "bf16")
+    for key in (switch, dtype):
+        why = "whole modules are cast, without autocast's lists"
+        state.record_setting(key, "precision.mode", value=mode, why=why)
+    return True
 
 
 def _convert_batch_sizes(state: ConversionState) -> None:
@@ -202,8 +213,10 @@ def _convert_schedule(state: ConversionState) -> None:
         state.set_default_of_other_tool("schedule.min_lr_ratio", 1e-4, why="WarmupCosineLR's default")
     if "scheduler.params.warmup_num_steps" not in state.leaves:
         state.set_default_of_other_tool("schedule.warmup_steps", 1000, why=f"{state.get(key)}'s default")
+    if "scheduler.params.warmup_type" not in state.leaves:
+        state.notes.append(f"{state.get(key)} warms up by the logarithm of the step, and fullshard linearly")
     lowest = state.get("scheduler.params.warmup_min_lr")
-    if lowest not in (None, AUTO) and not isinstance(lowest, UnevaluatedExpression):
+    if parse_number(lowest) is not None:
         record = state.record_not_needed if parse_number(lowest) == 0 else state.record_unsupported
         record("scheduler.params.warmup_min_lr", "warmup begins at the peak / warmup_steps")
     _convert_peak_learning_rate(state)
@@ -212,7 +225,7 @@ def _convert_schedule(state: ConversionState) -> None:
 def _convert_peak_learning_rate(state: ConversionState) -> None:
     key = "scheduler.params.warmup_max_lr"
     peak: Any = state.get(key)
-    if peak is None or peak == AUTO:
+    if parse_number(peak) is None:
         return
     optimizers = state.settings.get("optimizer.learning_rate")
     if optimizers is not None and optimizers != peak:

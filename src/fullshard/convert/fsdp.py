@@ -58,15 +58,19 @@ def convert_fsdp_arguments(state: ConversionState, *, prefix: str = "") -> None:
     if "compute_dtype" in keys and (not mixed or is_true_yes_on(state.get(mixed))):
         _convert_dtypes(state, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
         state.record_not_needed(mixed, "on: precision.mode says which")
-    policy = keys.get("offload_policy", "")
-    if state.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
-        state.record_not_needed(policy, "as it is here")
+    for policy in ("OffloadPolicy()", "MixedPrecisionPolicy()"):  # FSDP2's defaults, which change nothing
+        for key in [key for key in keys.values() if state.get(key) == policy]:
+            state.record_not_needed(key, "as it is here")
+    for name, mode in {"use_fp16": "fp16", "pure_bf16": "bf16_pure"}.items():
+        for key in (keys.get(name, ""), mixed) if is_true_yes_on(state.get(keys.get(name, ""))) else ():
+            state.record_setting(key, "precision.mode", value=mode)
     rules = load_rules("fsdp")
     apply_rules(state, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
 
 
 def convert_fsdp(state: ConversionState) -> None:
     """Records a verdict on every key of a config that consists of FSDP's arguments only."""
+    state.rename_keys({key: key.removeprefix("fsdp_") for key in state.leaves if key.startswith("fsdp_")})
     convert_fsdp_arguments(state)
     known = keys_without_wildcards(load_rules("fsdp"))
     state.record_unknown_keys([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
@@ -103,6 +107,8 @@ def _convert_mesh_shape(state: ConversionState, keys: Mapping[str, str]) -> None
     for name in ("mesh.mesh_shape", "device_mesh.mesh_shape", "device_mesh", "mesh"):
         key = keys.get(name, "")
         shape = state.get(key)
+        if isinstance(shape, UnevaluatedExpression):
+            state.record_open(key, "sharding.shard_degree")
         if not isinstance(shape, list) or not all(isinstance(one, int) for one in shape):
             continue
         if len(shape) == 2 and shape[1] > 1 and shape[0] > 1:
@@ -124,8 +130,7 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
     if value is None:
         state.record_not_needed(key, "unset: the planner chooses, or full_shard")
     elif strategy is None:
-        known = ", ".join(sorted(_SHARDING_STRATEGIES))
-        state.record_unsupported(key, f"sharding.strategy is one of {known}")
+        _record_missed(state, key, target="sharding.strategy", known=", ".join(_SHARDING_STRATEGIES))
     else:
         state.record_setting(key, "sharding.strategy", value=strategy)
         if strategy.startswith("hybrid") and "sharding.shard_degree" not in state.settings:
@@ -136,6 +141,14 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
                 )
             else:
                 state.infer_setting("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
+
+
+def _record_missed(state: ConversionState, key: str, *, target: str, known: str) -> None:
+    """Records that the value of `key` is a variable, or none of the `known` values of `target`."""
+    if isinstance(state.get(key), UnevaluatedExpression):
+        state.record_open(key, target)
+    else:
+        state.record_unsupported(key, f"{target}: {known}", misses=target)
 
 
 def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
@@ -153,7 +166,8 @@ def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
     flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
     strategy = named or flag
     if strategy is None:
-        state.record_unsupported(key, "true (full_shard), false (shard_grad_op), or a degree")
+        known = "true (full_shard), false (shard_grad_op), or a degree"
+        _record_missed(state, key, target="sharding.strategy", known=known)
         return
     if state.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh
         strategy = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
@@ -169,13 +183,13 @@ def _convert_prefetch(state: ConversionState, backward: str, *, forward: str) ->
         name = last_dotted_part_lower(state.get(backward))
         mode = "none" if state.get(backward) is None else _PREFETCHES.get(name)
         if mode is None:
-            state.record_unsupported(backward, "prefetch.mode: none, implicit or explicit")
+            _record_missed(state, backward, target="prefetch.mode", known="none, implicit, explicit")
         else:
             post = "one unit ahead; here always issued before the gradients of the one that waits"
             why = post if name in ("backward_post", "2") else ""
             state.record_setting(backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why)
     if isinstance(state.get(forward), UnevaluatedExpression):
-        state.record_unsupported(forward, "known only when the program runs: set prefetch.mode")
+        state.record_open(forward, "prefetch.mode")
     elif forward_on:
         why = "prefetch.forward units ahead, 1 by default"
         state.record_setting(forward, "prefetch.mode", value="explicit", why=why)
@@ -192,7 +206,7 @@ def _convert_dtypes(state: ConversionState, *, param: str, reduce: str) -> None:
     }
     for key in named:
         if isinstance(state.get(key), UnevaluatedExpression) and named[key] is None:
-            state.record_unsupported(key, "known only when the program runs: set precision.mode")
+            state.record_open(key, "precision.mode")
     compute = named.get(param) or "fp32"
     wire = named.get(reduce) or compute
     mode = {"fp32": "fp32", "fp16": "fp16"}.get(compute) or ("bf16_reduce" if wire == "bf16" else "bf16")

@@ -33,6 +33,10 @@ LIGHTNING_STRATEGIES: dict[str, tuple[str, ...]] = {
     "ModelParallelStrategy": ("parallelize_fn", "data_parallel_size", "tensor_parallel_size"),
 }
 LIGHTNING_HOSTS: dict[str, tuple[str, ...]] = {"Fabric": (), "Trainer": ()}
+TRAINER_CALLS: dict[str, tuple[str, ...]] = {
+    name: ("output_dir",) for name in ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
+}
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 FSDP_CALLS: dict[str, tuple[str, ...]] = {
     "FSDP": _FSDP1,
     "FullyShardedDataParallel": _FSDP1,
@@ -84,16 +88,21 @@ class PythonSource:
         name = _bare_callee(best)
         return name, self._argument_values(best, names[name]), len(calls) - 1
 
-    def find_options_dict(self) -> dict[str, Any] | None:
-        """Returns the first non-empty dict that stands alone or is assigned to a name containing `fsdp`."""
-        for node in self._tree.body:
-            value = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
-            named = isinstance(node, ast.Expr) or "fsdp" in _assignment_target_text(node).lower()
-            if value is not None and named:
-                found = self._expression_value(value)
-                if isinstance(found, dict) and found:
-                    return cast(dict[str, Any], found)
-        return None
+    def iterate_options(self) -> Iterator[dict[str, Any]]:
+        """Yields the non-empty dicts that stand alone or are assigned, and the fields of classes with values.
+
+        Dicts within functions come last. Such a class is, for example, a dataclass.
+        """
+        for node in [*self._tree.body, *ast.walk(self._tree)]:
+            found: Any = None
+            if isinstance(node, ast.ClassDef):
+                fields = dict(_iterate_assignments(ast.Module(node.body, [])))
+                found = {name: self._expression_value(value) for name, value in fields.items()}
+            elif isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) and node.value is not None:
+                is_options = isinstance(node.value, ast.Dict | ast.Call)
+                found = self._expression_value(node.value) if is_options else None
+            if isinstance(found, dict) and found:
+                yield cast(dict[str, Any], found)
 
     def _argument_values(self, call: ast.Call, positions: tuple[str, ...]) -> dict[str, Any]:
         named: dict[str, Any] = {}
@@ -116,8 +125,8 @@ class PythonSource:
             raise ValueError(f"its arguments are more than {_MOST_VALUES:,} values")
         if isinstance(node, ast.Constant):
             return node.value
-        if isinstance(node, ast.Name) and node.id in self._assigned:
-            return self._expression_value(self._assigned[node.id])
+        if isinstance(node, ast.Name):
+            return self._name_value(node)
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             return [self._expression_value(one) for one in node.elts]
         if isinstance(node, ast.Dict):
@@ -131,6 +140,11 @@ class PythonSource:
             return self._call_value(node)
         folded = _constant_number(node)
         return UnevaluatedExpression(ast.unparse(node)) if folded is None else folded
+
+    def _name_value(self, node: ast.Name) -> Any:
+        if node.id in self._assigned:
+            return self._expression_value(self._assigned[node.id])
+        return _JSON_CONSTANTS.get(node.id, UnevaluatedExpression(node.id))
 
     def _call_value(self, call: ast.Call) -> Any:
         name = _bare_callee(call)
@@ -150,12 +164,6 @@ def _bare_callee(call: ast.Call) -> str:
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
-def _assignment_target_text(node: ast.stmt) -> str:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-    return " ".join(ast.unparse(one) for one in targets)
 
 
 def _values_of_names_assigned_once(tree: ast.Module) -> dict[str, ast.expr]:

@@ -10,16 +10,19 @@ from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
 
 AUTO = "auto"
+_STRATEGY_AND_PRECISION = ("sharding.strategy", "sharding.tensor_parallel", "precision.mode")
 
 
 class ConfigFormat(StrEnum):
-    """The tool that a config belongs to."""
+    """The tool that a config belongs to. `trainer` is transformers' Trainer, TRL or LLaMA-Factory."""
 
     ACCELERATE = "accelerate"
+    AXOLOTL = "axolotl"
     DEEPSPEED = "deepspeed"
     FSDP = "fsdp"
     LIGHTNING = "lightning"
     TORCHTITAN = "torchtitan"
+    TRAINER = "trainer"
 
 
 class KeyVerdict(StrEnum):
@@ -27,6 +30,7 @@ class KeyVerdict(StrEnum):
 
     taken: the key exists here under its own name
     renamed: the key exists here under another name
+    open: the file has no value, but "auto", which a trainer fills in, or a variable, such as `${STAGE}`
     not needed: the result is the same without it
     not supported: the result differs
     unknown: the format has no such key, as far as is known here
@@ -34,13 +38,14 @@ class KeyVerdict(StrEnum):
 
     TAKEN = "taken"
     RENAMED = "renamed"
+    OPEN = "open"
     NOT_NEEDED = "not needed"
     NOT_SUPPORTED = "not supported"
     UNKNOWN = "unknown"
 
 
 class UnevaluatedExpression(str):
-    """Source text of an expression whose value is known only when the converted program runs."""
+    """Text of an expression or variable whose value is known only when the converted program runs."""
 
     __slots__ = ()
 
@@ -51,6 +56,7 @@ class KeyResult(FrozenModel):
     key, value: the key and its value in the config
     verdict: see `KeyVerdict`
     sets: the key of run.toml that `key` sets; empty if it sets none
+    misses: the key of run.toml that expresses what `key` requests, and which `key` does not set; or empty
     why: a short explanation
     """
 
@@ -58,7 +64,13 @@ class KeyResult(FrozenModel):
     value: Any
     verdict: KeyVerdict
     sets: str = ""
+    misses: str = ""
     why: str = ""
+
+    @property
+    def loses_strategy_or_precision(self) -> bool:
+        """True if `key` requests a strategy or precision that the run lacks. "auto" requests none."""
+        return self.misses in _STRATEGY_AND_PRECISION and self.value != AUTO
 
     @property
     def verdict_text(self) -> str:
@@ -78,6 +90,7 @@ class ConversionState:
     origins: for each of `settings`, the key of the config or the reason that it comes from
     notes: remarks that do not belong to a single key
     ranks: number of ranks, if known
+    original_names: names in the config of the keys that `rename_keys` renamed
     """
 
     def __init__(self, tree: Mapping[str, Any], *, ranks: int | None = None) -> None:
@@ -87,10 +100,20 @@ class ConversionState:
         self.origins: dict[str, str] = {}
         self.notes: list[str] = []
         self.ranks = ranks
+        self.original_names: dict[str, str] = {}
 
     def get(self, key: str) -> Any:
         """Returns the value of `key`, or None if it is absent."""
         return self.leaves.get(key)
+
+    def rename_keys(self, names: Mapping[str, str]) -> None:
+        """Renames older or shorter names of keys: `names` has the present name of each, which counts."""
+        for key, name in names.items():
+            if name in self.leaves:
+                self.record_not_needed(key, f"{name} says it")
+            elif key in self.leaves:
+                self.leaves = {name if one == key else one: value for one, value in self.leaves.items()}
+                self.original_names[name] = key
 
     def keys_without_verdict(self) -> list[str]:
         """Returns the keys without a verdict."""
@@ -102,7 +125,7 @@ class ConversionState:
         Also returns None if the value is known only at run time. Raises SpecError for any other value.
         """
         value = self.get(key)
-        if isinstance(value, UnevaluatedExpression) or is_one_of_same_type(value, (None, AUTO, *unset)):
+        if is_variable(value) or is_one_of_same_type(value, (None, AUTO, *unset)):
             return None
         if (count := parse_positive_integer(value)) is None:
             raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
@@ -110,8 +133,8 @@ class ConversionState:
 
     def record_setting(self, key: str, target: str, *, value: Any, why: str = "") -> None:
         """Sets `target` of run.toml to the `value` of `key`, unless another key has set another value."""
-        if isinstance(self.get(key), UnevaluatedExpression) and isinstance(value, UnevaluatedExpression):
-            self.record_unsupported(key, f"known only when the program runs: set {target}")
+        if isinstance(value, UnevaluatedExpression):
+            self.record_open(key, target)
             return
         before = self.settings.setdefault(target, value)
         if before != value:
@@ -127,12 +150,16 @@ class ConversionState:
         if target not in self.settings:
             self.settings[target], self.origins[target] = value, origin
 
-    def infer_global_batch(self, sequences: int, *, origin: str) -> None:
-        """Sets `train.global_batch`, unless it is set, to `sequences` × ranks (1 with a note, if unknown)."""
+    def infer_global_batch(self, sequences: int, *, origin: str, model_parallel: int = 1) -> None:
+        """Sets `train.global_batch`, unless it is set, to `sequences` × ranks (1 with a note, if unknown).
+
+        model_parallel: number of ranks that share each sequence
+        """
         if "train.global_batch" in self.settings:
             return
         origin = f"{sequences} of each rank ({origin})"
-        self.infer_setting("train.global_batch", sequences * (self.ranks or 1), origin=origin)
+        ranks = max(1, (self.ranks or 1) // model_parallel)
+        self.infer_setting("train.global_batch", sequences * ranks, origin=origin)
         if self.ranks is None:
             self.notes.append(
                 f"train.global_batch = {sequences} is one rank's, for the file does not say how many there "
@@ -149,9 +176,13 @@ class ConversionState:
         """Records that the result is the same without `key`."""
         self._record_verdict(key, KeyVerdict.NOT_NEEDED, why=why)
 
-    def record_unsupported(self, key: str, why: str) -> None:
-        """Records that the result differs from what `key` requests."""
-        self._record_verdict(key, KeyVerdict.NOT_SUPPORTED, why=why)
+    def record_unsupported(self, key: str, why: str, *, misses: str = "") -> None:
+        """Records that the result differs from what `key` requests; `misses`: see `KeyResult`."""
+        self._record_verdict(key, KeyVerdict.NOT_SUPPORTED, why=why, misses=misses)
+
+    def record_open(self, key: str, target: str) -> None:
+        """Records that the value of `key`, which `target` expresses, is "auto" or a variable."""
+        self._record_verdict(key, KeyVerdict.OPEN, why="", misses=target)
 
     def record_unknown_keys(self, known: list[str]) -> None:
         """Records all keys without a verdict as unknown, each with the most similar of the `known` keys."""
@@ -160,10 +191,12 @@ class ConversionState:
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
             self._record_verdict(key, KeyVerdict.UNKNOWN, why=why)
 
-    def _record_verdict(self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "") -> None:
+    def _record_verdict(
+        self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "", misses: str = ""
+    ) -> None:
         if key in self.leaves and key not in self.key_results:
             self.key_results[key] = KeyResult(
-                key=key, value=self.get(key), verdict=verdict, sets=sets, why=why
+                key=key, value=self.get(key), verdict=verdict, sets=sets, misses=misses, why=why
             )
 
 
@@ -181,8 +214,20 @@ def default_run_setting(target: str) -> Any:
     """Returns the default of a dotted key of run.toml; a list instead of a tuple."""
     value: Any = Run()
     for part in target.split("."):
-        value = getattr(value, part)
+        value = getattr(value, part, None)  # a model of another kind has other keys
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+
+
+def is_open(value: Any) -> bool:
+    """Returns True for "auto" and for variables, whose value the file leaves open."""
+    return value == AUTO or isinstance(value, UnevaluatedExpression)
+
+
+def is_variable(value: Any) -> bool:
+    """Returns True for an expression, and for a name (`BATCH_SIZE`) where a number is expected."""
+    return isinstance(value, UnevaluatedExpression) or (
+        isinstance(value, str) and value.isidentifier() and parse_number(value) is None
+    )
 
 
 def parse_number(value: Any) -> float | None:

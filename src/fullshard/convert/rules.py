@@ -14,9 +14,10 @@ from typing import Any, Literal, cast
 from fullshard.convert.reader import (
     AUTO,
     ConversionState,
-    UnevaluatedExpression,
     is_one_of_same_type,
+    is_open,
     is_true_yes_on,
+    is_variable,
     last_dotted_part_lower,
     parse_nonnegative_integer,
     parse_number,
@@ -37,10 +38,9 @@ DTYPES = {
     "float": "fp32",
     "fp32": "fp32",
 }
-OFFLOAD = 'the planner offloads where nothing else fits; offload.tier = "{tier}" does so in any case'
+OFFLOAD_ALL = "params+optimizer:cpu"
 # Explanations that several tables share, as `$name`.
 _TEXTS = {
-    "offload": OFFLOAD.format(tier="params+optimizer:cpu"),
     "tensor_parallel": "fullshard train cannot split matmuls yet: fullshard plan run.toml --set "
     "sharding.tensor_parallel=N predicts the step",
     "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes their "
@@ -55,11 +55,12 @@ class KeyRule(FrozenModel):
 
     not_needed: why the result is the same without the key, for any value
     unsupported: why the result differs, and the alternative
-    unless: values that do not request the unsupported feature; null never does
+    misses: the key of run.toml that would express the unsupported feature, if it is one that must not be lost
+    unless: values that do not request the unsupported feature, or set nothing; null never does
     switch: name of the key in the same top-level section that turns the unsupported feature on, if any
     sets: the key of run.toml to set; the next fields convert the value, which is otherwise taken as it is
     choices: converted values by the value's last dotted part in lower case; `dtypes`: use `DTYPES`
-    on, off: converted values for a true value and for any other
+    on, off: converted values for a true value and for any other; without `off`, others request nothing
     read: name of a conversion in `_CONVERSIONS`
     why: remark on a difference between the two keys
     instead: explanation if the value cannot be converted
@@ -67,6 +68,7 @@ class KeyRule(FrozenModel):
 
     not_needed: str = ""
     unsupported: str = ""
+    misses: str = ""
     unless: tuple[Any, ...] = (False, "none", "None", 0)
     switch: str = ""
     sets: str = ""
@@ -106,6 +108,21 @@ def load_rules(name: str) -> Rules:
     return found
 
 
+@cache
+def load_other_names(name: str) -> Mapping[str, str]:
+    """Reads the table [other_names] of `<name>.toml`: names in `rules` by older or shorter names."""
+    return read_toml(Path(__file__).with_name(f"{name}.toml"))["other_names"]
+
+
+def convert_betas(state: ConversionState, keys: tuple[str, str], *, default: tuple[float, float]) -> None:
+    """Sets `optimizer.betas` from two keys, of which one may be absent: it is `default` then."""
+    read = [parse_number(state.get(key)) for key in keys]
+    if read != [None, None]:
+        pair = [usual if one is None else one for one, usual in zip(read, default, strict=True)]
+        for key in keys:
+            state.record_setting(key, "optimizer.betas", value=pair)
+
+
 def apply_rules(
     state: ConversionState, rules: Rules, *, named: Callable[[str], str] = lambda key: key
 ) -> None:
@@ -135,28 +152,71 @@ def keys_without_wildcards(rules: Iterable[str]) -> list[str]:
 
 
 def _apply_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
-    value = state.get(key)
     if rule.not_needed:
         state.record_not_needed(key, rule.not_needed)
     elif rule.unsupported:
-        switch = state.get(f"{key.partition('.')[0]}.{rule.switch}")
-        is_off = is_one_of_same_type(value, (None, *rule.unless))
-        asks = is_true_yes_on(switch) if rule.switch else not is_off
-        if asks:
-            state.record_unsupported(key, rule.unsupported)
-        else:
-            state.record_not_needed(key, "as it is here")
-    elif value == AUTO:
-        left = f"left open there, to be filled in by the trainer: set {rule.sets}, or keep its default"
-        state.record_not_needed(key, left)
-    elif isinstance(value, UnevaluatedExpression) and rule.choices is None:
-        state.record_setting(key, rule.sets, value=value)
-    elif (converted := rule.convert_value(value)) is not None:
-        state.record_setting(key, rule.sets, value=converted, why=rule.why)
-    elif value is None:
-        state.record_not_needed(key, f"unset: {rule.sets} has its default")
+        _apply_rule_without_setting(state, key, rule=rule)
     else:
-        state.record_unsupported(key, rule.instead or f"{rule.sets} cannot be {value!r}")
+        _apply_rule_with_setting(state, key, rule=rule)
+
+
+def _apply_rule_without_setting(state: ConversionState, key: str, *, rule: KeyRule) -> None:
+    value = state.get(key)
+    switch = state.get(f"{key.partition('.')[0]}.{rule.switch}")
+    is_off = is_one_of_same_type(value, (None, *rule.unless))
+    if not (is_true_yes_on(switch) if rule.switch else not is_off):
+        state.record_not_needed(key, "as it is here")
+    elif rule.misses and is_open(value):
+        state.record_open(key, rule.misses)
+    else:
+        state.record_unsupported(key, rule.unsupported, misses=rule.misses)
+
+
+def _apply_rule_with_setting(state: ConversionState, key: str, *, rule: KeyRule) -> None:
+    value = state.get(key)
+    # "auto" and variables can be a choice: `ShardingStrategy.FULL_SHARD` is an expression.
+    converted = None if rule.choices is None and is_open(value) else rule.convert_value(value)
+    is_unset = "unless" in rule.model_fields_set and is_one_of_same_type(value, rule.unless)
+    if value is None or is_unset:
+        state.record_not_needed(key, f"unset: {rule.sets} has its default")
+    elif converted is not None:
+        state.record_setting(key, rule.sets, value=converted, why=rule.why)
+    elif is_open(value) or (rule.read in _NUMBERS and is_variable(value)):
+        state.record_open(key, rule.sets)
+    elif rule.on is not None and rule.off is None:
+        state.record_not_needed(key, "off, as it is here")
+    else:
+        why = rule.instead or f"{rule.sets} cannot be {value!r}"
+        state.record_unsupported(key, why, misses=rule.sets)
+
+
+def convert_offload(state: ConversionState, *, optimizer: str, params: str) -> None:
+    """Sets `offload.tier` from DeepSpeed's devices, cpu or nvme, for optimizer state and for parameters.
+
+    optimizer, params: the keys of the devices. The strategy, and the optimizer if the config names one, must
+        be set before.
+    """
+    places = {
+        key: "cpu" if is_true_yes_on(state.get(key)) else str(state.get(key)).lower()
+        for key in (optimizer, params)
+    }
+    if state.settings.get("sharding.strategy", "full_shard") not in ("full_shard", "hybrid_shard"):
+        state.record_not_needed(params, "DeepSpeed ignores it without stage 3")
+        places.pop(params)
+    used = {key: place for key, place in places.items() if place in ("cpu", "nvme")}
+    if not used:
+        return
+    drive = "nvme" if "nvme" in used.values() else "cpu"
+    tier = f"{'params+' if params in used else ''}optimizer:{drive}"
+    whys = {
+        optimizer: "" if used.get(optimizer, drive) == drive else "both on the drive",
+        params: "with the optimizer state" if optimizer not in used else "",
+    }
+    for key in used:
+        if state.settings.get("optimizer.name", "adamw") == "adamw":
+            state.record_setting(key, "offload.tier", value=tier, why=whys[key])
+        else:
+            state.record_unsupported(key, "only AdamW's state can be offloaded")
 
 
 def parse_number_pair(value: Any) -> list[float] | None:
@@ -174,7 +234,7 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
 def require_valid_zero_stage(state: ConversionState, key: str) -> None:
     """Raises SpecError for a stage that ZeRO does not have."""
     value = state.get(key)
-    open_value = value in (None, AUTO) or isinstance(value, UnevaluatedExpression)
+    open_value = value in (None, AUTO) or is_variable(value)
     if not open_value and strategy_for_zero_stage(value) is None:
         raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
 
@@ -184,6 +244,23 @@ def _power_of_two(power: Any) -> float | None:
     return 2.0**exponent if exponent is not None and exponent < 128 else None
 
 
+def _adapter_targets(value: Any) -> Any:
+    """Returns names of modules from a list, or a text with commas; "all-linear" from any text with `all`."""
+    if isinstance(value, str):
+        return "all-linear" if value.startswith("all") else [one.strip() for one in value.split(",")]
+    return value if isinstance(value, list) and value else None
+
+
+def _trackers(value: Any) -> list[str] | None:
+    """Returns the names of trackers; None if one of them is not supported."""
+    named = [value] if isinstance(value, str) else value
+    known = ["tensorboard", "wandb", "mlflow"]
+    if named in (["none"], []):
+        return []
+    return named if isinstance(named, list) and named and all(one in known for one in named) else None
+
+
+_NUMBERS = ("number", "whole", "positive", "pair", "power_of_two", "zero_stage")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "number": parse_number,
@@ -194,5 +271,10 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "switch": lambda value: None if value is None else is_true_yes_on(value),
     "text": lambda value: value if isinstance(value, str) else None,
     "zero_stage": strategy_for_zero_stage,
+    "fraction": lambda value: read if (read := parse_number(value)) is not None and 0 <= read < 1 else None,
+    "timeout": lambda value: None if (read := parse_number(value)) is None else min(read, 1e7),
+    "list": lambda value: value if isinstance(value, list) else None,
+    "targets": _adapter_targets,
+    "trackers": _trackers,
     "recompute": lambda value: None if value is None else "none" if value is False else "full",
 }

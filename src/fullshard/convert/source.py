@@ -1,11 +1,18 @@
 """Detection of a config's format from its text, and parsing into a tree of keys."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fullshard.convert.python_source import FSDP_CALLS, LIGHTNING_HOSTS, LIGHTNING_STRATEGIES, PythonSource
-from fullshard.convert.reader import ConfigFormat, iterate_leaves
+from fullshard.convert.python_source import (
+    FSDP_CALLS,
+    LIGHTNING_HOSTS,
+    LIGHTNING_STRATEGIES,
+    TRAINER_CALLS,
+    PythonSource,
+)
+from fullshard.convert.reader import ConfigFormat, UnevaluatedExpression, iterate_leaves
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import (
@@ -18,22 +25,58 @@ from fullshard.spec.small_files import (
 
 _MOST_KEYS = 5_000
 _YAML_LETTERS = 1 << 17  # the YAML parser takes about one second for this many characters
-_ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "num_machines"}
-_DEEPSPEED = {
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "fp16",
-    "bf16",
-    "optimizer",
+_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+# Keys of which one suffices to recognise a format, in the order in which formats are tried.
+_FORMAT_KEYS = {
+    ConfigFormat.AXOLOTL: {"sequence_len", "val_set_size"},
+    ConfigFormat.TRAINER: {
+        "per_device_train_batch_size",
+        "model_name_or_path",
+        "num_train_epochs",
+        "lr_scheduler_type",
+    },
+    ConfigFormat.ACCELERATE: {
+        "compute_environment",
+        "distributed_type",
+        "deepspeed_config",
+        "num_machines",
+        "num_processes",
+    },
+    ConfigFormat.DEEPSPEED: {
+        *_DEEPSPEED,
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16",
+        "bf16",
+        "optimizer",
+    },
+}
+_MAPPING_FORMATS = (None, *_FORMAT_KEYS)
+# Keys of a dict or class in Python that holds arguments of FSDP.
+_FSDP = {
+    "sharding_strategy",
+    "reshard_after_forward",
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "mp_policy",
+    "offload_policy",
 }
 _TORCHTITAN = {"job", "training", "parallelism", "activation_checkpoint", "lr_scheduler", "metrics"}
 _FORMS = (
-    "an Accelerate YAML, a DeepSpeed JSON, a torchtitan TOML, or Python that calls FSDP(…), fully_shard(…), "
-    "FSDP2Config(…), Fabric(…) or FSDPStrategy(…)"
+    "an Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, a torchtitan TOML, or Python that calls "
+    "FSDP(…), fully_shard(…), FSDP2Config(…), Fabric(…), FSDPStrategy(…) or TrainingArguments(…)"
 )
+# Placeholders that a template engine or a shell fills in.
+_TEMPLATE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+_VARIABLE = re.compile(r".*\$\{.+\}.*|\$[A-Za-z_]\w*|\{\{.*\}\}|\{%.*%\}", re.DOTALL)
+# Parts of text that is nearly JSON: strings, comments (which DeepSpeed reads, as Hjson), placeholders.
+_JSON_PARTS = re.compile(
+    r'(?P<string>"(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/|(?P<variable>\$\{[^}]*\}|\{\{.*?\}\}|\$\w+)',
+    re.DOTALL,
+)
+_STRING_OR_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
 ParsedConfig = tuple[ConfigFormat, dict[str, Any], list[str]]
 
@@ -45,6 +88,16 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
         found = read(text, format)
         if found is not None:
             return _with_plain_values(found, text, name=name)
+    template = _TEMPLATE.search(text)
+    if template is not None and not name.endswith(".py"):
+        fix = "fill in its placeholders first"
+        raise SpecError(f"{name} is a template.", got=_first_nonblank_line(template[0]), fix=fix)
+    if "Trainer.Config" in text:
+        raise SpecError(
+            f"{name} is a registry of torchtitan's configs in Python, as of February 2026.",
+            why="a program composes them; only torchtitan's TOML files are read",
+            fix="fullshard init run.toml, and the values of one config; docs/names.md has both names",
+        )
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
@@ -55,18 +108,30 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
 
 
 def _try_parse_json(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
-    if format not in (None, ConfigFormat.DEEPSPEED, ConfigFormat.ACCELERATE):
+    if format not in _MAPPING_FORMATS:
         return None
     try:
         tree = parse_json(text)
     except ValueError:
-        return None
+        try:
+            tree = parse_json(_with_json_syntax(text))
+        except ValueError:
+            return None
     return _recognize_mapping_format(tree, format)
+
+
+def _with_json_syntax(text: str) -> str:
+    """Returns `text` without comments and trailing commas, and with placeholders as strings."""
+
+    def replace(part: re.Match[str]) -> str:
+        return part["string"] or (json.dumps(part["variable"]) if part["variable"] else "")
+
+    return _STRING_OR_TRAILING_COMMA.sub(r"\1", _JSON_PARTS.sub(replace, text))
 
 
 def _try_parse_yaml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     """Parses YAML. YAML's references may not expand to more values than the text has characters."""
-    if format not in (None, ConfigFormat.ACCELERATE, ConfigFormat.DEEPSPEED) or len(text) > _YAML_LETTERS:
+    if format not in _MAPPING_FORMATS or len(text) > _YAML_LETTERS:
         return None
     import yaml
 
@@ -76,21 +141,20 @@ def _try_parse_yaml(text: str, format: ConfigFormat | None) -> ParsedConfig | No
             check_nesting_depth(tree, most=len(text))
     except SpecError:
         return None
-    return _recognize_mapping_format(tree, format)
+    found = _recognize_mapping_format(tree, format)
+    # DeepSpeed's are JSON; a YAML with one of its common names, such as `optimizer`, is another tool's.
+    if format is None and found and found[0] is ConfigFormat.DEEPSPEED and not _DEEPSPEED & found[1].keys():
+        return None
+    return found
 
 
 def _recognize_mapping_format(tree: Any, format: ConfigFormat | None) -> ParsedConfig | None:
-    """Returns a config of Accelerate or DeepSpeed, recognised by its keys, or None."""
+    """Returns a config of `format`, or of the format that its keys belong to; None if there is none."""
     if not isinstance(tree, Mapping) or not tree:
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
-    if format is not None:
-        return format, keyed, []
-    if _ACCELERATE & keyed.keys():
-        return ConfigFormat.ACCELERATE, keyed, []
-    if _DEEPSPEED & keyed.keys():
-        return ConfigFormat.DEEPSPEED, keyed, []
-    return None
+    found = format or next((one for one, keys in _FORMAT_KEYS.items() if keys & keyed.keys()), None)
+    return None if found is None else (found, keyed, [])
 
 
 def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedConfig:
@@ -114,6 +178,8 @@ def _plain_json_value(value: Any) -> Any:
         return {str(key): _plain_json_value(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple | set):
         return [_plain_json_value(inner) for inner in cast(Iterable[Any], value)]
+    if isinstance(value, str) and _VARIABLE.fullmatch(value):
+        return UnevaluatedExpression(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
@@ -135,8 +201,10 @@ def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> Parsed
 
 
 def _try_parse_python(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
-    if format not in (None, ConfigFormat.FSDP, ConfigFormat.LIGHTNING):
+    if format in (ConfigFormat.ACCELERATE, ConfigFormat.AXOLOTL, ConfigFormat.TORCHTITAN):
         return None
+    if text.lstrip().startswith("{") and _TEMPLATE.search(text):
+        return None  # JSON with placeholders is Python too: sets in a dict
     try:
         return _settings_from_python_calls(PythonSource(text), format)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last if the parser's stack overflows
@@ -156,8 +224,14 @@ def _settings_from_python_calls(source: PythonSource, format: ConfigFormat | Non
         name, arguments, others = call
         more = f"{others} other calls were not read: the one with the most arguments was, {name}(…)"
         return ConfigFormat.FSDP, arguments, [more] if others else []
-    options = source.find_options_dict()
-    return (ConfigFormat.FSDP, options, []) if options and format is not ConfigFormat.LIGHTNING else None
+    arguments = source.fullest_call(TRAINER_CALLS) if format in (None, ConfigFormat.TRAINER) else None
+    if arguments is not None and arguments[1]:
+        return ConfigFormat.TRAINER, arguments[1], []
+    for options in source.iterate_options():
+        for kind, keys in {ConfigFormat.DEEPSPEED: _DEEPSPEED, ConfigFormat.FSDP: _FSDP}.items():
+            if format in (None, kind) and keys & options.keys():
+                return kind, options, []
+    return None
 
 
 def _syntax_error_text(text: str, name: str) -> str | None:

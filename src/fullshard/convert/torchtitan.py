@@ -1,9 +1,22 @@
-"""Conversion of torchtitan's TOML. Source: torchtitan/config/job_config.py; older names are known too."""
+"""Conversion of torchtitan's TOML.
 
+Sources: torchtitan/config/job_config.py of 2025 and 2026, config_manager.py of 2024.
+"""
+
+import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fullshard.convert.reader import ConversionState, is_true_yes_on, parse_number, parse_positive_integer
-from fullshard.convert.rules import apply_rules, convert_trackers, keys_without_wildcards, load_rules
+from fullshard.convert.rules import (
+    Rules,
+    apply_rules,
+    convert_betas,
+    convert_trackers,
+    keys_without_wildcards,
+    load_other_names,
+    load_rules,
+)
 from fullshard.spec.presets import preset_or_none
 
 # torchtitan's defaults for keys that are left out, if the section or the file needs them.
@@ -18,6 +31,8 @@ _DEFAULTS = {
     "train.steps": 10_000,
     "train.microbatch": 8,
 }
+_FLOAT8 = ("float8", "quantize.linear.float8")
+_FLOAT8_SWITCHES = ("model.converters", "float8.enable_float8_linear")
 _PRESETS = {
     ("llama3", "8b"): "llama3-8b",
     ("llama3", "70b"): "llama3-70b",
@@ -30,6 +45,8 @@ _PRESETS = {
 
 def convert_torchtitan(state: ConversionState) -> None:
     """Records a verdict on every key of a torchtitan config."""
+    rules = load_rules("torchtitan")
+    _rename_older_keys(state, rules)
     for key in ("training.seq_len", "training.steps"):
         state.checked_positive_integer(key)
     _convert_data_parallel_degrees(state)
@@ -41,13 +58,20 @@ def convert_torchtitan(state: ConversionState) -> None:
     _convert_precision(state)
     _convert_sections_with_switch(state)
     convert_trackers(state, "metrics.enable_{}")
-    rules = load_rules("torchtitan")
     apply_rules(state, rules)
     why = "torchtitan's default, which the file leaves as it is"
     for target, value in _DEFAULTS.items():
         state.set_default_of_other_tool(target, value, why=why)
-    _extend_max_sequence_to_data(state)
     state.record_unknown_keys(keys_without_wildcards(rules))
+
+
+def _rename_older_keys(state: ConversionState, rules: Rules) -> None:
+    """Gives keys of 2024 and early 2025 their present names; most are now in another section."""
+    state.rename_keys(load_other_names("torchtitan"))
+    older = [key for key in state.leaves if key.partition(".")[0] in ("training", "experimental")]
+    names = {key: f"parallelism.{key.partition('.')[2]}" for key in older}
+    known = {key: name for key, name in names.items() if any(fnmatchcase(name, rule) for rule in rules)}
+    state.rename_keys(known)
 
 
 def _convert_data_parallel_degrees(state: ConversionState) -> None:
@@ -59,6 +83,12 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
     replicate = state.checked_positive_integer(replicate_key, unset=(-1,)) or 1
     shard = state.checked_positive_integer(shard_key, unset=(-1,)) or -1
     never = state.get(policy_key) == "never"
+    ddp = str(state.get("parallelism.data_parallel_type")).lower() == "ddp"  # until 2024-10
+    if ddp:
+        state.record_setting("parallelism.data_parallel_type", "sharding.strategy", value="no_shard")
+        for key in (replicate_key, shard_key):
+            state.record_not_needed(key, "all ranks are replicas")
+        return
     if replicate > 1 and shard == 1:
         why = "replicated over all ranks"
         state.record_setting(replicate_key, "sharding.strategy", value="no_shard", why=why)
@@ -84,8 +114,7 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
 
 
 def _convert_batch_sizes(state: ConversionState) -> None:
-    older, total_key = "training.batch_size" in state.leaves, "training.global_batch_size"
-    local_key = "training.batch_size" if older else "training.local_batch_size"
+    local_key, total_key = "training.local_batch_size", "training.global_batch_size"
     local = state.checked_positive_integer(local_key)
     total = state.checked_positive_integer(total_key, unset=(-1,))
     if local:
@@ -95,7 +124,12 @@ def _convert_batch_sizes(state: ConversionState) -> None:
     if total:
         state.record_setting(total_key, "train.global_batch", value=total)
     else:
-        state.infer_global_batch(local or 8, origin=local_key if local else "torchtitan's default")
+        degrees = (
+            state.get(f"parallelism.{one}_parallel_degree") for one in ("tensor", "context", "pipeline")
+        )
+        shared = math.prod(parse_positive_integer(degree) or 1 for degree in degrees)
+        origin = local_key if local else "torchtitan's default"
+        state.infer_global_batch(local or 8, origin=origin, model_parallel=shared)
         state.record_not_needed(total_key, "left out: local batch × ranks")
 
 
@@ -115,14 +149,6 @@ def _convert_model_flavor(state: ConversionState) -> None:
         else:
             why = f"and the other sizes of {preset.name}"
             state.record_setting(key, "model.d_model", value=preset.model.d_model, why=why)
-
-
-def _extend_max_sequence_to_data(state: ConversionState) -> None:
-    """Raises `model.max_sequence`, the number of rotary positions, to the length of the sequences."""
-    length = state.settings.get("data.sequence_length")
-    if isinstance(length, int) and length > (state.settings.get("model.max_sequence") or 2048):
-        state.settings.pop("model.max_sequence", None)
-        state.infer_setting("model.max_sequence", length, origin="training.seq_len")
 
 
 def _convert_activation_checkpoint(state: ConversionState) -> None:
@@ -148,11 +174,7 @@ def _convert_optimizer(state: ConversionState) -> None:
     name = names.get(str(state.get("optimizer.name")).lower())
     if name is not None:
         state.record_setting("optimizer.name", "optimizer.name", value=name)
-    betas: list[Any] = [parse_number(state.get(f"optimizer.beta{one}")) for one in (1, 2)]
-    if any(one is not None for one in betas):
-        pair = [default if one is None else one for one, default in zip(betas, (0.9, 0.95), strict=True)]
-        for one in (1, 2):
-            state.record_setting(f"optimizer.beta{one}", "optimizer.betas", value=pair)
+    convert_betas(state, ("optimizer.beta1", "optimizer.beta2"), default=(0.9, 0.95))
 
 
 def _convert_schedule(state: ConversionState) -> None:
@@ -165,6 +187,11 @@ def _convert_schedule(state: ConversionState) -> None:
         state.infer_setting("schedule.kind", "wsd", origin=ratio_key)
         if kind != "linear":
             state.record_unsupported(type_key, 'wsd falls linearly; or schedule.kind = "cosine"')
+    elif ratio == 0:
+        why = "no steps of decay"
+        state.record_setting(ratio_key, "schedule.kind", value="constant", why=why)
+        state.record_not_needed(type_key, why)
+        state.record_not_needed("lr_scheduler.min_lr_factor", why)
     elif kind in ("linear", "cosine"):
         origin = type_key if type_key in state.leaves else "torchtitan's default"
         state.infer_setting("schedule.kind", kind, origin=origin)
@@ -184,16 +211,29 @@ def _convert_precision(state: ConversionState) -> None:
     if pure and compute != "float32":
         mode, why = "bf16_pure", "with updates rounded stochastically"
         state.record_setting("training.dtype", "precision.mode", value=mode, why=why)
+    if _uses_float8(state) and mode == "bf16":
+        recipe = next(
+            (state.get(f"{one}.recipe_name") for one in _FLOAT8 if state.get(f"{one}.recipe_name")), None
+        )
+        mode = "fp8_rowwise" if "rowwise" in str(recipe) else "fp8"
     given = [key for key in (param_key, reduce_key) if key in state.leaves]
-    for key in given:
+    for key in (*given, *_FLOAT8_SWITCHES) if mode.startswith("fp8") else given:
         state.record_setting(key, "precision.mode", value=mode)
     if not given:
         state.set_default_of_other_tool("precision.mode", mode, why="torchtitan's default")
 
 
+def _uses_float8(state: ConversionState) -> bool:
+    """Returns True if all of `model.converters` are float8 for linear modules, or by the switch of 2024."""
+    converters: Any = state.get("model.converters")
+    return state.get("float8.enable_float8_linear") is True or (
+        isinstance(converters, list) and bool(converters) and all(one in _FLOAT8 for one in converters)
+    )
+
+
 def _convert_sections_with_switch(state: ConversionState) -> None:
     """Converts sections that have a switch: checkpoints, validation and compile."""
-    saves = "checkpoint.enable" if "checkpoint.enable" in state.leaves else "checkpoint.enable_checkpoint"
+    saves = "checkpoint.enable"
     if saves in state.leaves:
         every = parse_positive_integer(state.get("checkpoint.interval")) or 500
         if is_true_yes_on(state.get(saves)):
@@ -202,13 +242,14 @@ def _convert_sections_with_switch(state: ConversionState) -> None:
         else:
             state.record_not_needed(saves, "off: saved at the end, and when interrupted")
             state.record_not_needed("checkpoint.interval", "off")
-    enabled = [key for key in ("validation.enable", "validation.enabled") if key in state.leaves]
-    if enabled and is_true_yes_on(state.get(enabled[0])):
+    validates = "validation.enable"
+    if is_true_yes_on(state.get(validates)):
         every = parse_positive_integer(state.get("validation.freq")) or 10
-        for key in (enabled[0], "validation.freq"):
+        for key in (validates, "validation.freq"):
             state.record_setting(key, "train.validate_every", value=every)
-    for key in (*enabled, "validation.freq"):
+    for key in (validates, "validation.freq"):
         state.record_not_needed(key, "off: train.validate_every")
-    compiled = [key for key in ("training.compile", "compile.enable") if key in state.leaves]
-    for key in compiled:
-        state.record_setting(key, "run.compile", value=is_true_yes_on(state.get(key)), why="block by block")
+    compiled = "compile.enable"
+    if compiled in state.leaves:
+        value = is_true_yes_on(state.get(compiled))
+        state.record_setting(compiled, "run.compile", value=value, why="block by block")

@@ -1,0 +1,249 @@
+"""Configs whose meaning is easily lost: near-JSON, templates, variables, others' defaults, old names."""
+
+import json
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.convert.conversion import Conversion, convert_config
+from fullshard.convert.reader import ConfigFormat, KeyVerdict
+from fullshard.errors import SpecError
+
+
+def converted(text: str, *, name: str = "config") -> Conversion:
+    return convert_config(text, name=name)
+
+
+def verdict_of(conversion: Conversion, key: str) -> KeyVerdict:
+    return next(one.verdict for one in conversion.key_results if one.key == key)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"zero_optimization": {"stage": 1,}, "bf16": {"enabled": true},}',
+        '{"zero_optimization": {"stage": 1}, // the stage\n "bf16": {"enabled": true} /* and # the dtype */}',
+        '{"zero_optimization": {"stage": 1}, # "stage": 3,\n "bf16": {"enabled": true}}',
+    ],
+    ids=["trailing commas", "comments", "number signs"],
+)
+def test_json_is_read_as_deepspeed_reads_it(text):
+    conversion = converted(text)
+    assert conversion.format is ConfigFormat.DEEPSPEED
+    assert conversion.settings["sharding.strategy"] == "zero1"
+    assert conversion.settings["precision.mode"] == "bf16"
+
+
+def test_a_string_is_no_comment():
+    text = '{"train_batch_size": 4, "wandb": {"team": "a // b, } # c"},}'
+    conversion = converted(text)
+    assert next(one.value for one in conversion.key_results if one.key == "wandb.team") == "a // b, } # c"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"zero_optimization": {{ zero }}, {% if bf16 %} "bf16": {"enabled": true} {% endif %} }',
+        "distributed_type: FSDP\nnum_processes: {{ ranks }}\n",
+        "{% set n = 8 %}\nnum_processes: 8\nfsdp_config: {}\n",
+    ],
+)
+def test_a_template_is_refused(text):
+    with pytest.raises(SpecError, match="is a template"):
+        converted(text)
+
+
+@pytest.mark.parametrize("stage", ["{{ stage }}", "${STAGE}", "$STAGE", '"${oc.env:STAGE}"', "STAGE"])
+def test_a_variable_is_open_and_loses_what_it_requests(stage):
+    conversion = converted(f'{{"zero_optimization": {{"stage": {stage}}}, "train_batch_size": 8}}')
+    result = next(one for one in conversion.key_results if one.key == "zero_optimization.stage")
+    assert result.verdict is KeyVerdict.OPEN
+    assert "a variable" in result.why
+    assert "sharding.strategy" in result.why
+    assert conversion.lost_keys == ("zero_optimization.stage",)
+    assert "sharding.strategy" not in conversion.settings
+
+
+def test_auto_is_open_with_the_value_that_counts_here_and_loses_nothing():
+    text = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}},
+        "zero_optimization": {"stage": 2},
+    }
+    conversion = converted(json.dumps(text))
+    whys = {one.key: one.why for one in conversion.key_results if one.verdict is KeyVerdict.OPEN}
+    assert "train.microbatch is left open here too" in whys["train_micro_batch_size_per_gpu"]
+    assert "optimizer.clip_norm = 1.0 here, its default" in whys["gradient_clipping"]
+    assert "0.0002 here, from scheduler.params.warmup_max_lr" in whys["optimizer.params.lr"]
+    assert "fp16.enabled" in whys
+    assert conversion.lost_keys == ()
+
+
+def test_a_variable_beside_a_switch_that_is_off_does_not_mean_fp32():
+    conversion = converted(
+        '{"bf16": {"enabled": "${BF16}"}, "fp16": {"enabled": false}, "train_batch_size": 8}'
+    )
+    assert "precision.mode" not in conversion.settings
+    assert conversion.lost_keys == ("bf16.enabled",)
+
+
+def test_accelerate_fills_in_what_its_deepspeed_file_leaves_out():
+    conversion = converted("distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: true}")
+    assert conversion.run.optimizer.clip_norm == 1.0
+    assert conversion.run.sharding.strategy == "shard_grad_op"
+
+
+@pytest.mark.parametrize(
+    ("zero", "tier"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "optimizer:cpu"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, "params+optimizer:cpu"),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}},
+            "params+optimizer:nvme",
+        ),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "auto"),
+        ({"stage": 2, "cpu_offload": True}, "optimizer:cpu"),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, "params+optimizer:cpu"),
+        ({"stage": 3, "offload_optimizer": {"device": "none"}}, "auto"),
+    ],
+)
+def test_offload_of_deepspeed_is_a_tier(zero, tier):
+    conversion = converted(json.dumps({"zero_optimization": zero}))
+    assert conversion.run.offload.tier == tier
+    assert not [one for one in conversion.key_results if one.verdict is KeyVerdict.NOT_SUPPORTED]
+
+
+def test_only_state_of_adamw_is_offloaded():
+    text = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "optimizer": {"type": "SGD"}}
+    conversion = converted(json.dumps(text))
+    assert conversion.run.offload.tier == "auto"
+    assert verdict_of(conversion, "zero_optimization.cpu_offload") is KeyVerdict.NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FSDP(m, cpu_offload=CPUOffload(offload_params=True))",
+        "fully_shard(m, offload_policy=CPUOffloadPolicy())",
+        "fully_shard(m, offload_policy=CPUOffloadPolicy(pin_memory=False))",
+        "FSDP2Config(cpu_offload=True)",
+        "Fabric(strategy=FSDPStrategy(cpu_offload=True))",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}",
+        "[training]\nenable_cpu_offload = true",
+        "output_dir: a\nper_device_train_batch_size: 1\nfsdp: full_shard offload",
+    ],
+)
+def test_offload_of_fsdp_is_a_tier(text):
+    assert converted(text).run.offload.tier == "params+optimizer:cpu"
+
+
+def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
+    conversion = converted("[lr_scheduler]\ndecay_ratio = 0.0\nmin_lr_factor = 0.1\ndecay_type = 'cosine'")
+    assert conversion.run.schedule.kind == "constant"
+    assert converted("[lr_scheduler]\nwarmup_steps = 2").run.schedule.kind == "linear"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("[model]\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise'\n[training]", "fp8_rowwise"),
+        ("[model]\nconverters = ['quantize.linear.float8']\n[training]", "fp8"),
+        ("[float8]\nenable_float8_linear = true\n[training]\nenable_cpu_offload = true", "fp8_rowwise"),
+        ("distributed_type: FSDP\nmixed_precision: fp8", "fp8"),
+    ],
+)
+def test_fp8_is_a_precision(text, mode):
+    conversion = converted(text)
+    assert conversion.run.precision.mode == mode
+    assert conversion.lost_keys == ()
+
+
+def test_ranks_that_share_a_sequence_do_not_multiply_the_batch():
+    text = "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4"
+    conversion = convert_config(text, name="a.toml", ranks=16)
+    assert conversion.run.train.global_batch == 8
+    assert conversion.lost_keys == ("parallelism.tensor_parallel_degree",)
+
+
+def test_axolotl_is_not_taken_for_accelerate():
+    text = "base_model: a/b\nsequence_len: 512\nmicro_batch_size: 2\ndeepspeed: zero3.json\nfsdp_config:\n"
+    conversion = converted(text)
+    assert conversion.format is ConfigFormat.AXOLOTL
+    assert conversion.settings["model.hf"] == "a/b"
+    assert conversion.lost_keys == ("deepspeed",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optimizer: {_component_: torch.optim.AdamW}\ngradient_accumulation_steps: 8",
+        "max_duration: 1ep\nfsdp_config: {sharding_strategy: FULL_SHARD}",
+        "checkpoint = {'optimizer': optimizer, 'fp16': None}",
+    ],
+)
+def test_a_config_of_another_tool_is_of_no_known_format(text):
+    with pytest.raises(SpecError, match="no format"):
+        converted(text)
+
+
+def test_torchtitans_registries_in_python_are_refused_by_name():
+    with pytest.raises(SpecError, match="registry of torchtitan"):
+        converted(
+            "def small() -> Trainer.Config:\n    return Trainer.Config(training=TrainingConfig(steps=1))"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "strategy"),
+    [
+        (
+            "def start():\n    c = {'zero_optimization': {'stage': 2}}",
+            ConfigFormat.DEEPSPEED,
+            "shard_grad_op",
+        ),
+        ("@dataclass\nclass C:\n    sharding_strategy: str = 'NO_SHARD'", ConfigFormat.FSDP, "no_shard"),
+        ("TrainingArguments('out', fsdp='shard_grad_op')", ConfigFormat.TRAINER, "shard_grad_op"),
+    ],
+)
+def test_options_in_python_are_read(text, format, strategy):
+    conversion = converted(text, name="a.py")
+    assert conversion.format is format
+    assert conversion.run.sharding.strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}', []),
+        ("FSDP(m, sharding_strategy=args.strategy)", ["sharding_strategy"]),
+        ("FSDP(m, mixed_precision=policies[0])", ["mixed_precision"]),
+        ("distributed_type: MEGATRON_LM", ["distributed_type"]),
+        ("distributed_type: FSDP\nmixed_precision: int4", ["mixed_precision"]),
+        ("base_model: a/b\nsequence_len: 512\nload_in_4bit: true", ["load_in_4bit"]),
+    ],
+)
+def test_the_exit_code_says_whether_strategy_and_precision_are_kept(text, lost, tmp_path, capsys):
+    path = tmp_path / "config"
+    path.write_text(text)
+    assert main(["convert", str(path)]) == (SpecError.exit_code if lost else 0)
+    shown = capsys.readouterr()
+    assert "# From config" in shown.out
+    assert bool(lost) == ("lacks the strategy or precision" in shown.err)
+    main(["convert", str(path), "--json"])
+    assert json.loads(capsys.readouterr().out)["lost"] == lost
+
+
+def test_a_warmup_that_is_a_fraction_needs_the_number_of_steps():
+    text = "output_dir: a\nmodel_name_or_path: b\nwarmup_ratio: 0.1\n"
+    assert converted(f"{text}max_steps: 200").run.schedule.warmup_steps == 20
+    assert verdict_of(converted(text), "warmup_ratio") is KeyVerdict.NOT_SUPPORTED
+
+
+def test_a_decoder_has_positions_for_the_sequences():
+    assert (
+        converted("TrainingArguments('out')\nSFTConfig('a', max_length=9000)").run.model.max_sequence == 9000
+    )
