@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each item, on this machine (1)")
     parser.add_argument("--toy", action="store_true", help="toy size, on CPU ranks")
     parser.add_argument("--list", action="store_true", help="show the items, and run nothing")
-    asked = parser.parse_args(arguments)
+    asked, others = parser.parse_known_args(arguments)
+    if others:
+        parser.error(f"unknown: {' '.join(others)}; --only chooses items by name, and --list shows all")
     items = choose_items(asked.only)
     if not items:
         parser.error(f"no item matches {' '.join(asked.only)}; --list shows all")

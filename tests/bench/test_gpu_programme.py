@@ -148,10 +148,14 @@ def test_the_settings_of_all_items_are_valid_at_both_sizes() -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--only", "nothing"], ["--resume", str(tmp_path / "absent")]):
+    for arguments, reason in (
+        (["--only", "nothing"], "no item matches nothing; --list shows all"),
+        (["--resume", str(tmp_path / "absent")], "there is no such directory"),
+        (["nothing"], "unknown: nothing; --only chooses items by name"),
+    ):
         with pytest.raises(SystemExit):
             main(arguments)
-    assert "there is no such directory" in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
     assert main(["--list", "--only", "3b/*"]) == 0
     assert "3b/eager" in capsys.readouterr().out
 

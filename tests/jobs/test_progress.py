@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from fullshard.jobs.progress import LiveProgressLine, RunProgress, StepMetrics, show_progress
 
 
-def metrics(step: int, *, seconds: float = 0.5, skipped: bool = False) -> StepMetrics:
+def metrics(
+    step: int, *, seconds: float = 0.5, skipped: bool = False, compiling: float | None = None
+) -> StepMetrics:
     return StepMetrics(
         step=step,
         loss=2.5,
@@ -22,6 +24,7 @@ def metrics(step: int, *, seconds: float = 0.5, skipped: bool = False) -> StepMe
         learning_rate=1e-3,
         tokens=100,
         seconds=seconds,
+        compile_seconds=compiling,
         skipped=skipped,
         mfu=0.4,
         peak_bytes=3 * 2**30,
@@ -152,6 +155,16 @@ def test_the_time_left_follows_the_clock_on_the_wall():
     course.add_step(metrics(2, seconds=0.5))
     assert course.seconds_left == 8 * 3.0
     assert course.recent_tokens_per_second == 200
+
+
+def test_speed_and_time_left_are_those_without_compiling():
+    now = 0.0
+    course = RunProgress(steps=10, world_size=1, now=lambda: now)
+    for step, seconds, compiling in ((1, 30.5, 30.0), (2, 8.5, 8.0), (3, 0.5, None)):
+        now += seconds
+        course.add_step(metrics(step, seconds=seconds, compiling=compiling))
+        assert course.seconds_left == pytest.approx((10 - step) * 0.5)
+        assert course.recent_tokens_per_second == pytest.approx(200)
 
 
 @given(width=st.integers(1, 150), world_size=st.integers(1, 1024), skipped=st.booleans())

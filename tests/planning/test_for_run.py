@@ -60,6 +60,11 @@ def test_a_warmup_that_is_longer_than_the_run_is_noted_before_ranks_start(capsys
     assert "schedule.warmup_steps = 6 is more than train.steps = 5" in capsys.readouterr().err
 
 
+def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
+    planned("precision.fp8_min_features=64")
+    assert "note: precision.fp8_min_features = 64 has no effect" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["foo://bar", "s3://", "s3:///run", "s3:/bucket/run", "gs://bucket"])
 def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: str) -> None:
     if url.startswith("gs:") and find_spec("gcsfs") is not None:

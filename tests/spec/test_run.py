@@ -124,8 +124,17 @@ def test_an_earlier_name_of_a_key_leads_to_a_present_one():
         ("[sharding]\nstrategy = 'zero2'\nreshard_after_forward = 2", "sharding", "not shard_grad_op"),
         ("[sharding.units]\npolicy = 'names'", "sharding.units", 'names = ["blocks.*"]'),
         ("[precision]\nmode = 'int8'", "precision.mode", "bf16"),
-        ("[[sharding.units.overrides]]\nmatch = 'x'\nreshard_after_forward = 'no way'", _OVERRIDE, "boolean"),
+        (
+            "[[sharding.units.overrides]]\nmatch = 'x'\nreshard_after_forward = 'no way'",
+            _OVERRIDE,
+            "true, false or an integer",
+        ),
         ("[run]\nranks = -1", "run.ranks", "greater than or equal to 0"),
+        ("[run]\ncompile = 'maybe'", "run.compile", "why: it is one of true, false, auto"),
+        ("[train]\nloss_chunk = 'abc'", "train.loss_chunk", "why: it is auto or an integer"),
+        ("[train]\nloss_chunk = -1", "train.loss_chunk", "why: it is auto or greater than or equal to 0"),
+        ("[train]\nwait_each_step = 'no way'", "train.wait_each_step", "why: it is one of true, false"),
+        ("[precision]\nfp8_min_features = 8", "precision.fp8_min_features", "greater than or equal to 16"),
     ],
 )
 def test_an_impossible_value_is_refused_with_its_key_and_the_reason(text, key, why):
@@ -199,7 +208,7 @@ def test_a_truth_value_is_no_number_in_any_key():
     keys = list(number_keys(Run()))
     assert len(keys) > 50
     for override in keys:
-        with pytest.raises(SpecError, match="it is a number, not true"):
+        with pytest.raises(SpecError, match="a number, not true"):
             Run.load(overrides=[override])
 
 

@@ -30,6 +30,7 @@ class StepMetrics:
 
     seconds: duration of the step (on rank 0)
     data_seconds: the part of `seconds` spent waiting for data (on rank 0)
+    compile_seconds: the part of `seconds` spent in torch.compile (on rank 0)
     mfu: model FLOPs utilisation, from 0 to 1
     peak_bytes: peak memory of the rank that uses most
     """
@@ -41,10 +42,16 @@ class StepMetrics:
     tokens: int
     seconds: float
     data_seconds: float | None = None
+    compile_seconds: float | None = None
     skipped: bool = False
     mfu: float | None = None
     peak_bytes: int | None = None
     validation_loss: float | None = None
+
+    @property
+    def seconds_without_compiling(self) -> float:
+        """Duration of the step without torch.compile's work, which later steps do not repeat."""
+        return max(0.0, self.seconds - (self.compile_seconds or 0.0))
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,16 +80,23 @@ class RunProgress:
 
     @property
     def recent_tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together, over the recent steps."""
-        seconds = sum(metrics.seconds for _, metrics in self._recent)
+        """Tokens per second of all ranks together, over the recent steps, without compiling."""
+        seconds = sum(metrics.seconds_without_compiling for _, metrics in self._recent)
         return sum(metrics.tokens for _, metrics in self._recent) / seconds if seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float:
-        """Estimated seconds to the last step, from recent wall-clock time, with validations and saves."""
-        (first, _), (last, metrics) = self._recent[0], self._recent[-1]
+        """Estimated seconds to the last step, from recent wall-clock time, with validations and saves.
+
+        Compiling is left out.
+        """
+        (first, earliest), (last, metrics) = self._recent[0], self._recent[-1]
         between = len(self._recent) - 1
-        return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
+        if not between:
+            return (self.steps - metrics.step) * metrics.seconds_without_compiling
+        compiling = sum(one.compile_seconds or 0.0 for _, one in self._recent)
+        seconds = last - first - (compiling - (earliest.compile_seconds or 0.0))
+        return (self.steps - metrics.step) * max(0.0, seconds) / between
 
     def status_line_parts(self, *, width: int | None = None) -> list[str]:
         """Returns the texts of the status line, without the least important ones if it exceeds `width`."""

@@ -92,9 +92,16 @@ class RunLog:
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
 
     def record_step(
-        self, step: Step, *, peak_bytes: int | None = None, validation_loss: float | None = None
+        self,
+        step: Step,
+        *,
+        compile_seconds: float | None = None,
+        peak_bytes: int | None = None,
+        validation_loss: float | None = None,
     ) -> None:
         """Records and shows a finished step. Raises TrainError if its line cannot be written to disk.
+
+        compile_seconds: seconds of the step in torch.compile, if any
 
         The trackers receive every `log.every`-th step, and every step with a validation loss.
         """
@@ -106,6 +113,7 @@ class RunLog:
             tokens=step.tokens,
             seconds=step.seconds,
             data_seconds=step.data_seconds,
+            compile_seconds=compile_seconds,
             skipped=step.skipped,
             mfu=step.tokens / step.seconds / self._peak if self._peak and step.seconds > 0 else None,
             peak_bytes=peak_bytes,

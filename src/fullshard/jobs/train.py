@@ -89,6 +89,8 @@ class _TrainJob:
     skipped_before: int
     compiler: CompilerTally
     reported_compilations: int = 0
+    reported_compile_seconds: float = 0.0
+    unrecorded_compile_seconds: float = 0.0  # of the step `unrecorded`
     first_loss: float | None = None
     last: Step | None = None
     unrecorded: Step | None = None  # the last step, until its figures are read
@@ -248,10 +250,13 @@ def _start_summary_text(job: _TrainJob) -> str:
     accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
     of_them = f" ({format_count(trained)} trained)" if trained < parameters else ""
     scales = find_weight_scales(model)
-    in_fp8 = f"{plan.run.precision.mode}: {fp8_summary_text(scales.shares)}\n" if scales is not None else ""
+    emulated = " (emulated: multiplied in fp32)" if plan.device == "cpu" else ""
+    fp8_mode = f"{plan.run.precision.mode}{emulated}"
+    in_fp8 = f"{fp8_mode}: {fp8_summary_text(scales.shares)}\n" if scales is not None else ""
     return (
         f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over "
-        f"{replicas}{plan.shard_degree} {plan.device} ranks, {plan.precision.param} compute; "
+        f"{replicas}{plan.shard_degree} {plan.device} rank{'s' if plan.world_size > 1 else ''}, "
+        f"{plan.precision.param} compute; "
         f"{plan.run.train.global_batch} × {plan.run.data.sequence_length} tokens a step{accumulated}\n"
         f"{in_fp8}{job.data.describe()}"
     )
@@ -335,7 +340,7 @@ def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
     _record_last_step(job)
-    _report_compilation(job, step)
+    job.unrecorded_compile_seconds = _report_compilation(job, step)
     job.last = job.unrecorded = step
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
@@ -371,16 +376,23 @@ def _record_last_step(job: _TrainJob, *, validation_loss: float | None = None) -
         is_slowed=step.index in job.slowed,
     )
     peak_bytes = job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None
-    job.log.record_step(step, peak_bytes=peak_bytes, validation_loss=validation_loss)
+    job.log.record_step(
+        step,
+        compile_seconds=job.unrecorded_compile_seconds or None,
+        peak_bytes=peak_bytes,
+        validation_loss=validation_loss,
+    )
 
 
-def _report_compilation(job: _TrainJob, step: Step) -> None:
-    """Prints what the compiler did so far, if it compiled anything in this step."""
+def _report_compilation(job: _TrainJob, step: Step) -> float:
+    """Prints what the compiler did so far, if it compiled in this step. Returns its seconds in the step."""
     done, forwards = job.compiler.compilations, find_compiled_forwards(job.state.model)
     if forwards and done > job.reported_compilations:
         again = f"compiled again in step {step.index}; so far " if job.reported_compilations else "compiled "
         job.log.print_message(again + job.compiler.of_blocks(forwards).format_text())
         job.reported_compilations = done
+    before, job.reported_compile_seconds = job.reported_compile_seconds, job.compiler.seconds
+    return job.compiler.seconds - before
 
 
 def _iterate_validation_batches(job: _TrainJob) -> Iterator[dict[str, Tensor]]:

@@ -25,6 +25,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
+from fullshard.spec.unused_settings import unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 from fullshard.training.schedule import warmup_warning
 
@@ -49,6 +50,8 @@ def request_with_plan(request: LaunchRequest) -> LaunchRequest:
     # Plain mistakes are found here, before torch is imported (unless something has imported it already).
     run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
+    for note in unused_setting_notes(run, device):
+        _print_note_on_rank_0(note)
     _check_checkpoint_dir_and_key(run)
     if run.fsdp != FsdpSection():
         from fullshard.sharding.fsdp_switches import check_switches

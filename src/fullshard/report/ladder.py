@@ -33,12 +33,16 @@ class RungGain(NamedTuple):
     added_bytes: int
 
     @property
-    def text(self) -> str:
-        """Text such as `+12.3 %, -11.74 GiB`; `-` if nothing changes."""
-        speed = f"{100 * (self.speed - 1):+.1f} %" if abs(self.speed - 1) >= _SAME_SPEED else ""
+    def speed_text(self) -> str:
+        """Change of tokens/s, such as `+12.3 %`; `-` if nothing changes."""
+        return f"{100 * (self.speed - 1):+.1f} %" if abs(self.speed - 1) >= _SAME_SPEED else "-"
+
+    @property
+    def bytes_text(self) -> str:
+        """Change of the bytes needed, such as `-11.74 GiB`; `-` if nothing changes."""
         sign = "-" if self.added_bytes < 0 else "+"
-        count = f"{sign}{format_bytes(abs(self.added_bytes))}" if abs(self.added_bytes) >= _SAME_BYTES else ""
-        return ", ".join(filter(None, (speed, count))) or "-"
+        count = f"{sign}{format_bytes(abs(self.added_bytes))}"
+        return count if abs(self.added_bytes) >= _SAME_BYTES else "-"
 
 
 def rung_gains(rungs: Sequence[PlannedRung]) -> list[RungGain | None]:
@@ -55,7 +59,7 @@ def show_ladder(
     rungs: Sequence[PlannedRung], *, budget: TrainingBudget | None = None, file: TextIO | None = None
 ) -> None:
     """Prints the ladder to `file` (standard output by default): a table, then the reasons of rungs."""
-    header = ["", "tokens/s", "MFU", "per rank", "gain", *_budget_header(budget), "plan"]
+    header = ["", "tokens/s", "gain", "MFU", "per rank", "change", *_budget_header(budget), "plan"]
     show_table(header, list(_rows(rungs, budget)), file=file)
     show_labelled_lines([("", ""), *_note_rows(rungs)], file=file)
 
@@ -90,14 +94,15 @@ def _rows(rungs: Sequence[PlannedRung], budget: TrainingBudget | None) -> Iterat
     for rung, gain in zip(rungs, rung_gains(rungs), strict=True):
         plan, prediction = rung.plan, rung.plan.prediction if rung.plan is not None else None
         if plan is None or prediction is None:
-            yield (rung.name, *("-" * (5 + len(_budget_header(budget)))))
+            yield (rung.name, *("-" * (6 + len(_budget_header(budget)))))
             continue
         yield (
             rung.name,
             format_count(prediction.tokens_per_second),
+            gain.speed_text if gain is not None else "",
             f"{100 * prediction.mfu:.1f} %" if prediction.mfu is not None else "-",
             format_bytes(prediction.required_device_bytes),
-            gain.text if gain is not None else "",
+            gain.bytes_text if gain is not None else "",
             *_budget_cells(budget, plan, prediction=prediction),
             f"{plan.strategy} {plan.microbatch}×{plan.accumulation} "
             + recompute_text(plan.run).removesuffix(" block"),
@@ -111,7 +116,9 @@ def _note_rows(rungs: Sequence[PlannedRung]) -> Iterable[tuple[str, str]]:
     if len(planned) > 1:
         first, last = (rung.plan.prediction for rung in (planned[0], planned[-1]) if rung.plan is not None)
         if first is not None and last is not None:
-            yield "in all", f"{_gain(last, first).text} from {planned[0].name} to {planned[-1].name}"
+            gain, ends = _gain(last, first), f"from {planned[0].name} to {planned[-1].name}"
+            yield "in all", f"tokens/s {gain.speed_text}, bytes per rank {gain.bytes_text}, {ends}"
+    yield "plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"
 
 
 def _budget_header(budget: TrainingBudget | None) -> tuple[str, ...]:

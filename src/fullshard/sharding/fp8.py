@@ -163,9 +163,7 @@ def _check_not_resharded_to_fewer(unit: Unit, plan: Plan) -> None:
 
 def _no_matrix_error(model: nn.Module, shares: Sequence[Fp8Share]) -> ShardError:
     has_small = any("under" in share.reason for share in shares)
-    smaller = (
-        "a smaller precision.fp8_min_features (16 is the least), though small matrices are faster in bf16"
-    )
+    smaller = "a smaller precision.fp8_min_features, though small matrices are faster in bf16"
     return ShardError(
         f"{type(model).__name__} has no matrix to multiply in fp8.",
         got=", ".join(f"{share.matrices} {share.reason}" for share in shares) or "no matrix at all",

@@ -236,12 +236,12 @@ class PrecisionSection(FrozenModel):
         fp8, with a scale per tensor or per row, and all else as in bf16. They need a GPU with fp8 matmuls
         (compute capability 8.9), and `run.compile` to be faster than bf16. On a CPU they are emulated.
     `fp8_min_features`: matrices with fewer input or output features stay in bf16, because casting them takes
-        longer than their matmuls save
+        longer than their matmuls save; 16 at least, which fp8 matmuls need
     `output_dtype`, `buffer_dtype`: of the model's outputs and floating-point buffers; unset, unchanged
     """
 
     mode: Literal["auto", PrecisionMode] = "auto"
-    fp8_min_features: PositiveCount = 2048
+    fp8_min_features: Annotated[Count, Field(ge=16)] = 2048
     cast_inputs: bool = True
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None

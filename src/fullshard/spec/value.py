@@ -5,12 +5,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.spec.small_files import VALUE_BYTES, check_nesting_depth, read_bytes
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 def _reject_impossible_path(text: str) -> str:
@@ -121,11 +124,13 @@ def _spec_error_from_validation(
         return other or _unknown_key_error(cls, unknown[0], source=source, more=more)
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
-    messages = (one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same)
-    reason, fix = " or: ".join(messages), None
-    if all(one["type"] == "literal_error" for one in same):
-        names = [text for one in same for text in _QUOTED.findall(one["ctx"]["expected"])]  # type: ignore
+    reason, fix = " or: ".join(map(_reason_text, same)), None
+    names = [name for one in same for name in _accepted_names(one)]
+    if all(map(_accepted_names, same)):
         reason, fix = f"it is one of {', '.join(names)}", _similar_names_text(str(first["input"]), names)
+    elif names:  # names, or another value
+        others = (_reason_text(one) for one in same if not _accepted_names(one))
+        reason = " or ".join((f"it is {', '.join(names)}", *(text.removeprefix("it is ") for text in others)))
     if first["type"] == "finite_number":
         fix = "a number that is neither inf nor nan"
     where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the whole'}"
@@ -135,6 +140,24 @@ def _spec_error_from_validation(
         why=reason,
         fix=fix,
     )
+
+
+def _accepted_names(error: "ErrorDetails") -> list[str]:
+    """Returns the names that would have been valid; none if the value is not chosen from names."""
+    if error["type"] == "literal_error":
+        return _QUOTED.findall(error["ctx"]["expected"])  # type: ignore[reportTypedDictNotRequiredAccess]
+    return ["true", "false"] if error["type"] in ("bool_parsing", "bool_type") else []
+
+
+def _reason_text(error: "ErrorDetails") -> str:
+    """Returns why pydantic rejects a value, without its terms for types."""
+    if error["type"] in ("int_parsing", "int_type", "int_from_float"):
+        return "it is an integer"
+    if error["type"] in ("float_parsing", "float_type"):
+        return "it is a number"
+    message = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+    comparison = error["type"].startswith(("greater_than", "less_than"))
+    return message.replace("Input should be", "it is") if comparison else message
 
 
 def _shortened_repr(value: object) -> str:

@@ -1,0 +1,28 @@
+"""Notes about settings that have no effect."""
+
+import pytest
+
+from fullshard.spec.run import Run
+from fullshard.spec.unused_settings import unused_setting_notes
+
+CASES = [
+    ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise", "cpu"),
+    ("precision.loss_scale_window=10", "precision.mode=fp16", "cpu"),
+    ("fsdp.reduce_scatter_buffers=2", "precision.mode=bf16", "cuda"),
+    ("train.wait_each_step=true", "precision.mode=bf16", "cuda"),
+    ("schedule.decay_fraction=0.5", "schedule.kind=wsd", "cpu"),
+    ("schedule.min_lr_ratio=0.5", "schedule.kind=linear", "cpu"),
+    ("optimizer.momentum=0.5", "optimizer.name=SGD", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("setting", "needed", "device"), CASES)
+def test_a_setting_is_noted_exactly_if_what_it_needs_is_missing(setting, needed, device):
+    missing = ["precision.mode=fp32", "schedule.kind=constant" if "min_lr" in setting else "run.seed=1"]
+    (note,) = unused_setting_notes(Run.load(overrides=[*missing, setting]), "cpu")
+    assert note.startswith(setting.replace("=", " = ") + " has no effect: it needs ")
+    assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32", setting, needed]), device) == []
+
+
+def test_the_default_run_has_no_note():
+    assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32"]), "cpu") == []
