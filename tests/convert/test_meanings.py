@@ -64,6 +64,12 @@ def test_a_variable_is_open_and_loses_what_it_requests(stage):
     assert "sharding.strategy" not in conversion.settings
 
 
+def test_variables_of_yaml_are_open():
+    conversion = converted("distributed_type: ${KIND}\nnum_processes: ${RANKS}\nmixed_precision: bf16")
+    assert verdict_of(conversion, "num_processes") is KeyVerdict.OPEN
+    assert conversion.lost_keys == ("distributed_type",)
+
+
 def test_auto_is_open_with_the_value_that_counts_here_and_loses_nothing():
     text = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -115,6 +121,44 @@ def test_offload_of_deepspeed_is_a_tier(zero, tier):
     conversion = converted(json.dumps({"zero_optimization": zero}))
     assert conversion.run.offload.tier == tier
     assert not [one for one in conversion.key_results if one.verdict is KeyVerdict.NOT_SUPPORTED]
+
+
+@pytest.mark.parametrize(
+    ("value", "strategy", "tier"),
+    [
+        ("'ddp_spawn'", "no_shard", "auto"),
+        ("DDPStrategy(find_unused_parameters=False)", "no_shard", "auto"),
+        ("'fsdp_cpu_offload'", "full_shard", "params+optimizer:cpu"),
+        ("'deepspeed'", "shard_grad_op", "auto"),
+        ("'deepspeed_stage_1'", "zero1", "auto"),
+        ("'deepspeed_stage_2_offload'", "shard_grad_op", "optimizer:cpu"),
+        ("'deepspeed_stage_3_offload_nvme'", "full_shard", "params+optimizer:nvme"),
+        ("DeepSpeedStrategy(stage=3, offload_optimizer=True)", "full_shard", "optimizer:cpu"),
+        ("DeepSpeedStrategy(offload_optimizer=False)", "shard_grad_op", "auto"),
+    ],
+)
+def test_strategies_of_lightning_have_names(value, strategy, tier):
+    conversion = converted(f"Fabric(devices=2, strategy={value})", name="a.py")
+    assert (conversion.run.sharding.strategy, conversion.run.offload.tier) == (strategy, tier)
+    assert conversion.lost_keys == ()
+
+
+@pytest.mark.parametrize("value", ["'xla'", "args.strategy", "DeepSpeedStrategy(config='ds.json')"])
+def test_a_strategy_of_lightning_that_is_not_known_is_lost(value):
+    assert converted(f"Fabric(devices=2, strategy={value})", name="a.py").lost_keys
+
+
+def test_deepspeed_without_a_scheduler_keeps_the_rate():
+    text = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
+    schedule = converted(json.dumps(text)).run.schedule
+    assert (schedule.kind, schedule.warmup_steps) == ("constant", 0)
+    with_trainer = converted(json.dumps(text | {"gradient_clipping": "auto"}))
+    assert "schedule.kind" not in with_trainer.settings
+
+
+def test_classes_that_are_wrapped_are_the_blocks():
+    conversion = converted("FSDP(m, auto_wrap_policy={Block})", name="a.py")
+    assert conversion.settings["sharding.units.policy"] == "block"
 
 
 def test_only_state_of_adamw_is_offloaded():

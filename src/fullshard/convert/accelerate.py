@@ -1,7 +1,7 @@
 """Conversion of Accelerate's YAML. Its keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
 
 from fullshard.convert.fsdp import convert_sharding_and_prefetch
-from fullshard.convert.reader import ConversionState, parse_positive_integer
+from fullshard.convert.reader import ConversionState, is_open, parse_positive_integer
 from fullshard.convert.rules import (
     apply_rules,
     convert_offload,
@@ -64,6 +64,7 @@ def _convert_rank_count(state: ConversionState) -> int | None:
     if machines == 1:
         state.record_setting("num_processes", "run.ranks", value=ranks)
     else:
+        state.record_not_needed("num_processes", "torchrun's: --nnodes, --nproc-per-node")
         state.notes.append(f"{ranks} ranks on {machines} machines: torchrun --nnodes {machines} starts them")
     return ranks // machines if ranks % machines == 0 else None
 
@@ -74,6 +75,8 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
         state.record_setting(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     elif kind in ("fsdp", "deepspeed"):
         state.record_not_needed(key, f"sharding.strategy says it, from {kind}_config")
+    elif is_open(state.get(key)):
+        state.record_open(key, "sharding.strategy")
     else:
         why = "ranks are sharded with FSDP2; the planner chooses the strategy"
         state.record_unsupported(key, why, misses="sharding.strategy")

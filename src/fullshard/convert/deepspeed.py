@@ -176,7 +176,10 @@ def _convert_optimizer(state: ConversionState) -> None:
     elif kind in _DOTTED:
         state.record_setting(key, "optimizer.name", value=_DOTTED[kind])
     else:
-        instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
+        instead = (
+            "adamw stands instead, with the same rate; optimizer.name takes the dotted name of any "
+            "torch.optim.Optimizer"
+        )
         state.record_unsupported(key, instead)
     # The scheduler may replace the learning rate, so the optimizer's keys come first.
     rules = load_rules("deepspeed").items()
@@ -200,11 +203,7 @@ def _convert_schedule(state: ConversionState) -> None:
             state.record_unsupported(one, "schedule.kind: constant, cosine, linear or wsd")
         return
     if kind is None:
-        if "optimizer.type" in state.leaves:
-            state.notes.append(
-                "the file has no scheduler: DeepSpeed keeps the rate, a trainer brings its own; "
-                "schedule.kind here is cosine by default"
-            )
+        _convert_absent_scheduler(state)
         return
     state.record_setting(key, "schedule.kind", value=kind)
     if kind == "linear":
@@ -220,6 +219,18 @@ def _convert_schedule(state: ConversionState) -> None:
         record = state.record_not_needed if parse_number(lowest) == 0 else state.record_unsupported
         record("scheduler.params.warmup_min_lr", "warmup begins at the peak / warmup_steps")
     _convert_peak_learning_rate(state)
+
+
+def _convert_absent_scheduler(state: ConversionState) -> None:
+    if AUTO in state.leaves.values():
+        state.notes.append(
+            "the file has no scheduler: the trainer that fills in its values brings its own; "
+            "schedule.kind here is cosine by default"
+        )
+    elif "optimizer.type" in state.leaves:
+        why = "DeepSpeed keeps the rate, without a scheduler"
+        state.set_default_of_other_tool("schedule.kind", "constant", why=why)
+        state.set_default_of_other_tool("schedule.warmup_steps", 0, why=why)
 
 
 def _convert_peak_learning_rate(state: ConversionState) -> None:

@@ -3,6 +3,7 @@
 Sources: torch.distributed.fsdp (2.13), lightning_fabric.strategies.fsdp (2.6).
 """
 
+import re
 from collections.abc import Mapping
 
 from fullshard.convert.reader import (
@@ -12,7 +13,15 @@ from fullshard.convert.reader import (
     last_dotted_part_lower,
     parse_positive_integer,
 )
-from fullshard.convert.rules import DTYPES, apply_rules, keys_without_wildcards, load_rules
+from fullshard.convert.rules import (
+    DTYPES,
+    STAGES,
+    apply_rules,
+    convert_offload,
+    keys_without_wildcards,
+    load_rules,
+    strategy_for_zero_stage,
+)
 
 # In the order of their numbers in FSDP1's ShardingStrategy, which begin at 1.
 _SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -50,7 +59,9 @@ def convert_fsdp_arguments(state: ConversionState, *, prefix: str = "") -> None:
     """Records verdicts on the keys with `prefix`, which are arguments of FSDP, fully_shard or FSDP2Config."""
     keys = {key.removeprefix(prefix): key for key in state.leaves if key.startswith(prefix)}
     _convert_mesh_shape(state, keys)
-    convert_sharding_and_prefetch(state, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
+    convert_sharding_and_prefetch(
+        state, keys, by_default=bool(keys) and not {"parallelize_fn", "stage"} & keys.keys()
+    )
     for part in ("mixed_precision", "mp_policy"):
         param, reduce = keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", "")
         _convert_dtypes(state, param=param, reduce=reduce)
@@ -90,9 +101,7 @@ def convert_lightning(state: ConversionState) -> None:
             state.notes.append(
                 f"{each} ranks on each of {nodes} nodes: torchrun --nnodes {nodes} starts them"
             )
-    strategy = {"fsdp": "full_shard", "ddp": "no_shard"}.get(str(state.get("strategy")).lower())
-    if strategy is not None:
-        state.record_setting("strategy", "sharding.strategy", value=strategy)
+    _convert_lightning_strategy(state)
     convert_fsdp_arguments(state, prefix="strategy.")
     rules = load_rules("lightning")
     apply_rules(state, rules)
@@ -100,6 +109,27 @@ def convert_lightning(state: ConversionState) -> None:
         state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
     fsdp_keys = [f"strategy.{key}" for key in keys_without_wildcards(load_rules("fsdp"))]
     state.record_unknown_keys([*keys_without_wildcards(rules), *fsdp_keys])
+
+
+def _convert_lightning_strategy(state: ConversionState) -> None:
+    """Sets the strategy from a name (`deepspeed_stage_2_offload`) or the stage of a DeepSpeedStrategy."""
+    # `DDPStrategy(find_unused_parameters=True)` -> `ddpstrategy`
+    name = last_dotted_part_lower(str(state.get("strategy")).partition("(")[0]).removesuffix("strategy")
+    base, _, place = name.partition("_offload")
+    found = re.fullmatch(r"(dp|ddp)(_\w+)?|(fsdp)(_cpu)?|deepspeed(_stage_([0-3]))?", base)
+    if found is not None:
+        stage = int(found[6] or 2)
+        strategy = "no_shard" if found[1] else "full_shard" if found[3] else STAGES[stage]
+        state.record_setting("strategy", "sharding.strategy", value=strategy)
+        if base != name:
+            params = "params+" if found[3] or stage == 3 else ""
+            tier = f"{params}optimizer:{place.strip('_') or 'cpu'}"
+            state.infer_setting("offload.tier", tier, origin="strategy")
+    strategy = strategy_for_zero_stage(state.get("strategy.stage"))
+    if strategy is not None:
+        state.record_setting("strategy.stage", "sharding.strategy", value=strategy)
+        optimizer, params = "strategy.offload_optimizer", "strategy.offload_parameters"
+        convert_offload(state, optimizer=optimizer, params=params)
 
 
 def _convert_mesh_shape(state: ConversionState, keys: Mapping[str, str]) -> None:

@@ -30,6 +30,7 @@ _FSDP1 = (
 )
 LIGHTNING_STRATEGIES: dict[str, tuple[str, ...]] = {
     "FSDPStrategy": ("accelerator", "parallel_devices", "cluster_environment", "precision"),
+    "DeepSpeedStrategy": ("accelerator", "zero_optimization", "stage"),
     "ModelParallelStrategy": ("parallelize_fn", "data_parallel_size", "tensor_parallel_size"),
 }
 LIGHTNING_HOSTS: dict[str, tuple[str, ...]] = {"Fabric": (), "Trainer": ()}

@@ -218,6 +218,8 @@ def _settings_from_python_calls(source: PythonSource, format: ConfigFormat | Non
             tree = dict(host[1]) if host else {}
             if strategy and not isinstance(tree.get("strategy"), dict):
                 tree["strategy"] = strategy[1] or strategy[0]
+            if strategy and strategy[0] == "DeepSpeedStrategy" and strategy[1].keys() - {"config"}:
+                tree["strategy"] = {"stage": 2} | strategy[1]  # Lightning's default stage
             return ConfigFormat.LIGHTNING, tree, []
     call = source.fullest_call(FSDP_CALLS) if format in (None, ConfigFormat.FSDP) else None
     if call is not None:
