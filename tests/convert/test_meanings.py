@@ -206,11 +206,29 @@ def test_fp8_is_a_precision(text, mode):
     assert conversion.lost_keys == ()
 
 
-def test_ranks_that_share_a_sequence_do_not_multiply_the_batch():
-    text = "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4"
-    conversion = convert_config(text, name="a.toml", ranks=16)
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (
+            "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4",
+            "parallelism.tensor_parallel_degree",
+        ),
+        (
+            "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ncontext_parallel_size: 4",
+            "context_parallel_size",
+        ),
+    ],
+)
+def test_ranks_that_share_a_sequence_do_not_multiply_the_batch(text, key):
+    conversion = convert_config(text, name="config", ranks=16)
     assert conversion.run.train.global_batch == 8
-    assert conversion.lost_keys == ("parallelism.tensor_parallel_degree",)
+    assert conversion.lost_keys == (key,)
+
+
+@pytest.mark.parametrize(("folder", "every"), [("", 0), ("checkpoint", 500)])
+def test_torchtitan_of_2024_saves_nothing_without_a_folder(folder, every):
+    text = f"[training]\nsteps = 1000\n[checkpoint]\nfolder = '{folder}'\ninterval = 500"
+    assert converted(text).run.checkpoint.every == every
 
 
 def test_axolotl_is_not_taken_for_accelerate():

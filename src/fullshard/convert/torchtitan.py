@@ -234,7 +234,9 @@ def _uses_float8(state: ConversionState) -> bool:
 def _convert_sections_with_switch(state: ConversionState) -> None:
     """Converts sections that have a switch: checkpoints, validation and compile."""
     saves = "checkpoint.enable"
-    if saves in state.leaves:
+    if state.get("checkpoint.folder") == "" and saves not in state.leaves:
+        state.record_not_needed("checkpoint.interval", "off: without a folder nothing was saved in 2024")
+    elif saves in state.leaves:
         every = parse_positive_integer(state.get("checkpoint.interval")) or 500
         if is_true_yes_on(state.get(saves)):
             state.record_setting(saves, "checkpoint.every", value=every)

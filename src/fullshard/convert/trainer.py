@@ -36,6 +36,13 @@ _DEFAULTS = {
 }
 _AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine"}
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+# Degrees of ranks that share each sequence.
+_MODEL_PARALLEL = (
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
 _PRECISIONS = {"fp8": "fp8", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -84,7 +91,8 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
     if is_variable(state.get(key)) or is_variable(state.get(steps_key)):
         return
     sequences = (each or default) * (steps or 1)
-    state.infer_global_batch(sequences, origin=f"{key} × {steps_key}")
+    shared = math.prod(parse_positive_integer(state.get(one)) or 1 for one in _MODEL_PARALLEL)
+    state.infer_global_batch(sequences, origin=f"{key} × {steps_key}", model_parallel=shared)
 
 
 def _convert_strategy(state: ConversionState) -> None:
