@@ -261,6 +261,12 @@ BOMBS = {
     "brackets in python": "FSDP(m, x=" + "[" * 150 + "]" * 150 + ")",
     "an integer": '{"train_batch_size": 1' + "0" * 400 + "}",
     "half a letter": '{"train_batch_size": 4, "wandb": {"team": "\\ud800"}}',
+    "quotes": '{"' + '\\"' * 300_000,
+    "a backslash": '{"' + '\\"' * 300_000 + "\\",
+    "comments": "{" + "/*" * 300_000,
+    "placeholders": "{" + "${" * 300_000,
+    "templates": "{" + "{{" * 300_000,
+    "a placeholder in a text": json.dumps({"train_batch_size": 4, "wandb": {"team": "${" * 300_000}})[:-1],
     "many keys": json.dumps({"train_batch_size": 4} | {f"key{i}": i for i in range(6000)}),
 }
 

@@ -68,15 +68,16 @@ _FORMS = (
     "an Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, a torchtitan TOML, or Python that calls "
     "FSDP(…), fully_shard(…), FSDP2Config(…), Fabric(…), FSDPStrategy(…) or TrainingArguments(…)"
 )
-# Placeholders that a template engine or a shell fills in.
-_TEMPLATE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
-_VARIABLE = re.compile(r".*\$\{.+\}.*|\$[A-Za-z_]\w*|\{\{.*\}\}|\{%.*%\}", re.DOTALL)
-# Parts of text that is nearly JSON: strings, comments (which DeepSpeed reads, as Hjson), placeholders.
+# Parts of text that is nearly JSON: strings, comments (DeepSpeed reads them, as Hjson), placeholders. What is
+# not closed ends with the text, so that no part is searched twice.
+_STRING = r'"(?:\\.|[^"\\])*(?:"|\\?\Z)'
 _JSON_PARTS = re.compile(
-    r'(?P<string>"(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/|(?P<variable>\$\{[^}]*\}|\{\{.*?\}\}|\$\w+)',
+    rf"(?P<string>{_STRING})|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)"
+    r"|(?P<variable>\$\{[^}]*(?:\}|\Z)|\{\{.*?(?:\}\}|\Z)|\$\w+)",
     re.DOTALL,
 )
-_STRING_OR_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
+_STRING_OR_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
+_TEMPLATE_MARKS = ("{{", "{%")
 
 ParsedConfig = tuple[ConfigFormat, dict[str, Any], list[str]]
 
@@ -88,10 +89,10 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
         found = read(text, format)
         if found is not None:
             return _with_plain_values(found, text, name=name)
-    template = _TEMPLATE.search(text)
-    if template is not None and not name.endswith(".py"):
+    if _has_template_marks(text) and not name.endswith(".py") and _load_yaml(text) is None:
+        line = next(line for line in text.splitlines() if _has_template_marks(line))
         fix = "fill in its placeholders first"
-        raise SpecError(f"{name} is a template.", got=_first_nonblank_line(template[0]), fix=fix)
+        raise SpecError(f"{name} is a template.", got=_first_nonblank_line(line), fix=fix)
     if "Trainer.Config" in text:
         raise SpecError(
             f"{name} is a registry of torchtitan's configs in Python, as of February 2026.",
@@ -130,22 +131,28 @@ def _with_json_syntax(text: str) -> str:
 
 
 def _try_parse_yaml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
-    """Parses YAML. YAML's references may not expand to more values than the text has characters."""
-    if format not in _MAPPING_FORMATS or len(text) > _YAML_LETTERS:
+    if format not in _MAPPING_FORMATS:
         return None
-    import yaml
-
-    try:
-        with ForeignErrorTranslator(lambda got: SpecError("it is not YAML.", got=got)):
-            tree = yaml.safe_load(text)
-            check_nesting_depth(tree, most=len(text))
-    except SpecError:
-        return None
-    found = _recognize_mapping_format(tree, format)
+    found = _recognize_mapping_format(_load_yaml(text), format)
     # DeepSpeed's are JSON; a YAML with one of its common names, such as `optimizer`, is another tool's.
     if format is None and found and found[0] is ConfigFormat.DEEPSPEED and not _DEEPSPEED & found[1].keys():
         return None
     return found
+
+
+def _load_yaml(text: str) -> Any:
+    """Returns the value of YAML text; None for other text, for long text, and for references that expand."""
+    import yaml
+
+    if len(text) > _YAML_LETTERS:
+        return None
+    try:
+        with ForeignErrorTranslator(lambda got: SpecError("it is not YAML.", got=got)):
+            tree: Any = yaml.safe_load(text)
+            check_nesting_depth(tree, most=len(text))
+    except SpecError:
+        return None
+    return tree
 
 
 def _recognize_mapping_format(tree: Any, format: ConfigFormat | None) -> ParsedConfig | None:
@@ -178,9 +185,23 @@ def _plain_json_value(value: Any) -> Any:
         return {str(key): _plain_json_value(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple | set):
         return [_plain_json_value(inner) for inner in cast(Iterable[Any], value)]
-    if isinstance(value, str) and _VARIABLE.fullmatch(value):
+    if isinstance(value, str) and _is_placeholder(value):
         return UnevaluatedExpression(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _has_template_marks(text: str) -> bool:
+    return any(mark in text for mark in _TEMPLATE_MARKS)
+
+
+def _is_placeholder(text: str) -> bool:
+    """Returns True for text that a template engine or a shell fills in: `${A}`, `a/${B}`, `$A`, `{{ a }}`."""
+    name = text.removeprefix("$")
+    return (
+        "}" in text.partition("${")[2]
+        or (name != text and name.isidentifier())
+        or (text.startswith(_TEMPLATE_MARKS) and text.endswith(("}}", "%}")))
+    )
 
 
 def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
@@ -203,7 +224,7 @@ def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> Parsed
 def _try_parse_python(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     if format in (ConfigFormat.ACCELERATE, ConfigFormat.AXOLOTL, ConfigFormat.TORCHTITAN):
         return None
-    if text.lstrip().startswith("{") and _TEMPLATE.search(text):
+    if text.lstrip().startswith("{") and _has_template_marks(text):
         return None  # JSON with placeholders is Python too: sets in a dict
     try:
         return _settings_from_python_calls(PythonSource(text), format)
