@@ -70,6 +70,12 @@ def test_variables_of_yaml_are_open():
     assert conversion.lost_keys == ("distributed_type",)
 
 
+def test_a_degree_of_torchtitan_that_is_a_variable_is_not_taken_for_one():
+    conversion = converted("[parallelism]\ndata_parallel_replicate_degree = '${REPLICAS}'")
+    assert "sharding.strategy" not in conversion.settings
+    assert conversion.lost_keys == ("parallelism.data_parallel_replicate_degree",)
+
+
 def test_auto_is_open_with_the_value_that_counts_here_and_loses_nothing():
     text = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -195,6 +201,7 @@ def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
     ("text", "mode"),
     [
         ("[model]\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise'\n[training]", "fp8_rowwise"),
+        ("[model]\nconverters = 'float8'\n[training]", "fp8"),
         ("[model]\nconverters = ['quantize.linear.float8']\n[training]", "fp8"),
         ("[float8]\nenable_float8_linear = true\n[training]\nenable_cpu_offload = true", "fp8_rowwise"),
         ("distributed_type: FSDP\nmixed_precision: fp8", "fp8"),

@@ -5,9 +5,15 @@ Sources: torchtitan/config/job_config.py of 2025 and 2026, config_manager.py of 
 
 import math
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
-from fullshard.convert.reader import ConversionState, is_true_yes_on, parse_number, parse_positive_integer
+from fullshard.convert.reader import (
+    ConversionState,
+    is_true_yes_on,
+    is_variable,
+    parse_number,
+    parse_positive_integer,
+)
 from fullshard.convert.rules import (
     Rules,
     apply_rules,
@@ -83,8 +89,12 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
     replicate = state.checked_positive_integer(replicate_key, unset=(-1,)) or 1
     shard = state.checked_positive_integer(shard_key, unset=(-1,)) or -1
     never = state.get(policy_key) == "never"
-    ddp = str(state.get("parallelism.data_parallel_type")).lower() == "ddp"  # until 2024-10
-    if ddp:
+    variables = [key for key in (replicate_key, shard_key) if is_variable(state.get(key))]
+    for key in variables:
+        state.record_open(key, "sharding.strategy")
+    if variables:
+        return
+    if str(state.get("parallelism.data_parallel_type")).lower() == "ddp":  # until 2024-10
         state.record_setting("parallelism.data_parallel_type", "sharding.strategy", value="no_shard")
         for key in (replicate_key, shard_key):
             state.record_not_needed(key, "all ranks are replicas")
@@ -226,8 +236,9 @@ def _convert_precision(state: ConversionState) -> None:
 def _uses_float8(state: ConversionState) -> bool:
     """Returns True if all of `model.converters` are float8 for linear modules, or by the switch of 2024."""
     converters: Any = state.get("model.converters")
+    named = converters.split(",") if isinstance(converters, str) else converters  # a text until 2025-02
     return state.get("float8.enable_float8_linear") is True or (
-        isinstance(converters, list) and bool(converters) and all(one in _FLOAT8 for one in converters)
+        isinstance(named, list) and bool(named) and all(one in _FLOAT8 for one in cast(list[Any], named))
     )
 
 
