@@ -91,11 +91,14 @@ def _use_expandable_segments() -> None:
     """Makes the allocator grow its segments, in a process whose environment does not configure it."""
     if torch.version.cuda is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
-    if not hasattr(torch.cuda.memory, "_set_allocator_settings"):
-        return  # newer than the deprecation of this function
+    bindings = torch._C  # pyright: ignore[reportPrivateUsage]
+    # The first name is deprecated in favour of the second.
+    names = ((torch.cuda.memory, "_set_allocator_settings"), (bindings, "_accelerator_setAllocatorSettings"))
+    found = next((getattr(module, name) for module, name in names if hasattr(module, name)), None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for the same
-        torch.cuda.memory._set_allocator_settings(EXPANDABLE_SEGMENTS)  # pyright: ignore[reportPrivateUsage, reportDeprecated]
+        warnings.simplefilter("ignore", FutureWarning)
+        if found is not None:
+            found(EXPANDABLE_SEGMENTS)
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:
