@@ -26,7 +26,7 @@ from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, fits
 from fullshard.spec.run import PrefetchSection, RecomputeSection, Run
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
-from tests.planner.test_search import bare, brute_force, prediction_of, times
+from tests.planner.test_search import bare, best_by_rule, brute_force, prediction_of
 from tests.planner.test_simulate import UNIT
 
 SHAPE = Shape(layers=9, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
@@ -210,24 +210,21 @@ def test_it_is_a_candidate_where_there_is_a_host_of_known_speed(hardware: Hardwa
 def test_the_search_equals_brute_force(rate: float, spread: float):
     hardware, run = gpus(rate), run_for(SHAPE, "train.global_batch=16", "sharding.strategy=full_shard")
     everything = brute_force(spec_of(), hardware, run)
-    needs = sorted(prediction_of(one).required_device_bytes for one, *_ in everything)
-    capacity = int(needs[0] + spread * (needs[-1] - needs[0]))
+    needs = sorted(one.needed for one in everything)
+    capacity = int(needs[0] / 0.95 + 1 + spread * (needs[-1] - needs[0]))
     found = search(spec_of(), hardware, run, capacity_bytes=capacity)
-    fit = [one for one in everything if prediction_of(one[0]).required_device_bytes <= capacity]
-    ranked = sorted((one for one in fit if not one[2]), key=lambda one: one[3])
-    assert bare(found.best) == bare(ranked[0][0])
-    assert times(found.ranked) == times([one for one, *_ in ranked[: len(found.ranked)]])
-    chosen = found.best
+    chosen = best_by_rule([one for one in everything if not one.is_duplicate], run, capacity=capacity)
     assert chosen is not None
+    assert bare(found.best) == bare(chosen.plan)
     # In this spec it takes as little as full recompute: so it is taken as soon as its copies are hidden.
     if rate == 1e13:
-        assert all(one.run.recompute.mode != "full" for one in found.ranked[:1])
+        assert chosen.plan.run.recompute.mode != "full"
 
 
 def test_a_plan_that_waits_for_its_host_says_so():
     hardware, run = gpus(1e8), offloading()
     found = search(spec_of(), hardware, run)
-    said = explain_plan(found, hardware, spec=spec_of())
+    said = explain_plan(found, hardware, spec=spec_of(), run=run)
     assert said.binds == "host"
     assert "copies of activations" in said.because
 

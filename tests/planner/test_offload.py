@@ -17,8 +17,8 @@ from fullshard.planner.memory import (
     trace_dependent_peak_bytes,
 )
 from fullshard.planner.offload import TIERS, device_update_buffer_bytes, with_infinitely_fast_drive
+from fullshard.planner.search import SAME_SPEED, predict, search
 from fullshard.planner.search import plan as plan_best
-from fullshard.planner.search import predict, search
 from fullshard.planner.step_time import StepTimePredictor, predict_terms
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
@@ -291,7 +291,7 @@ def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
         tiers=TIERS, tensor=data.draw(st.sampled_from([(1,), (1, 2)][: max(1, ranks // 2)]))
     )
     pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", "prefetch.mode=implicit")
-    spec, run = decoder_spec(SMALL), run_for(SMALL, *pins)
+    spec, run = decoder_spec(SMALL), run_for(SMALL, *pins, "plan.memory_margin=0")
     everything = [
         predict(spec, build_plan(one, run, hardware=hardware), hardware)
         for one in iterate_candidates(spec, hardware, run=run, what_if=what_if)
@@ -311,7 +311,7 @@ def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     assert (found.best is None) == (not fit)
     if found.best is not None:
         least = min(prediction_of(one).time.total for one in fit)
-        assert prediction_of(found.best).time.total == pytest.approx(least, rel=2e-3)
+        assert prediction_of(found.best).time.total <= (1 + SAME_SPEED) * least
     fastest = min(prediction_of(one).time.total for one in everything)
     assert prediction_of(found.fastest).time.total == pytest.approx(fastest, rel=2e-3)
     assert {one.run.offload.tier for one in found.by_strategy.values()} == set(TIERS)

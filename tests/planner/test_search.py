@@ -1,21 +1,17 @@
 """The search gives what predicting every candidate gives, and says why where nothing fits."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
+from fullshard.planner.candidate_costs import step_seconds_with_startup
 from fullshard.planner.candidates import build_plan, iterate_candidates
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.search import (
-    RANKED,
-    SearchResult,
-    plan,
-    plan_sort_key,
-    predict,
-    search,
-    step_seconds_with_startup,
-)
+from fullshard.planner.search import SAME_MEMORY, SAME_SPEED, SearchResult, plan, predict, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -27,6 +23,8 @@ from tests.fakes.specs import LLAMA_8B, LLAMA_405B, Shape, decoder_spec, run_for
 SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 PINS: tuple[tuple[str, ...], ...] = (
     (),
+    ("plan.memory_margin=0",),
+    ("plan.memory_margin=0.3", "plan.compile_steps=1000", "run.compile=auto"),
     ("run.compile=auto",),
     ("run.compile=auto", "train.steps=20"),
     ("sharding.strategy=hybrid_shard",),
@@ -45,20 +43,39 @@ def prediction_of(plan: Plan | None) -> Prediction:
     return plan.prediction
 
 
-def brute_force(
-    spec: ModelSpec, hardware: Hardware, run: Run
-) -> list[tuple[Plan, str, bool, tuple[int, int]]]:
-    """Every candidate: its plan, kind, whether it is another's double, and what it is ranked by."""
-    return [
-        (
-            one,
-            c.mesh.strategy_or_hpz_name,
-            c.is_duplicate,
-            plan_sort_key(step_seconds_with_startup(one), index),
-        )
-        for index, c in enumerate(iterate_candidates(spec, hardware, run=run))
-        for one in (predict(spec, build_plan(c, run, hardware=hardware), hardware),)
-    ]
+class Known(NamedTuple):
+    """A candidate that was predicted in full, with what a choice goes by."""
+
+    plan: Plan
+    kind: str
+    is_duplicate: bool
+    seconds: float
+    needed: int
+    place: int
+
+
+def brute_force(spec: ModelSpec, hardware: Hardware, run: Run) -> list[Known]:
+    """Every candidate, predicted."""
+    known: list[Known] = []
+    for index, c in enumerate(iterate_candidates(spec, hardware, run=run)):
+        one = predict(spec, build_plan(c, run, hardware=hardware), hardware)
+        needed = prediction_of(one).required_device_bytes
+        seconds = step_seconds_with_startup(one)
+        known.append(Known(one, c.mesh.strategy_or_hpz_name, c.is_duplicate, seconds, needed, index))
+    return known
+
+
+def best_by_rule(known: list[Known], run: Run, *, capacity: int) -> Known | None:
+    """The rule of the choice, word for word: margin, then ties in time, then in memory, then the plainest."""
+    fit = [one for one in known if one.needed <= int(capacity * (1 - run.memory_margin))]
+    if not fit:
+        return None
+    fastest = min(one.seconds for one in fit)
+    ties = [one for one in fit if one.seconds <= (1 + SAME_SPEED) * fastest]
+    least = min(one.needed for one in ties)
+    return min(
+        (one for one in ties if one.needed <= least + SAME_MEMORY * capacity), key=lambda one: one.place
+    )
 
 
 @settings(max_examples=5)
@@ -87,47 +104,55 @@ def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
     ):
         return
     everything = brute_force(spec, hardware, run)
-    needs = sorted(prediction_of(one).required_device_bytes for one, *_ in everything)
+    needs = sorted(one.needed for one in everything)
     # Nothing fits, or all does, or anything between.
     capacity = int(needs[0] * 0.99 + spread * (needs[-1] - needs[0] * 0.98))
-    found = search(spec, hardware, run, capacity_bytes=capacity)
-    fit = [one for one in everything if prediction_of(one[0]).required_device_bytes <= capacity]
-    ranked = sorted((one for one in fit if not one[2]), key=lambda one: one[3])
-    assert times(found.ranked) == times([one for one, *_ in ranked[:RANKED]])
-    assert bare(found.best) == (bare(ranked[0][0]) if ranked else None)
-    assert found.considered == sum(not double for *_, double, _ in everything)
-    assert bare(found.fastest) == bare(min(everything, key=lambda one: one[3])[0])
-    check_kinds(found, everything, capacity=capacity)
+    found = search(spec, hardware, run, capacity_bytes=capacity, with_front=True)
+    own = [one for one in everything if not one.is_duplicate]
+    chosen = best_by_rule(own, run, capacity=capacity)
+    assert bare(found.best) == (chosen and bare(chosen.plan))
+    assert found.considered == len(own)
+    assert step_seconds_with_startup(found.fastest) <= 1.001 * min(one.seconds for one in everything)
+    check_kinds(found, everything, run, capacity=capacity)
+    if found.best is not None:
+        prefetches = {"implicit", found.best.run.prefetch.mode}
+        check_front(found, [one for one in own if one.plan.run.prefetch.mode in prefetches])
 
 
-def check_kinds(
-    found: SearchResult, everything: list[tuple[Plan, str, bool, tuple[int, int]]], *, capacity: int
-) -> None:
-    for kind in {kind for _, kind, *_ in everything}:
-        own = [(plan, order) for plan, its_kind, _, order in everything if its_kind == kind]
-        fit = [(plan, order) for plan, order in own if prediction_of(plan).required_device_bytes <= capacity]
-        if fit:
-            assert bare(found.by_strategy[kind]) == bare(min(fit, key=lambda one: one[1])[0])
-        else:
-            least = min(own, key=lambda one: (prediction_of(one[0]).required_device_bytes, one[1][1]))[0]
-            assert bare(found.by_strategy[kind]) == bare(least)
-    least_bytes = min(prediction_of(plan).required_device_bytes for plan, *_ in everything)
+def check_kinds(found: SearchResult, everything: list[Known], run: Run, *, capacity: int) -> None:
+    for kind in {one.kind for one in everything}:
+        own = [one for one in everything if one.kind == kind]
+        smallest = min(own, key=lambda one: (one.needed, one.place))
+        expected = best_by_rule(own, run, capacity=capacity) or smallest
+        assert bare(found.by_strategy[kind]) == bare(expected.plan)
     assert (found.closest is None) == (found.best is not None)
     if found.closest is not None:
-        assert prediction_of(found.closest).required_device_bytes == least_bytes
+        least = min(one.needed for one in everything)
+        assert prediction_of(found.closest).required_device_bytes == least
+
+
+def check_front(found: SearchResult, own: list[Known]) -> None:
+    """No plan is beaten in both by any candidate, and every candidate is beaten or equalled by a plan."""
+    front = [
+        (step_seconds_with_startup(one), prediction_of(one).required_device_bytes) for one in found.front
+    ]
+    assert front == sorted(front)
+    assert all(a[1] > b[1] for a, b in pairwise(front))
+    for one in own:
+        assert any(seconds <= one.seconds and needed <= one.needed for seconds, needed in front)
+        assert not any(
+            one.seconds <= seconds and one.needed <= needed and (one.seconds, one.needed) != (seconds, needed)
+            for seconds, needed in front
+        )
 
 
 def bare(plan: Plan | None) -> Plan | None:
     return plan and plan.model_copy(update={"prediction": None})
 
 
-def times(plans: tuple[Plan, ...] | list[Plan]) -> list[float]:
-    return [prediction_of(plan).time.total for plan in plans]
-
-
 def test_a_405b_is_searched_over_ten_thousand_candidates_and_few_are_predicted():
     spec, run = decoder_spec(LLAMA_405B), run_for(LLAMA_405B, "train.global_batch=65536")
-    found = search(spec, hardware_of(2048, 8), run)
+    found = search(spec, hardware_of(2048, 8, gib=96), run)
     assert found.considered >= 10_000
     assert found.predicted < 200
     assert prediction_of(found.best).fits_in_memory
@@ -157,7 +182,7 @@ def test_the_best_plan_is_complete_and_fits():
 )
 def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
     found = search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=32", pin))
-    assert {getattr(plan, field) for plan in (*found.ranked, *found.by_strategy.values())} == {value}
+    assert {getattr(plan, field) for plan in (found.best, *found.by_strategy.values())} == {value}
 
 
 def test_a_plan_says_how_the_loss_was_traced():

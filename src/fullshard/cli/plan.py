@@ -123,9 +123,9 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         choose_fastest_plan,
         fewest_gpus_request,
         plan_largest_input,
+        with_assumed_length,
         with_dry_run,
     )
-    from fullshard.quantities import parse_count
 
     _check_outputs_replaceable(save, save_spec, force=force)
     pinned = list(overrides or [])
@@ -133,13 +133,13 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         _check_ladder_alone(pinned, compare=compare, dry_run=dry_run, save=save, largest=largest)
     pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
     pinned += [f"precision.mode={precision}"] if precision else []
-    tokens = parse_count(tokens_per_step) if tokens_per_step else None
     question = _build_plan_request(
-        model, pinned, on=on, ranks=ranks, tokens=tokens, any_ranks=fewest_gpus_in_days is not None
+        model, pinned, on=on, ranks=ranks, tokens=tokens_per_step, any_ranks=fewest_gpus_in_days is not None
     )
     question = replace(question, hardware=_with_drive_rate(question.hardware, drive_rate))
     _save_to_file(question.spec, save_spec)
     spend = _parse_training_budget(budget, price=price, hardware=question.hardware)
+    question = with_assumed_length(question, pinned, budget=spend)
     if fewest_gpus_in_days is not None:
         question = fewest_gpus_request(question, days=fewest_gpus_in_days, budget=spend)
     if ladder:
@@ -150,12 +150,11 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         _save_to_file(answer.best, save)
         _print_note(question.plan_unusable_by_train_note(save))
     if dry_run:
-        _print_note("running the real step dry, which takes a minute or more")
         answer = with_dry_run(answer)
     if as_json:
         typer.echo(json.dumps(answer.json_record(spend), indent=2))
-    else:
-        answer.print_page(spend, compare=compare)
+        return
+    answer.print_page(spend, compare=compare)
 
 
 def _check_ladder_alone(
@@ -196,7 +195,7 @@ def _build_plan_request(
     *,
     on: str | None,
     ranks: int | None,
-    tokens: int | None,
+    tokens: str | None,
     any_ranks: bool,
 ) -> "PlanRequest":
     """Returns the planning question of all options. Only building the model imports torch, at the end.
@@ -210,7 +209,9 @@ def _build_plan_request(
         choose_hardware,
         resolve_plan_target,
     )
+    from fullshard.quantities import parse_count
 
+    per_step = parse_count(tokens) if tokens else None
     subject = resolve_plan_target(name)
     asked = subject.load_run(pinned)
     _check_spec_fits_run(subject, asked)
@@ -225,10 +226,10 @@ def _build_plan_request(
         asked = subject.load_run(pinned)
     if tokens is not None or (subject.chosen_here and not _is_key_overridden("train.global_batch", pinned)):
         if any_ranks:
-            sequences, note = choose_global_batch_for_any_ranks(asked, tokens=tokens)
+            sequences, note = choose_global_batch_for_any_ranks(asked, tokens=per_step)
         else:
             ranks = max(1, hardware.world_size // asked.sharding.tensor_parallel)
-            sequences, note = choose_global_batch(asked, tokens=tokens, ranks=ranks)
+            sequences, note = choose_global_batch(asked, tokens=per_step, ranks=ranks)
         asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         _print_note(note)
     for text in subject.differs:

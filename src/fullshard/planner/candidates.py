@@ -1,8 +1,13 @@
 """Candidate plans of a run: every combination of the settings that the run leaves open.
 
 The order matters: of two plans that take equally long, the earlier candidate is preferred. Plain settings
-come before elaborate ones: full_shard before the other strategies, FSDP2's own prefetch before none and
-explicit, no recompute before some, uncompiled before compiled, larger microbatches before smaller ones.
+come before elaborate ones: replicas before shards, full_shard before the other strategies, FSDP2's own
+prefetch before none and explicit, no recompute before some, uncompiled before compiled, larger microbatches
+before smaller ones.
+
+[Note: groups follow nodes]
+A group of ranks that shares parameters is a whole number of nodes, or divides a node's ranks: any other would
+send as much between nodes as a larger one. A run may pin any other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +26,9 @@ GradientSync = Literal["every_microbatch", "last_microbatch"]
 _DEEPEST_PREFETCH = 3
 _HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 _ORDER = (
+    Strategy.NO_SHARD,
     Strategy.FULL_SHARD,
     Strategy.SHARD_GRAD_OP,
-    Strategy.NO_SHARD,
     Strategy.ZERO1,
     Strategy.HYBRID_SHARD,
     Strategy.HYBRID_SHARD_ZERO2,
@@ -87,7 +92,7 @@ class Candidate(NamedTuple):
     recompute: RecomputeSection
     compiled: bool
     prefetch: PrefetchSection
-    is_duplicate: bool = False  # an earlier candidate of another strategy is equivalent
+    is_duplicate: bool = False  # a candidate of another strategy is equivalent
     apart: OffloadAndTensorParallel = OffloadAndTensorParallel()
 
     @property
@@ -116,7 +121,9 @@ def _iterate_for_target(
 ) -> Iterator[Candidate]:
     run = _run_with_offload_and_tp(run, apart)
     world = hardware.world_size // apart.tensor
-    meshes = list(_iterate_sharding_choices(run, world))
+    per_node, split = hardware.ranks_per_node, apart.tensor
+    node = per_node // split if per_node % split == 0 else 1
+    meshes = list(_iterate_sharding_choices(run, world, node=node))
     # Building a plan with all pinned settings raises early if they are impossible.
     pinned = _run_with_sharding(run, meshes[0])
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
@@ -186,13 +193,14 @@ def divisors_largest_first(count: int) -> list[int]:
     return sorted({*small, *(count // d for d in small)}, reverse=True)
 
 
-def _iterate_sharding_choices(run: Run, world: int) -> Iterator[ShardingChoice]:
+def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[ShardingChoice]:
+    """Yields the strategies over `world` ranks, `node` of them on a node. See [Note: groups follow nodes]."""
     section = run.sharding
     if section.strategy != "auto":
         strategies: Sequence[Strategy] = (Strategy(section.strategy),)
     else:
         strategies = _ORDER if section.shard_degree is None else _HYBRID
-    proper = [d for d in divisors_largest_first(world) if d not in (1, world)]
+    proper = _group_sizes(world, node=node)
     plain: list[ShardingChoice] = []
     for strategy in strategies:
         if strategy not in _HYBRID:
@@ -211,8 +219,14 @@ def _iterate_sharding_choices(run: Run, world: int) -> Iterator[ShardingChoice]:
     if section.strategy != "auto" or run.precision.mode == "fp8":
         return  # a named strategy is taken literally; FSDP2 gathers fp8 from all ranks' shards only
     for mesh in freeing:
-        inner = [d for d in divisors_largest_first(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
+        inner = _group_sizes(mesh.shard_degree, node=node)
         yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)
+
+
+def _group_sizes(ranks: int, *, node: int) -> list[int]:
+    """Returns the sizes of equal groups of `ranks`, without 1 and all, that follow nodes of `node` ranks."""
+    sizes = (size for size in divisors_largest_first(ranks) if size not in (1, ranks))
+    return [size for size in sizes if size % node == 0 or node % size == 0]
 
 
 def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, world: int) -> Iterator[MicrobatchSplit]:

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
+from fullshard.planner.candidate_costs import require_prediction
 from fullshard.planner.candidates import divisors_largest_first, run_with_settings
-from fullshard.planner.search import require_prediction, search
+from fullshard.planner.search import search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec

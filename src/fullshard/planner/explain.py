@@ -1,23 +1,29 @@
 """Explanation of a search's result: what limits the plan, the cost of other plans, and the rules of thumb."""
 
+from collections.abc import Sequence
 from typing import Literal
 
-from fullshard.planner.search import SearchResult, format_plan, require_prediction
+from fullshard.planner.advice import (
+    NOTABLE,
+    Lever,
+    RunnerUpPlan,
+    choose_runners_up,
+    find_largest_lever,
+    format_difference,
+)
+from fullshard.planner.candidate_costs import require_prediction
+from fullshard.planner.search import SearchResult, format_plan
 from fullshard.planner.step_time import StepTimePredictor
 from fullshard.planner.unit_costs import TICKS
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
-from fullshard.spec.prediction import Prediction
-from fullshard.spec.run import Strategy
+from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel
 
 Binding = Literal["memory", "links", "host", "computing"]
 _LARGEST = 3
-_RUNNERS_UP = 6
-# Fraction of the step from which a term is reported: another plan, or other hardware, would be noticeable.
-_NOTABLE = 0.05
 # The rules of thumb are compared with the choice, and never used for it: docs/design/rules-of-thumb.md.
 _ROOM = 0.5  # fraction of the device for state kept between steps; activations take the other half
 _FAST = 4.0  # ratio of link rates, within to across nodes, from which shards stay within a node
@@ -29,15 +35,6 @@ class MemoryTermBytes(FrozenModel):
 
     name: str
     count: int
-
-
-class RunnerUpPlan(FrozenModel):
-    """A plan that was not chosen, compared with the chosen one."""
-
-    plan: Plan
-    seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
-    needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
-    lacks_bytes: int = 0  # bytes by which it does not fit; 0 if it fits
 
 
 class RuleOfThumb(FrozenModel):
@@ -61,7 +58,7 @@ class PlanExplanation(FrozenModel):
 
     Values of `binds`, the limit on the plan:
 
-    memory      a faster plan is known, and does not fit
+    memory      a notably faster plan is known, and does not fit
     links       a notable part of the step is waiting for collectives
     host        a notable part is neither computing nor waiting for links: the host, or copies by FSDP2 or an
                 offload target
@@ -73,27 +70,36 @@ class PlanExplanation(FrozenModel):
     binds: Binding
     because: str  # reason for `binds`, as text
     largest: tuple[MemoryTermBytes, ...]  # the largest memory terms
-    runners_up: tuple[RunnerUpPlan, ...]
+    runners_up: tuple[RunnerUpPlan, ...]  # other plans of the front of speed and memory
+    lever: Lever | None  # the change that gains most, if any is notable
     rules: tuple[RuleOfThumb, ...]
+
+    def advice_lines(self) -> tuple[str, ...]:
+        """Returns what binds, the largest lever, and the alternatives, a sentence or two each."""
+        lines = [f"{self.binds} binds: {self.because}"]
+        lines += [f"largest lever: {self.lever.text}"] if self.lever is not None else []
+        named = self.fits and self.binds == "memory"  # `because` names the nearest step up
+        others = [one for one in self.runners_up if not (named and one.lacks_bytes)]
+        return (*lines, *(one.text(self.plan) for one in others))
 
     def format_lines(self) -> tuple[str, ...]:
         """Returns the explanation as lines of text."""
         largest = (f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest)
         return (
             f"{'chosen' if self.fits else 'closest'}: {format_plan(self.plan)}",
-            f"binds: {self.binds}; {self.because}",
+            *self.advice_lines(),
             f"largest: {', '.join(largest)}",
-            *(_format_runner_up(one) for one in self.runners_up),
             *(line for rule in self.rules for line in rule.format_lines()),
         )
 
 
-def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> PlanExplanation:
-    """Returns the explanation of `found`, the result of a search over `spec` and `hardware`."""
+def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanExplanation:
+    """Returns the explanation of `found`, the result of a search of `run` with its front."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
     prediction = require_prediction(plan)
-    binds, because = _binding_limit_and_reason(found, prediction)
+    runners_up = choose_runners_up(found, plan)
+    binds, because = _binding_limit_and_reason(plan, found, runners_up=runners_up)
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])[:_LARGEST]
     return PlanExplanation(
         plan=plan,
@@ -101,23 +107,26 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) ->
         binds=binds,
         because=because,
         largest=tuple(MemoryTermBytes(name=name, count=count) for name, count in terms),
-        runners_up=_choose_runners_up(found, plan),
+        runners_up=runners_up,
+        lever=find_largest_lever(plan, hardware, spec=spec, run=run) if found.best else None,
         rules=_rule_of_thumb_verdicts(plan, hardware, spec=spec),
     )
 
 
-def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]:
-    fastest = require_prediction(found.fastest)
+def _binding_limit_and_reason(
+    plan: Plan, found: SearchResult, *, runners_up: Sequence[RunnerUpPlan]
+) -> tuple[Binding, str]:
+    prediction = require_prediction(plan)
     if found.best is None:
         over = prediction.required_device_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
     total, time = prediction.time.total, prediction.time
-    saved = total - fastest.time.total
-    if not fastest.fits_in_memory and saved > _NOTABLE * total:
-        over = format_bytes(fastest.required_device_bytes - fastest.capacity_bytes)
-        faster = format_plan(found.fastest)
-        return "memory", f"with {over} more, {faster} would save {format_seconds(saved)} a step"
-    if time.offload > _NOTABLE * total:
+    step_up = next((one for one in runners_up if one.lacks_bytes), None)
+    if step_up is not None and step_up.speedup >= NOTABLE:
+        more = format_bytes(step_up.lacks_bytes)
+        change = format_difference(step_up.plan, plan)
+        return "memory", f"with {more} more per rank: {change}, {100 * step_up.speedup:.0f} % faster"
+    if time.offload > NOTABLE * total:
         tier = prediction.offload
         binds = tier.step_bottleneck if tier is not None else "copies of activations"
         share = 100 * time.offload / total
@@ -129,42 +138,18 @@ def _binding_limit_and_reason(found: SearchResult, prediction: Prediction) -> tu
         "contention with collectives": time.contention,
         "ranks that share matmuls": time.tensor_parallel,
     }
-    if sum(waits.values()) > _NOTABLE * total:
+    if sum(waits.values()) > NOTABLE * total:
         name, longest = max(waits.items(), key=lambda one: one[1])
         share = 100 * sum(waits.values()) / total
-        return "links", f"{share:.0f} % of the step, most of it {name} ({format_seconds(longest)})"
-    if time.engine > _NOTABLE * total:
+        return (
+            "links",
+            f"{share:.0f} % of the step waits for them, most of it {name} ({format_seconds(longest)})",
+        )
+    if time.engine > NOTABLE * total:
         return "host", f"FSDP2's own copies and hooks are {100 * time.engine / total:.0f} % of the step"
     share = 100 * (time.compute + time.recompute) / total
     again = f", {100 * time.recompute / total:.0f} % a second time" if time.recompute else ""
-    return "computing", f"{share:.0f} % of the step{again}"
-
-
-def _choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, ...]:
-    """Returns the second fastest plan, the fastest regardless of memory, and the best per strategy."""
-    best = require_prediction(chosen)
-    others: list[Plan] = []
-    for plan in (*found.ranked[1:2], found.fastest, *found.by_strategy.values()):
-        if plan not in (chosen, *others):
-            others.append(plan)
-    found_up = (
-        RunnerUpPlan(
-            plan=plan,
-            seconds=prediction.time.total - best.time.total,
-            needed_bytes=prediction.required_device_bytes - best.required_device_bytes,
-            lacks_bytes=max(0, prediction.required_device_bytes - prediction.capacity_bytes),
-        )
-        for plan, prediction in zip(others, map(require_prediction, others), strict=True)
-    )
-    ranked = sorted(found_up, key=lambda one: (one.lacks_bytes > 0, one.seconds))
-    return (*ranked[:_RUNNERS_UP], *(one for one in ranked[_RUNNERS_UP:] if one.plan == found.fastest))
-
-
-def _format_runner_up(one: RunnerUpPlan) -> str:
-    time = f"{'+' if one.seconds >= 0 else '-'}{format_seconds(abs(one.seconds))}"
-    space = f"{'+' if one.needed_bytes >= 0 else ''}{format_bytes(one.needed_bytes)}"
-    lacks = f" (does not fit: {format_bytes(one.lacks_bytes)} over)" if one.lacks_bytes else ""
-    return f"instead: {format_plan(one.plan)}: {time} a step, {space}{lacks}"
+    return "computing", f"the model's kernels are {share:.0f} % of the step{again}"
 
 
 def _rule_of_thumb_verdicts(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[RuleOfThumb, ...]:

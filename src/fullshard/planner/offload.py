@@ -60,9 +60,9 @@ memory in powers of two, so each storage is rounded up to one.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
@@ -292,7 +292,7 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
     section = plan.run.offload
     if not (section.offloads_optimizer and section.update == "device"):
         return 0
-    groups = list(_iterate_offload_groups(spec, plan, rank=rank))
+    groups = _offload_groups(spec, plan, rank=rank)
     if not groups:
         return 0
     largest = max(_state_bytes_per_element(plan, master) + master for _, master in groups)
@@ -306,25 +306,30 @@ def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     return tuple(
         page_aligned_bytes(group.padded_numel, master)
         + 2 * page_aligned_bytes(group.padded_numel, _moment_itemsize(plan, master))
-        for group, master in _iterate_offload_groups(spec, plan, rank=0)
+        for group, master in _offload_groups(spec, plan, rank=0)
     )
 
 
-def _iterate_offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[OffloadGroup, int]]:
-    """Yields the groups of `rank`, each with the bytes per element of its masters."""
-    held: list[ShardSizes] = []
-    itemsizes: dict[str, int] = {}
-    for unit in sorted(spec.units, key=lambda unit: unit.position):
-        settings = MergedUnitSettings.for_unit(plan, unit.override, kept=unit.kept)
-        degree, master = settings.shard_degree, settings.precision.master
-        itemsizes[master] = ITEMSIZE[master]
-        for index, parameter in enumerate(unit.parameters):
-            if parameter.requires_grad and parameter.shape:
-                numel = unpadded_shard_numel(parameter.shape, degree, rank=rank % degree)
-                most = padded_numel(parameter.shape, degree) // degree
-                held.append(ShardSizes(f"{unit.position}.{index}", numel=numel, max_numel=most, dtype=master))
-    for group in group_shards(held, sub_group_parameters=plan.run.offload.sub_group_parameters):
-        yield group, itemsizes[group.dtype]
+def _offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[tuple[OffloadGroup, int], ...]:
+    """Returns the groups of `rank`, each with the bytes per element of its masters, cached on `spec`."""
+    size = plan.run.offload.sub_group_parameters
+    key = ("offload groups", plan.shard_degree, plan.precision, plan.run.precision, size, rank)
+    found = spec.derived_value_cache.get(key)
+    if found is None:
+        held: list[ShardSizes] = []
+        itemsizes: dict[str, int] = {}
+        for unit in sorted(spec.units, key=lambda unit: unit.position):
+            settings = MergedUnitSettings.for_unit(plan, unit.override, kept=unit.kept)
+            degree, master = settings.shard_degree, settings.precision.master
+            itemsizes[master] = ITEMSIZE[master]
+            for index, parameter in enumerate(unit.parameters):
+                if parameter.requires_grad and parameter.shape:
+                    numel = unpadded_shard_numel(parameter.shape, degree, rank=rank % degree)
+                    most, name = padded_numel(parameter.shape, degree) // degree, f"{unit.position}.{index}"
+                    held.append(ShardSizes(name, numel=numel, max_numel=most, dtype=master))
+        groups = group_shards(held, sub_group_parameters=size)
+        found = spec.derived_value_cache[key] = tuple((one, itemsizes[one.dtype]) for one in groups)
+    return cast("tuple[tuple[OffloadGroup, int], ...]", found)
 
 
 def _moment_itemsize(plan: Plan, master: int) -> int:

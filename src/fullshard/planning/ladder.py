@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.errors import FullshardError, MissingExtraError, PlanError, SpecError
-from fullshard.planner.search import require_prediction, search
+from fullshard.planner.candidate_costs import require_prediction
+from fullshard.planner.search import search
 from fullshard.planning.result import PlanRequest
 from fullshard.quantities import format_bytes
 from fullshard.report.ladder import PlannedRung

@@ -1,6 +1,7 @@
 """The answer of `fullshard plan`: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +16,7 @@ from fullshard.planner.capacity import (
 )
 from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.search import SearchResult, no_plan_fits_error, search
-from fullshard.planning.target import PlanTarget
+from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
 LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
-RUNNERS_UP = 3
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ class PlanResult:
             show_labelled_lines([(f"largest {what}", f"{size:,}"), ("", "")])
         why: list[str] = []
         if self.explanation is not None:
-            instead = [line for line in self.explanation.format_lines() if line.startswith("instead: ")]
-            why = [f"{self.explanation.binds}; {self.explanation.because}", *instead[:RUNNERS_UP]]
+            why = list(self.explanation.advice_lines())
         show_plan(
             PlanReport(
                 self.best,
@@ -151,14 +150,32 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
     return data
 
 
+def with_assumed_length(
+    question: PlanRequest, overridden: Sequence[str], *, budget: TrainingBudget | None
+) -> PlanRequest:
+    """Returns `question` with the number of steps that share the compiling.
+
+    These are the steps of the budget; without one, DEFAULT_STEPS if only a model was named, and otherwise the
+    run's own. `overridden`: the user's `section.key=value`, which count first.
+    """
+    keys = {text.partition("=")[0].strip() for text in overridden}
+    named = question.subject.chosen_here and "train.steps" not in keys
+    if "plan.compile_steps" in keys or not (named or budget):
+        return question
+    steps = max(1, budget.tokens // question.asked.tokens_per_step) if budget else DEFAULT_STEPS
+    plan = question.asked.plan.model_copy(update={"compile_steps": min(steps, 10**9)})
+    return replace(question, asked=question.asked.model_copy(update={"plan": plan}))
+
+
 def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits. Raises PlanError, with the closest plan, if none does."""
     spec, hardware, run = question.spec, question.hardware, question.asked
-    found = search(spec, hardware, run)
+    found = search(spec, hardware, run, with_front=True)
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
         raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
-    return PlanResult(question, found.best, found, explanation=explain_plan(found, hardware, spec=spec))
+    explanation = explain_plan(found, hardware, spec=spec, run=run)
+    return PlanResult(question, found.best, found, explanation=explanation)
 
 
 def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
@@ -205,6 +222,7 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
             got=question.subject.name,
             fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
         )
+    print("note: running the real step dry, which takes a minute or more", file=sys.stderr)
     return replace(answer, dry=dry_run(answer.best))
 
 

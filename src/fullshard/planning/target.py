@@ -35,6 +35,9 @@ from fullshard.spec.run import PrecisionMode, Run
 DEFAULT_SEQUENCE = 8192
 # Default tokens per step, approximately.
 DEFAULT_TOKENS = 2**20
+# Steps that share the compiling, where neither a run.toml nor a budget tells how long the run is: a short
+# run of pretraining.
+DEFAULT_STEPS = 10_000
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     if prediction is None:
         yield "prediction", "none was made"
         return
-    yield from _memory_rows(prediction)
+    yield from _memory_rows(prediction, margin=page.asked.memory_margin)
     if plan.run.checkpoint.mode == "async":
         staged = format_bytes(prediction.memory.staged_checkpoint_bytes)
         yield "checkpoints", f"{staged} more host memory per rank, for the copy that is written"
@@ -156,6 +156,9 @@ def _verdict_against_chosen(prediction: Prediction, *, chosen: Prediction) -> st
 
 def mesh_text(plan: Plan) -> str:
     """Returns the mesh as `full_shard over 8 ranks` or `hybrid_shard over 8 ranks, in 4 replicas`."""
+    if plan.world_size == 1:
+        freed = "kept gathered over the step" if plan.reshard_after_forward is False else "gathered when used"
+        return f"{plan.strategy} on one rank: parameters are {freed}"
     if plan.strategy is Strategy.NO_SHARD:
         return f"{plan.strategy}: {_format_count_of(plan.data_parallel_degree, 'replica')}"
     text = f"{plan.strategy} over {_format_count_of(plan.shard_degree, 'rank')}"
@@ -216,11 +219,14 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     yield "compile", mark_as_asked(compiled, pinned=asked.run.compile != "auto")
 
 
-def _memory_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def _memory_rows(prediction: Prediction, *, margin: float) -> Iterator[tuple[str, str]]:
     needed, capacity = prediction.required_device_bytes, prediction.capacity_bytes
     rest = f"{format_bytes(abs(capacity - needed))} {'free' if prediction.fits_in_memory else 'TOO MUCH'}"
     share = f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank"
     yield "memory", f"{share} ({100 * needed / capacity:.0f} %): {rest}"
+    if margin:
+        used = "" if needed <= (1 - margin) * capacity else ", which this plan uses"
+        yield "  margin", f"{format_bytes(margin * capacity)} ({100 * margin:g} %) to be left free{used}"
     terms = {term_label(name): float(count) for name, count in prediction.memory.terms().items()}
     terms["allocator reserve"] = prediction.allocator_reserve_bytes
     terms["device context"] = prediction.context_bytes

@@ -13,6 +13,7 @@ from fullshard.spec.data_section import DataSection
 from fullshard.spec.fault_tolerance_section import CheckpointSection, FaultToleranceSection
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.model_section import DecoderConfig, ModelSection
+from fullshard.spec.plan_section import PlanSection
 from fullshard.spec.small_files import TomlError, parse_toml
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import (
@@ -372,6 +373,7 @@ class Run(FrozenModel):
     prefetch: PrefetchSection = PrefetchSection()
     fsdp: FsdpSection = FsdpSection()
     offload: OffloadSection = OffloadSection()
+    plan: PlanSection = PlanSection()
     checkpoint: CheckpointSection = CheckpointSection()
     fault_tolerance: FaultToleranceSection = FaultToleranceSection()
     log: LogSection = LogSection()
@@ -401,6 +403,13 @@ class Run(FrozenModel):
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.data.sequence_length
+
+    @property
+    def memory_margin(self) -> float:
+        """Fraction of a device's memory that the planner leaves free: none of a run that pins its memory."""
+        section = self.sharding.strategy, self.train.microbatch, self.recompute.mode
+        pinned = section[0] != "auto" and section[1] is not None and section[2] != "auto"
+        return 0.0 if pinned else self.plan.memory_margin
 
     @property
     def decoder_config(self) -> DecoderConfig:

@@ -1,0 +1,111 @@
+"""What the planner chooses, over sizes of models, machines and lengths of sequences: the choices, not digits.
+
+A line that changes is a change of judgement: read it like an engineer, and then write it here.
+"""
+
+import lzma
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from fullshard.planner.candidate_costs import require_prediction
+from fullshard.planner.search import search
+from fullshard.planning.spec_cache import SHIPPED_FILE, build_spec_key
+from fullshard.planning.target import resolve_plan_target
+from fullshard.spec.hardware_text import hardware_on
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
+
+# By formula, and not compiled: the sizes and lengths that no shipped preset has.
+SHAPES = {"0.1B": Shape(12, 768, 2048, 32000), "8B": LLAMA_8B, "671B": Shape(126, 20480, 71680, 128256)}
+OVERRIDES = ("run.compile=auto", "plan.compile_steps=10000", "precision.mode=bf16", "run.device=auto")
+CHOICES = """
+0.1B 8xH100 1024: full_shard 1x8, microbatch 64x2, recompute none, eager
+tinyllama-1.1b 1xRTX4090 2048: full_shard 1x1, microbatch 4x128, recompute full
+tinyllama-1.1b 8xA100 2048: shard_grad_op 1x8, microbatch 8x8, recompute none
+smollm2-1.7b 8xRTX4090 8192: shard_grad_op 1x8, microbatch 1x16, recompute selective
+smollm2-1.7b 8xH100 8192: shard_grad_op 1x8, microbatch 2x8, recompute none
+llama3.2-1b 1xH100 8192: shard_grad_op 1x1, microbatch 4x32, recompute none
+llama3.2-1b 8xH100 8192: full_shard 1x8, microbatch 4x4, recompute none
+llama3.2-3b 8xA100 8192: full_shard 1x8, microbatch 2x8, recompute none
+smollm3-3b 1xH200 8192: shard_grad_op 1x1, microbatch 2x64, recompute none
+smollm3-3b 4xRTX4090 8192: full_shard 1x4, microbatch 2x16, recompute full
+smollm3-3b 8xH100 8192: zero1 1x8, microbatch 1x16, recompute none
+llama2-7b 8xA100 4096: shard_grad_op 1x8, microbatch 2x16, recompute none
+llama2-7b 8x8xA100 4096: shard_grad_op 1x64, microbatch 2x2, recompute none
+llama3-8b 1xH100 8192: full_shard 1x1, microbatch 1x128, recompute selective, params+opt:cpu
+llama3-8b 1xH200 8192: zero1 1x1, microbatch 1x128, recompute none, opt:cpu
+llama3-8b 4xRTX4090 8192: full_shard 1x4, microbatch 2x16, recompute full, opt:cpu
+llama3-8b 8xH100 8192: full_shard 1x8, microbatch 1x16, recompute none
+llama3-8b 8xH200 8192: shard_grad_op 1x8, microbatch 2x8, recompute none
+llama3-8b 8xMI300X 8192: shard_grad_op 1x8, microbatch 2x8, recompute none
+llama3-8b 8x8xH100 8192: shard_grad_op 1x64, microbatch 1x2, recompute none
+8B 8xH100 2048: shard_grad_op 1x8, microbatch 4x16, recompute selective, eager
+8B 8xH100 32768: full_shard 1x8, microbatch 1x4, recompute full, eager, opt:cpu
+qwen2.5-32b 8xH200 8192: full_shard 1x8, microbatch 4x4, recompute full
+qwen2.5-32b 4x8xH100 8192: full_shard 1x32, microbatch 4x1, recompute full
+llama3-70b 8xMI300X 8192: full_shard 1x8, microbatch 1x16, recompute full, eager
+llama3-70b 8x8xH100 8192: full_shard 1x64, microbatch 2x1, recompute full
+llama3-70b 8x8xMI300X 8192: full_shard 1x64, microbatch 1x2, recompute selective
+llama3-70b 128x8xH100 8192: hybrid_shard 2x512, microbatch 1x1, recompute full
+llama3.1-405b 64x8xH100 8192: full_shard 1x512, microbatch 1x1, recompute full, no prefetch, eager, opt:cpu
+llama3.1-405b 64x8xH200 8192: full_shard 1x512, microbatch 1x1, recompute full, eager
+llama3.1-405b 2048x8xH100 8192: hybrid_shard 8x2048, microbatch 1x1, recompute full, no prefetch, eager
+671B 128x8xH200 4096: full_shard 1x1024, microbatch 1x1, recompute full, eager
+"""
+
+
+def choice_text(plan: Plan) -> str:
+    """Strategy and degrees, microbatch × accumulation, and other settings that are not plain."""
+    run, kept = plan.run, plan.reshard_after_forward
+    parts = [
+        f"{plan.strategy} {plan.replicate_degree}x{plan.shard_degree}"
+        + (f"->{kept}" if type(kept) is int else ""),
+        f"microbatch {plan.microbatch}x{plan.accumulation}",
+        f"recompute {run.recompute.mode}",
+        *({"none": ["no prefetch"], "explicit": ["explicit prefetch"]}.get(run.prefetch.mode, [])),
+        *(["eager"] if run.run.compile is False else []),
+        *([run.offload.tier.replace("optimizer", "opt")] if run.offload.tier != "none" else []),
+    ]
+    return ", ".join(parts)
+
+
+@cache
+def shipped_specs() -> dict[str, str]:
+    """The shipped specs as JSON, whatever torch they were traced with."""
+    _, *lines = lzma.decompress(SHIPPED_FILE.read_bytes()).decode().splitlines()
+    return dict(zip(lines[::2], lines[1::2], strict=True))
+
+
+def spec_and_run(model: str, length: int, *, ranks: int) -> tuple[ModelSpec, Run]:
+    """About a million tokens a step, of a shape by formula or of a preset at its own length."""
+    rows = f"train.global_batch={max(1, 2**20 // length // ranks) * ranks}"
+    if model in SHAPES:
+        shape = replace(SHAPES[model], sequence=length)
+        return decoder_spec(shape), run_for(shape, rows, *OVERRIDES)
+    run = resolve_plan_target(model).load_run([*OVERRIDES, rows])
+    assert run.data.sequence_length == length
+    key = build_spec_key(run, "cuda")
+    assert key is not None
+    return ModelSpec.model_validate_json(shipped_specs()[key.settings]), run
+
+
+def choose(model: str, machine: str, length: int) -> str:
+    hardware = hardware_on(machine)
+    spec, run = spec_and_run(model, length, ranks=hardware.world_size)
+    best = search(spec, hardware, run).best
+    if best is None:
+        return "nothing fits"
+    prediction = require_prediction(best)
+    assert prediction.required_device_bytes <= 0.95 * prediction.capacity_bytes
+    return choice_text(best)
+
+
+@pytest.mark.parametrize("line", CHOICES.strip().splitlines())
+def test_the_choice_is_what_an_engineer_would_take(line: str):
+    asked, _, expected = line.partition(":")
+    model, machine, length = asked.split()
+    assert choose(model, machine, int(length)) == expected.strip()
