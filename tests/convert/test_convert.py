@@ -369,6 +369,7 @@ def test_batches_multiply_to_the_whole():
         ("num_processes: 0\nfsdp_config: {}", "num_processes"),
         ("[training]\nlocal_batch_size = -8", "training.local_batch_size"),
         ("[training]\nsteps = 0", "training.steps"),
+        ("base_model: a\nsequence_len: 0", "sequence_len"),
     ],
 )
 def test_what_is_no_config_is_refused(text, told):

@@ -306,6 +306,14 @@ def test_the_exit_code_says_whether_strategy_and_precision_are_kept(text, lost, 
     assert json.loads(capsys.readouterr().out)["lost"] == lost
 
 
+@pytest.mark.parametrize("model", ["a/b", "${MODEL}"])
+def test_code_of_a_model_is_trusted_by_its_user_alone(model):
+    text = f"model_name_or_path: {model}\nnum_train_epochs: 1\ntrust_remote_code: true\nreinit_weights: true"
+    conversion = converted(text)
+    assert verdict_of(conversion, "trust_remote_code") is KeyVerdict.NOT_SUPPORTED
+    assert conversion.settings.get("model.weights") == ("none" if model == "a/b" else None)
+
+
 def test_a_warmup_that_is_a_fraction_needs_the_number_of_steps():
     text = "output_dir: a\nmodel_name_or_path: b\nwarmup_ratio: 0.1\n"
     assert converted(f"{text}max_steps: 200").run.schedule.warmup_steps == 20

@@ -128,7 +128,8 @@ class ConversionState:
         if is_variable(value) or is_one_of_same_type(value, (None, AUTO, *unset)):
             return None
         if (count := parse_positive_integer(value)) is None:
-            raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
+            name = self.original_names.get(key, key)
+            raise SpecError(f"{name} is not valid.", got=repr(value), fix="a whole number over 0")
         return count
 
     def record_setting(self, key: str, target: str, *, value: Any, why: str = "") -> None:

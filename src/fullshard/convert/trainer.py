@@ -65,6 +65,8 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     model = state.get("model_name_or_path")
     if isinstance(model, str) and not isinstance(model, UnevaluatedExpression):
         state.record_setting("model_name_or_path", "model.hf", value=model)
+        if is_true_yes_on(state.get("reinit_weights")):
+            state.record_setting("reinit_weights", "model.weights", value="none")
     _convert_batch_sizes(state, default=microbatch)
     _convert_strategy(state)
     _convert_precision(state)
