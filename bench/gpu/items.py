@@ -194,6 +194,7 @@ _TOY_TRANSFORMERS = (
     *(f"model.options.{name}_token_id=0" for name in ("bos", "eos", "pad")),
 )
 _TOY_SECONDS = 90
+_TOY_MOST_SECONDS = 900  # compiling fp8 takes a minute on a free core, and minutes beside other work
 
 
 def toy(item: Item) -> Item:
@@ -207,4 +208,10 @@ def toy(item: Item) -> Item:
     settings = (*own, *sizes, *steps, *smallest, *always) if own else ()
     # Waiting threads of OpenMP spin, which is slow where ranks share cores.
     environment = {**item.environment, "OMP_NUM_THREADS": "1"}
-    return replace(item, settings=settings, seconds=_TOY_SECONDS, environment=environment)
+    return replace(
+        item,
+        settings=settings,
+        seconds=_TOY_SECONDS,
+        most_seconds=_TOY_MOST_SECONDS,
+        environment=environment,
+    )
