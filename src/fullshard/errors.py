@@ -5,6 +5,7 @@ FullshardError          1   never raised itself
 ├── MissingExtraError   2   an optional dependency that is needed is not installed
 ├── PlanError           3   the run is well-formed, but no layout of it exists on these ranks
 ├── ShardError          4   the module cannot be sharded as planned
+│   └── TraceError                it runs only on tensors with values, so that it cannot be planned
 ├── DataError           5   data is unreadable, empty or too short
 ├── CheckpointError     6   a checkpoint is missing, broken, of another model, or cannot be written
 │   └── DamagedCheckpointError    its files are not as they were saved; an older one may be whole
@@ -73,6 +74,10 @@ class PlanError(FullshardError):
 
 class ShardError(FullshardError):
     exit_code = 4
+
+
+class TraceError(ShardError):
+    """Raised for a model that cannot be traced without values. It may train all the same, without a plan."""
 
 
 class DataError(FullshardError):

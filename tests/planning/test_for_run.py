@@ -1,5 +1,7 @@
 """The plan that `fullshard train` runs: chosen where the run leaves it open, kept where it pins."""
 
+import io
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -163,3 +165,56 @@ def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
     for name in ("sgd", "torch.optim.Adagrad"):
         with pytest.raises(PlanError, match="only AdamW's state is kept outside"):
             request_with_plan(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))
+
+
+BRANCHING = (
+    "model.python=tests.models.own:Branching",
+    "train.loss=tests.models.own:square_loss",
+    "data.source=python",
+    "data.factory=tests.models.own:Given",
+    "data.options.name=pyramid",
+    "train.global_batch=12",
+    "run.device=cpu",
+)
+
+
+def test_a_model_that_cannot_be_described_runs_with_plain_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Run.load(overrides=BRANCHING)
+    plan = request_with_plan(LaunchRequest(run=run)).plan
+    assert plan is not None
+    assert plan.prediction is None
+    said = capsys.readouterr().err
+    assert "note: not planned, so with plain defaults: Branching cannot be described" in said
+    assert "DataDependentOutputException" in said
+
+
+def test_without_a_plan_the_model_is_built_but_not_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Run.load(overrides=[*BRANCHING, "run.ranks=2", "precision.mode=fp32"])
+    assert request_with_plan(LaunchRequest(run=plain), plain_defaults=True).plan == Plan.from_run(
+        plain, world_size=2
+    )
+    assert capsys.readouterr().err == ""
+    wrong = LaunchRequest(run=Run.load(overrides=[*BRANCHING, "model.python=tests.models.own:absent"]))
+    with pytest.raises(SpecError, match="absent"):
+        request_with_plan(wrong, plain_defaults=True)
+    limited = request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000")
+    with pytest.raises(PlanError, match="cannot be held to"):
+        request_with_plan(limited, plain_defaults=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("file", "lines"), [(Terminal(), 1), (io.StringIO(), 0)], ids=["terminal", "file"])
+def test_tracing_is_announced_on_a_terminal_only(
+    file: io.StringIO, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("TERM", "xterm")
+    describe_run(request("recompute.mode=none").run, "cpu", cached=False)
+    assert file.getvalue().count("planning: tracing DecoderModel") == lines
+    assert file.getvalue().count("\n") == lines

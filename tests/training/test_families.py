@@ -15,16 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
+from fullshard.errors import TraceError
 from fullshard.models.build import build_model
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss, choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.architectures import whole
+from tests.fakes.architectures_hf import LENGTH
 from tests.fakes.families import AUDIO, FAMILIES, MIXTURES, STATE_SPACE, VISION_LANGUAGE, batch_of_family
 
 STEPS, RATE, MOMENTUM = 2, 0.1, 0.9
@@ -153,3 +156,28 @@ def test_families_are_of_every_kind() -> None:
         "state-space": 6,
         "mixtures": 4,
     }
+
+
+# Torch has no CTC loss for tensors without values.
+NOT_DESCRIBED = {"wav2vec2", "hubert"}
+# Described for the given microbatch only: patches are not rows of the batch, states stay in modules, or all
+# rows are compared with each other.
+DESCRIBED_FOR_ONE_MICROBATCH = {"qwen2_vl", "qwen2_5_vl", "mistral3", "recurrent_gemma", "clip"}
+
+
+def described(name: str) -> str:
+    model, run = built(name, "recompute.mode=none", f"data.sequence_length={LENGTH}")
+    batch = batch_of_family(name, 0)
+    try:
+        spec = describe(model, Plan.from_run(run, world_size=2), loss=choose_loss(run, model), batch=batch)
+    except TraceError:
+        return "not"
+    assert spec.numel == sum(parameter.numel() for parameter in model.parameters())
+    return "any" if spec.traces[0].microbatch is None else "one"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_described_for_any_microbatch_or_as_the_docs_say(name: str) -> None:
+    expected = "not" if name in NOT_DESCRIBED else "one" if name in DESCRIBED_FOR_ONE_MICROBATCH else "any"
+    assert described(name) == expected

@@ -28,16 +28,21 @@ def train(
     plan_path: Annotated[
         Path | None, typer.Option("--plan", metavar="PLAN.json", help="A saved plan; it contains its run.")
     ] = None,
+    no_plan: Annotated[
+        bool, typer.Option("--no-plan", help="Do not trace the model or search: the run's plain defaults.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
     started = time.time()
+    if no_plan and plan_path is not None:
+        raise typer.BadParameter("--plan gives a plan, and --no-plan wants none")
     request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
     _check_run_directory(request.run, resume=resume)
     from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import request_with_plan
 
-    request = request_with_plan(request).model_copy(update={"resume": resume})
+    request = request_with_plan(request, plain_defaults=no_plan).model_copy(update={"resume": resume})
     exit_code = perform_request(request)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)

@@ -1,13 +1,12 @@
 """Progress display of tokenization: a bar on a terminal, otherwise a line every few seconds."""
 
-import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import escape_control_characters, is_live_terminal
 
 _LINE_SECONDS = 10.0
 
@@ -51,8 +50,7 @@ def show_tokenization_progress(
 ) -> Generator[TokenizationProgress]:
     """Shows the progress of tokenizing the source `name` on the stream `file` while the block runs."""
     progress = TokenizationProgress(total_bytes)
-    terminal = file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    show = _show_progress_bar if terminal else _print_progress_lines
+    show = _show_progress_bar if is_live_terminal(file) else _print_progress_lines
     with show(name, progress, file=file):
         yield progress
 

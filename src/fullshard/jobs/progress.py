@@ -1,6 +1,5 @@
 """Progress of rank 0 on standard error: a live line on a terminal, or a line every `log.every` steps."""
 
-import os
 import sys
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import escape_control_characters, is_live_terminal
 
 BAR_WIDTH = 16
 REDRAW_SECONDS = 0.1
@@ -194,7 +193,7 @@ def show_progress(*, steps: int, every: int, world_size: int, file: TextIO) -> G
     """Context that shows a run's progress: a live line on a terminal, else a line per `every` steps."""
     course = RunProgress(steps=steps, world_size=world_size)
     # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
-    if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    if not is_live_terminal(file):
         yield PlainProgressLines(course, every=every, file=file)
         return
     line = LiveProgressLine(course, file=file)

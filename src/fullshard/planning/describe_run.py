@@ -1,5 +1,7 @@
 """describe_run(plan, device): the ModelSpec of the model that a run trains, from the cache if possible."""
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from fullshard.planning.spec_cache import build_spec_key, read_cached_spec, write_cached_spec
@@ -7,6 +9,7 @@ from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
+from fullshard.system.terminal import escape_to_single_line, is_live_terminal
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -58,11 +61,19 @@ def _trace(
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
+    _print_that_it_traces(model)
     batch = _example_batch(plan, model)
     loss = choose_loss(run, model)
     return describe(
         model, plan, loss=loss, batch=batch, device_type=device, attention_kernel=attention_kernel
     )
+
+
+def _print_that_it_traces(model: "Module") -> None:
+    """Prints one line on a terminal: a large model on a busy machine takes minutes."""
+    if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
+        name = escape_to_single_line(type(model).__name__)
+        print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:

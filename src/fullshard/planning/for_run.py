@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.errors import PlanError, SpecError
+from fullshard.errors import PlanError, SpecError, TraceError
 from fullshard.launch.environment import (
     is_started_by_torchelastic,
     is_started_by_torchrun,
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def request_with_plan(request: LaunchRequest) -> LaunchRequest:
+def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:
     """Returns `request` with the fastest plan that fits, and its prediction.
 
     Every process that calls this for the same run on the same machine gets the same plan. If the planner
-    cannot decide (because it does not know the hardware or the optimizer), the plan has the run's plain
-    defaults, and a note on standard error reports this.
+    cannot decide (because it does not know the hardware or the optimizer, or cannot trace the model), the
+    plan has the run's plain defaults, and a note on standard error reports this.
+
+    plain_defaults: whether to plan nothing, and use the plain defaults
 
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
@@ -59,7 +61,12 @@ def request_with_plan(request: LaunchRequest) -> LaunchRequest:
         check_switches(run.fsdp, device)
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
-        plan = _choose_plan(run, chosen=request.plan, plain=plain)
+        model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
+        if plain_defaults:
+            _check_host_limit_is_planned(run, why="--no-plan was given", fix="leave out one of the two")
+            plan = plain
+        else:
+            plan = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
     if plan.prediction is not None and not plan.prediction.has_complete_step_time:
         _print_note_on_rank_0(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
@@ -105,13 +112,13 @@ def _check_checkpoint_dir_and_key(run: Run) -> None:
         KeyFile(Path(run.checkpoint.key_file)).check_usable()
 
 
-def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
+def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> Plan:
     """Returns the plan to train with, including its prediction unless the planner cannot decide.
 
     chosen: the user's plan, which gets a prediction; None to search for the fastest plan
     plain: the run's plan with plain defaults, returned if there is no other
+    model: the run's model; None if it is built only if the planner needs it
     """
-    model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
     try:
         # Under torchrun, it finds the ranks per node in the environment.
         hardware = detect_hardware(plain.device, ranks=None if is_started_by_torchrun() else plain.world_size)
@@ -124,22 +131,30 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
             return quick
         spec = _describe_on(hardware, run, model=model)
         found = search(spec, hardware, run)
-    except (PlanError, SpecError) as error:
-        uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
-        if run.offload.host_bytes is not None and uses_host:
-            raise PlanError(
-                "offload.host_bytes cannot be held to: this run cannot be planned.",
-                got=f"offload.host_bytes = {run.offload.host_bytes}",
-                why=error.what,
-                fix=error.fix or "offload.host_bytes left out",
-            ) from error
-        fix = f"\n  try: {error.fix}" if error.fix else ""
-        _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{fix}")
+    except (PlanError, SpecError, TraceError) as error:
+        _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
+        got = f" ({error.got})" if isinstance(error, TraceError) else ""
+        fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
+        _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
         return chosen or plain
+    for left_out in spec.untraced:
+        _print_note_on_rank_0(str(left_out))
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
         raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
     return found.best
+
+
+def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
+    """Raises PlanError if the run, which is not planned, limits the host's memory."""
+    uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
+    if run.offload.host_bytes is not None and uses_host:
+        raise PlanError(
+            "offload.host_bytes cannot be held to: this run cannot be planned.",
+            got=f"offload.host_bytes = {run.offload.host_bytes}",
+            why=why,
+            fix=fix,
+        )
 
 
 def _has_only_builtin_parts(run: Run) -> bool:

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.errors import FullshardError, MissingExtraError, PlanError, SpecError
+from fullshard.errors import FullshardError, MissingExtraError, PlanError, SpecError, TraceError
 from fullshard.planner.candidate_costs import require_prediction
 from fullshard.planner.search import search
 from fullshard.planning.result import PlanRequest
@@ -75,7 +75,7 @@ def plan_ladder(question: PlanRequest) -> list[PlannedRung]:
         try:
             wanted = _run_on_rung(rung, run, hardware=hardware)
             plan = _fastest_plan(subject.describe_model(wanted, hardware), hardware, run=wanted)
-        except (SpecError, PlanError, MissingExtraError) as error:
+        except (SpecError, PlanError, TraceError, MissingExtraError) as error:
             rungs.append(PlannedRung(rung.name, rung.what, reason=_reason_text(error)))
             continue
         same = below is not None and below.prediction == plan.prediction

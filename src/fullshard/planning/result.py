@@ -93,6 +93,7 @@ class PlanResult:
         why: list[str] = []
         if self.explanation is not None:
             why = list(self.explanation.advice_lines())
+        why += map(str, self.question.spec.untraced)
         show_plan(
             PlanReport(
                 self.best,
@@ -121,6 +122,8 @@ class PlanResult:
             "hardware": {"name": hardware.name, "ranks": hardware.world_size, "source": hardware.source},
             "best": best.model_dump(mode="json"),
         }
+        if spec.untraced:
+            data["untraced"] = [one.model_dump(mode="json") for one in spec.untraced]
         if best.prediction is not None:
             data |= _prediction_record(best, budget)
         if self.largest is not None:

@@ -178,6 +178,18 @@ class MicrobatchTrace(FrozenModel):
         )
 
 
+class UntracedSettings(FrozenModel):
+    """A recompute setting, eager or compiled, under which a model cannot be traced, so it is not planned."""
+
+    recompute: RecomputeSection
+    compiled: bool = False
+    reason: str
+
+    def __str__(self) -> str:
+        compiled = ", compiled," if self.compiled else ""
+        return f"recompute.mode = {self.recompute.mode}{compiled} is left out: {self.reason}"
+
+
 class ModelSpec(FrozenModel):
     """A model's units in order of use, its buffers, and the allocations and kernels of a microbatch.
 
@@ -186,6 +198,7 @@ class ModelSpec(FrozenModel):
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`. It is counted from the traced
         matmuls, so a mixture of experts counts only the experts that a token reaches.
     active_numel: number of parameters that a token is multiplied with
+    untraced: settings that were to be traced, and cannot be
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
     fp8: summary of which matrices are multiplied in fp8; empty if none are
     """
@@ -200,6 +213,7 @@ class ModelSpec(FrozenModel):
     loss_chunk: int = 0
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
+    untraced: tuple[UntracedSettings, ...] = ()
     flops_per_token: float | None = None
     active_numel: int | None = None
     fp8: tuple[Fp8Share, ...] = ()

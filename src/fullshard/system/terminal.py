@@ -5,12 +5,19 @@ the title or reverse the line. Such a character is shown as `\\u001b`, which JSO
 """
 
 import logging
+import os
 import re
+from typing import TextIO
 
 # C0 except newline and tab, DEL, C1, line separators, bidirectional marks, lone surrogates.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+def is_live_terminal(file: TextIO) -> bool:
+    """Returns whether `file` is a terminal that can redraw a line."""
+    return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def escape_control_characters(text: str) -> str:

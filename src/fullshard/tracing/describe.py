@@ -16,20 +16,18 @@ compiler would make of them (`fullshard.tracing.compiled_blocks`).
 """
 
 import copy
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import ShardError
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
@@ -53,12 +51,20 @@ from fullshard.spec.model import (
     RepeatedUnits,
     TracePhase,
     UnitSpec,
+    UntracedSettings,
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import RecomputeSection, Run, Strategy
 from fullshard.tracing.allocations import PhaseRecord
 from fullshard.tracing.compiled_blocks import CompiledBlocks
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
+from fullshard.tracing.example_batch import (
+    disable_packing_detection,
+    has_integer_values,
+    has_microbatch_dim,
+    make_fake_batch,
+)
+from fullshard.tracing.failures import NEEDS_VALUES, TRACE_FAILURES, error_text, trace_error
 from fullshard.tracing.kernels import distinct_storage_bytes, list_tensors
 from fullshard.tracing.phases import (
     KernelIndex,
@@ -102,7 +108,9 @@ def describe(
     device_type: the device of the kernels; unset, the plan's.
     attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.
 
-    Raises ShardError if the model is sharded, or cannot run on tokens and labels and no `batch` was given.
+    Recompute settings that cannot be traced are left out, and listed in `ModelSpec.untraced`. Raises
+    ShardError if the model is sharded. Raises TraceError if it cannot run on a batch without values: on
+    tokens and labels, if no `batch` was given.
     """
     plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
     _check_not_sharded(model)
@@ -111,13 +119,10 @@ def describe(
     blocks = find_recompute_blocks(model, section, units=given)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
-    with ExitStack() as stack, _disable_packing_detection():
+    with ExitStack() as stack, disable_packing_detection():
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels(attention_kernel))
-        if batch is None:
-            stack.enter_context(_explain_failure_on_default_batch(type(model).__name__))
-        each = (study.trace_settings(one, given, compiled=compiled) for one, compiled in settings)
-        traces = list(chain.from_iterable(each))
+        traces, untraced = _trace_all_settings(study, settings, given=given)
     length, kernels = plan.run.data.sequence_length, study.table.kernels
     flops, active = _flops_and_parameters_per_token(traces[0], kernels, sequence_length=length)
     return ModelSpec(
@@ -131,6 +136,7 @@ def describe(
         loss_chunk=study.loss_chunk,
         kernels=kernels,
         traces=tuple(traces),
+        untraced=tuple(untraced),
         flops_per_token=flops,
         active_numel=active,
         fp8=() if fp8 is None else fp8.shares,
@@ -146,37 +152,24 @@ def _check_not_sharded(model: nn.Module) -> None:
         )
 
 
-@contextmanager
-def _disable_packing_detection() -> Generator[None]:
-    """Makes transformers models treat each row as one document while active, as they do on real batches.
+def _trace_all_settings(
+    study: "_RecomputeTracer", settings: Sequence[tuple[RecomputeSection, bool]], *, given: Sequence[Unit]
+) -> tuple[list[MicrobatchTrace], list[UntracedSettings]]:
+    """Returns the traces of all (recompute, compiled), and those that cannot be traced.
 
-    These models check whether positions restart within a row, to separate packed documents. On fake tensors
-    they cannot know, and build a mask, so that attention does not use its causal kernel (torch 2.13,
-    transformers 5). A batch that separates documents has its own mask, and the check does not run.
+    Raises TraceError if the first cannot: the others run the same forward.
     """
-    masks, check = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    own = getattr(masks, check, None)
-    if masks is None or own is None:
-        yield
-        return
-    setattr(masks, check, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masks, check, own)
-
-
-@contextmanager
-def _explain_failure_on_default_batch(model_name: str) -> Generator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        raise ShardError(
-            f"{model_name} cannot be described on a batch of int64 tokens and labels.",
-            got=f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}",
-            why="no batch was given, so one was made up",
-            fix="describe(..., batch=one of your microbatches), and loss=your_loss if it takes more",
-        ) from error
+    traces, untraced = list[MicrobatchTrace](), list[UntracedSettings]()
+    for recompute, compiled in settings:
+        try:
+            traces += study.trace_settings(recompute, given, compiled=compiled)
+        except TRACE_FAILURES as error:
+            if not traces:
+                raise trace_error(study.model, error, given_batch=study.batch is not None) from error
+            untraced.append(
+                UntracedSettings(recompute=recompute, compiled=compiled, reason=error_text(error))
+            )
+    return traces, untraced
 
 
 def _one_rank_plan_and_settings(
@@ -211,6 +204,10 @@ class _MicrobatchRecording:
     batch_bytes: int  # bytes of the microbatch's storages
     compiled_units: frozenset[int] = frozenset()  # indices of units inside compiled blocks
 
+    @property
+    def all_phases(self) -> list[PhaseRecord]:
+        return [*self.recording, *self.accumulating]
+
 
 @dataclass
 class _RecomputeTracer:
@@ -226,10 +223,26 @@ class _RecomputeTracer:
     table: KernelIndex = field(default_factory=KernelIndex)
     buffer_bytes: int = 0
     loss_chunk: int = 0
+    keep_integers: bool = False  # whether integers of the batch keep their values
     # whether a single sequence differs, eager and compiled; unknown before the first trace
     _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
 
     def trace_settings(
+        self, recompute: RecomputeSection, given: Sequence[Unit], *, compiled: bool
+    ) -> list[MicrobatchTrace]:
+        """Returns the traces under one recompute setting, eager or compiled.
+
+        Integers of the batch keep their values if the model's flow or shapes depend on these.
+        """
+        try:
+            return self._trace_settings(recompute, given, compiled=compiled)
+        except NEEDS_VALUES:
+            if self.keep_integers or not has_integer_values(self.batch):
+                raise
+        self.keep_integers = True
+        return self._trace_settings(recompute, given, compiled=compiled)
+
+    def _trace_settings(
         self, recompute: RecomputeSection, given: Sequence[Unit], *, compiled: bool
     ) -> list[MicrobatchTrace]:
         """Returns the traces under one recompute setting, eager or compiled: one for any microbatch, or two.
@@ -245,9 +258,10 @@ class _RecomputeTracer:
             if record is None:
                 continue
             build = partial(self._build_trace, plan=plan, repeats=shortened.repeats)
-            if self.batch is None or _has_microbatch_dim(self.batch, plan.microbatch):
+            if self.batch is None or has_microbatch_dim(self.batch, plan.microbatch):
                 low, high = record(2), record(3)
-                same = has_same_structure(low.recording, high.recording)
+                # Modules may keep states of one microbatch, which the next one frees.
+                same = has_same_structure(low.all_phases, high.all_phases)
                 if same and _has_equal_periods(low.recording, shortened.repeats):
                     traces = [build(low, high)]
                     if self._single_differs.get(compiled, True):
@@ -298,11 +312,15 @@ class _RecomputeTracer:
             recompute()
 
         def record_microbatch(microbatch: int) -> _MicrobatchRecording:
-            tracer = MicrobatchTracer(twin, found, plan=plan, fakes=fakes, device=self.device)
+            tracer = MicrobatchTracer(
+                twin, found, plan=plan, fakes=fakes, device=self.device, has_integers=self.keep_integers
+            )
             graphs.fuse = lambda: tracer.allocations.count_as_compiled()
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
-            batch = _make_fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
+            batch = make_fake_batch(
+                self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
+            )
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
             self.loss_chunk = tracer.allocations.loss_chunk
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
@@ -429,26 +447,6 @@ def _parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
     if fp8 is None or fp8.scaling != "tensorwise":
         return set()
     return {id(module.weight) for module in fp8.linears.values()}
-
-
-def _has_microbatch_dim(batch: Any, microbatch: int) -> bool:
-    """Returns whether dim 0 of every tensor in the batch is the microbatch."""
-    tensors = list_tensors(batch)
-    return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
-
-
-def _make_fake_batch(batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
-    if batch is None:
-        shape = (plan.microbatch, plan.run.data.sequence_length)
-        batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
-    grown = microbatch != plan.microbatch
-
-    def make_fake_tensor(tensor: Tensor) -> Tensor:
-        shape = (microbatch, *tensor.shape[1:]) if grown else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device="cpu")
-
-    with fakes:
-        return tree_map_only(Tensor, make_fake_tensor, cast(object, batch))
 
 
 def _unit_and_parameter_specs(

@@ -10,6 +10,7 @@ A unit whose inputs have no gradient (an embedding) ends its backward with the w
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +24,18 @@ from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.tracing.allocations import AllocationRecorder, PhaseRecord
+from fullshard.tracing.example_batch import ComputeIntegerValues
 from fullshard.tracing.kernels import list_tensors
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class MicrobatchTracer:
-    """Traces microbatches of a model of fake tensors. `device`: the device whose kernels compute."""
+    """Traces microbatches of a model of fake tensors.
+
+    device: the device whose kernels compute
+    has_integers: whether integers of the batches have values, and are computed
+    """
 
     def __init__(
         self,
@@ -39,9 +45,11 @@ class MicrobatchTracer:
         plan: Plan,
         fakes: FakeTensorMode,
         device: DeviceType,
+        has_integers: bool = False,
     ) -> None:
         self.model, self.units, self.plan, self.fakes = model, units, plan, fakes
         self.device: DeviceType = device
+        self.integers = ComputeIntegerValues(fakes) if has_integers else nullcontext()
         self.allocations = AllocationRecorder(device)
         self._to_run: list[set[nn.Module]] = [set() for _ in units]  # modules of a unit yet to run
         self._in_backward: set[int] = set()
@@ -56,7 +64,8 @@ class MicrobatchTracer:
         handles = self._register_hooks()
         try:
             one_chunk = trace_one_chunk(self.allocations)
-            with torch.autograd.set_multithreading_enabled(False), self.fakes, self.allocations, one_chunk:
+            one_thread = torch.autograd.set_multithreading_enabled(False)
+            with one_thread, self.fakes, self.integers, self.allocations, one_chunk:
                 self._ignore_existing_tensors(batch)
                 result = loss(self.model, batch)
                 value = result[0] if isinstance(result, tuple) else result
