@@ -47,6 +47,18 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
     assert search(SPEC, hardware, pinned).best is None
 
 
+def test_the_largest_microbatch_is_one_without_offload_unless_a_target_is_pinned():
+    hardware = hardware_of(1, 8).model_copy(update={"host_bytes_per_second": 2e10})
+    sizes: list[int] = []
+    for pin in ("offload.tier=auto", "offload.tier=params+optimizer:cpu"):
+        found = largest_fitting_microbatch(
+            SPEC, hardware, run=run_for(LLAMA_8B, "train.global_batch=512", pin)
+        )
+        assert found.plan.run.offload.offloads_optimizer == (pin != "offload.tier=auto")
+        sizes.append(found.size)
+    assert sizes[0] <= sizes[1]
+
+
 def describe(run: Run) -> ModelSpec:
     return decoder_spec(replace(LLAMA_8B, sequence=run.data.sequence_length))
 

@@ -13,7 +13,7 @@ from fullshard.cli.options import AsJson, Overrides, require_positive_number
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
-    from fullshard.planning.result import PlanRequest
+    from fullshard.planning.result import PlanRequest, PlanResult
     from fullshard.planning.target import PlanTarget
     from fullshard.report.plan import TrainingBudget
     from fullshard.spec.hardware import Hardware
@@ -94,6 +94,19 @@ Largest = Annotated[
     Literal["microbatch", "sequence"] | None,
     typer.Option("--largest", help="Find the largest microbatch or sequence that fits."),
 ]
+Sensitivity = Annotated[
+    bool,
+    typer.Option("--sensitivity", help="Show what 10 % more memory, matmul rate, links, … would gain."),
+]
+Mtbf = Annotated[
+    float | None,
+    typer.Option(
+        "--mtbf",
+        metavar="HOURS",
+        callback=require_positive_number,
+        help="Mean time between failures of one GPU: show the best checkpoint interval, and the goodput.",
+    ),
+]
 
 
 def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
@@ -117,15 +130,11 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     force: Force = False,
     fewest_gpus_in_days: Days = None,
     largest: Largest = None,
+    sensitivity: Sensitivity = False,
+    mtbf: Mtbf = None,
 ) -> None:
     """Predict the memory and time of a run, and choose the fastest settings that fit."""
-    from fullshard.planning.result import (
-        choose_fastest_plan,
-        fewest_gpus_request,
-        plan_largest_input,
-        with_assumed_length,
-        with_dry_run,
-    )
+    from fullshard.planning.result import choose_fastest_plan, plan_largest_input, with_assumed_length
 
     _check_outputs_replaceable(save, save_spec, force=force)
     pinned = list(overrides or [])
@@ -141,20 +150,40 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     spend = _parse_training_budget(budget, price=price, hardware=question.hardware)
     question = with_assumed_length(question, pinned, budget=spend)
     if fewest_gpus_in_days is not None:
-        question = fewest_gpus_request(question, days=fewest_gpus_in_days, budget=spend)
+        own = tokens_per_step is not None or _is_key_overridden("train.global_batch", pinned)
+        question = _fewest_gpus(question, fewest_gpus_in_days, budget=spend, own_batch=own)
     if ladder:
         _print_ladder(question, spend, as_json=as_json)
         return
     answer = plan_largest_input(question, largest) if largest is not None else choose_fastest_plan(question)
-    if save is not None:
-        _save_to_file(answer.best, save)
-        _print_note(question.plan_unusable_by_train_note(save))
-    if dry_run:
-        answer = with_dry_run(answer)
+    _save_to_file(answer.best, save)
+    _print_note(None if save is None else question.plan_unusable_by_train_note(save))
+    answer = _with_details(answer, sensitivity=sensitivity, mtbf=mtbf, dry_run=dry_run)
     if as_json:
         typer.echo(json.dumps(answer.json_record(spend), indent=2))
-        return
-    answer.print_page(spend, compare=compare)
+    else:
+        answer.print_page(spend, compare=compare)
+
+
+def _fewest_gpus(
+    question: "PlanRequest", days: float, *, budget: "TrainingBudget | None", own_batch: bool
+) -> "PlanRequest":
+    """Returns `question` for the fewest GPUs that are fast enough. `own_batch`: the user gave the batch."""
+    from fullshard.planning.result import fewest_gpus_request
+
+    may_raise = question.subject.chosen_here and not own_batch
+    return fewest_gpus_request(question, days=days, budget=budget, may_raise_batch=may_raise)
+
+
+def _with_details(
+    answer: "PlanResult", *, sensitivity: bool, mtbf: float | None, dry_run: bool
+) -> "PlanResult":
+    """Returns `answer` with what else the options ask for."""
+    from fullshard.planning.result import with_dry_run, with_goodput, with_sensitivity
+
+    answer = with_sensitivity(answer) if sensitivity else answer
+    answer = answer if mtbf is None else with_goodput(answer, rank_failure_hours=mtbf)
+    return with_dry_run(answer) if dry_run else answer
 
 
 def _check_ladder_alone(

@@ -19,6 +19,7 @@ from fullshard.spec.value import FrozenModel
 
 # Fraction of the step from which a difference is reported: it would be noticeable.
 NOTABLE = 0.03
+NO_DIFFERENCE = "the same settings"
 # Fractions of the chosen plan's memory that smaller alternatives may need.
 _SMALLER = (0.85, 0.6)
 _SLOWEST = 1.5  # times the chosen plan's step: nobody waits longer to save memory that is there
@@ -104,7 +105,7 @@ def _compare(plan: Plan, chosen: Plan, *, limit_bytes: int) -> RunnerUpPlan:
 def format_difference(plan: Plan, chosen: Plan) -> str:
     """Returns the settings of `plan` in which it differs from `chosen`, as text."""
     texts = zip(_iterate_setting_texts(plan), _iterate_setting_texts(chosen), strict=True)
-    return ", ".join(own for own, other in texts if own != other) or "the same settings"
+    return ", ".join(own for own, other in texts if own != other) or NO_DIFFERENCE
 
 
 def _iterate_setting_texts(plan: Plan) -> Iterator[str]:

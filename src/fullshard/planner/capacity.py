@@ -69,7 +69,11 @@ def fewest_ranks_for_deadline(
 
 
 def largest_fitting_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> LargestFittingSize:
-    """Returns the largest microbatch with which any plan of `run` fits. Raises PlanError if none fits."""
+    """Returns the largest microbatch with which any plan of `run` fits. Raises PlanError if none fits.
+
+    Nothing is offloaded, unless `run` pins an offload target.
+    """
+    run = _run_without_chosen_offload(run)
     each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
     for microbatch in divisors_largest_first(each_rank) if each_rank else []:
         best = search(spec, hardware, run_with_settings(run, {"train": {"microbatch": microbatch}})).best
@@ -84,8 +88,9 @@ def largest_fitting_sequence_length(
     """Returns the largest of the sequence lengths `lengths` that fits. Raises PlanError if none fits.
 
     `describe` returns the spec of a run. The runs passed to it have another sequence length, and a
-    `model.max_sequence` that is at least as large.
+    `model.max_sequence` that is at least as large. Nothing is offloaded, unless `run` pins an offload target.
     """
+    run = _run_without_chosen_offload(run)
 
     def best_plan_at_length(length: int) -> Plan | None:
         settings = {"data": {"sequence_length": length}}
@@ -108,6 +113,11 @@ def largest_fitting_sequence_length(
         tried = f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
         raise _nothing_fits_error("sequence length", tried)
     return found
+
+
+def _run_without_chosen_offload(run: Run) -> Run:
+    """Returns `run`, with no offload if it leaves the choice of a target to the planner."""
+    return run_with_settings(run, {"offload": {"tier": "none"}}) if run.offload.tier == "auto" else run
 
 
 def _list_node_and_rank_counts(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:

@@ -1,25 +1,31 @@
 """The answer of `fullshard plan`: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from fullshard.errors import SpecError
+from fullshard.errors import PlanError, SpecError
+from fullshard.planner.advice import NO_DIFFERENCE, format_difference
+from fullshard.planner.candidate_costs import require_prediction
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.capacity import (
     fewest_ranks_for_deadline,
     largest_fitting_microbatch,
     largest_fitting_sequence_length,
 )
 from fullshard.planner.explain import PlanExplanation, explain_plan
+from fullshard.planner.goodput import RESTART_SECONDS, Goodput, predict_goodput
 from fullshard.planner.search import SearchResult, no_plan_fits_error, search
+from fullshard.planner.sensitivity import SensitivityLine, plan_sensitivity
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
-from fullshard.quantities import format_bytes, format_count
-from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
+from fullshard.spec.certainty import speed_certainty
 from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
     from fullshard.dryrun.values import DryRunMemory
 
 
+# The most tokens of a step that --fewest-gpus-in-days chooses by itself: larger ones are rare in pretraining.
+MOST_TOKENS = 2**26
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
 LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
 
@@ -76,6 +84,8 @@ class PlanResult:
     found, explanation: the search that found it, and its reasons
     largest: name and size of the maximised quantity, for --largest
     dry: memory of a dry run of `best`, for --dry-run
+    sensitivity: what more of each property of the hardware gains, for --sensitivity
+    goodput: the part of the time that advances the run although ranks fail, for --mtbf
     """
 
     question: PlanRequest
@@ -84,6 +94,8 @@ class PlanResult:
     explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
     dry: "DryRunMemory | None" = None
+    sensitivity: tuple[SensitivityLine, ...] = ()
+    goodput: Goodput | None = None
 
     def print_page(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
@@ -94,6 +106,7 @@ class PlanResult:
         if self.explanation is not None:
             why = list(self.explanation.advice_lines())
         why += map(str, self.question.spec.untraced)
+        certainty = speed_certainty(self.question.spec.numel, self.question.hardware)
         show_plan(
             PlanReport(
                 self.best,
@@ -105,8 +118,13 @@ class PlanResult:
                 budget=budget,
                 fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
                 dry_run=self.dry.parts() if self.dry else None,
+                certainty=certainty,
+                goodput=_goodput_lines(self.goodput, self.best) if self.goodput else (),
             )
         )
+        if self.sensitivity:
+            typer.echo("")
+            show_labelled_lines(_sensitivity_rows(self.sensitivity, self.best))
         if compare and self.found is not None:
             typer.echo("")
             show_plan_table(self.best, self.found.by_strategy.values())
@@ -134,9 +152,35 @@ class PlanResult:
             data["considered"] = self.found.considered
             plans = self.found.by_strategy.items()
             data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
+        if (certainty := speed_certainty(spec.numel, hardware)) is not None:
+            data["certainty"] = certainty._asdict()
+        if self.sensitivity:
+            data["sensitivity"] = {line.name: line.gain for line in self.sensitivity}
+        if self.goodput is not None:
+            data["goodput"] = self.goodput.model_dump(mode="json")
         if self.dry is not None:
             data["dry_run"] = self.dry.model_dump(mode="json") | {"peak_bytes": self.dry.peak_bytes}
         return data
+
+
+def _sensitivity_rows(lines: Iterable[SensitivityLine], best: Plan) -> Iterator[tuple[str, str]]:
+    for index, line in enumerate(lines):
+        change = format_difference(line.plan, best)
+        fits = f", with {change}" if line.name == "memory" and change != NO_DIFFERENCE else ""
+        text = f"{line.name:<17}{100 * line.gain:+5.1f} % tokens/s{fits}"
+        yield ("10 % more" if index == 0 else ""), text
+
+
+def _goodput_lines(goodput: Goodput, best: Plan) -> Iterator[str]:
+    """Yields lines about failures, the best interval between checkpoints and the goodput."""
+    prediction = require_prediction(best)
+    failures, again = format_duration(goodput.failure_seconds), format_seconds(RESTART_SECONDS)
+    yield f"one of {best.world_size:,} ranks every {failures}; {again} to start again (assumed)"
+    size = format_bytes(prediction.memory.staged_checkpoint_bytes)
+    interval, waits = format_duration(goodput.interval_seconds), format_seconds(goodput.stall_seconds)
+    yield f"best checkpoint interval {interval}: {size} per rank, the step waits {waits}"
+    rate = format_count(goodput.part * prediction.tokens_per_second)
+    yield f"goodput {100 * goodput.part:.1f} %: {rate} tokens/s"
 
 
 def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str, object]:
@@ -200,18 +244,46 @@ def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "seque
     return PlanResult(question, found.plan, largest=("sequence", found.size))
 
 
-def fewest_gpus_request(question: PlanRequest, *, days: float, budget: TrainingBudget | None) -> PlanRequest:
+def fewest_gpus_request(
+    question: PlanRequest, *, days: float, budget: TrainingBudget | None, may_raise_batch: bool = False
+) -> PlanRequest:
     """Returns `question` for the fewest GPUs that process the budget's tokens in `days`.
+
+    may_raise_batch: whether the tokens of a step, which the user did not give, may be doubled for more GPUs
 
     Raises PlanError if no number of GPUs does, SpecError without a budget.
     """
     if budget is None:
         raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
-    fleet = fewest_ranks_for_deadline(
-        question.spec, question.hardware, run=question.asked, tokens=budget.tokens, days=days
-    )
-    hardware = question.hardware.with_rank_counts(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
-    return replace(question, hardware=hardware)
+    hardware, run = question.hardware, question.asked
+    tokens, largest = budget.tokens, MOST_TOKENS if may_raise_batch else 0
+    while True:
+        try:
+            fleet = fewest_ranks_for_deadline(question.spec, hardware, run=run, tokens=tokens, days=days)
+            break
+        except PlanError:
+            if 2 * run.tokens_per_step > largest:
+                raise
+            run = run_with_settings(run, {"train": {"global_batch": 2 * run.train.global_batch}})
+    if run != question.asked:
+        more = format_count(run.tokens_per_step)
+        print(f"note: the deadline needs larger steps, planned with {more} tokens each", file=sys.stderr)
+    hardware = hardware.with_rank_counts(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
+    return replace(question, hardware=hardware, asked=run)
+
+
+def with_sensitivity(answer: PlanResult) -> PlanResult:
+    """Returns `answer` with what more of each property of its hardware would gain."""
+    question = answer.question
+    spec, hardware, run = question.spec, question.hardware, question.asked
+    return replace(answer, sensitivity=plan_sensitivity(answer.best, spec, hardware=hardware, run=run))
+
+
+def with_goodput(answer: PlanResult, *, rank_failure_hours: float) -> PlanResult:
+    """Returns `answer` with its goodput. Raises SpecError if the rate of the drive is not known."""
+    seconds = 3600 * rank_failure_hours
+    found = predict_goodput(answer.best, answer.question.hardware, rank_failure_seconds=seconds)
+    return replace(answer, goodput=found)
 
 
 def with_dry_run(answer: PlanResult) -> PlanResult:

@@ -5,6 +5,7 @@ from typing import NamedTuple, TextIO
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
+from fullshard.spec.certainty import Certainty
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, Prediction, fits_in_host_memory
 from fullshard.spec.run import Run, Strategy
@@ -70,6 +71,8 @@ class PlanReport(NamedTuple):
     budget: TrainingBudget | None = None  # tokens to train on, if any
     fp8: str = ""  # which matrices are multiplied in fp8, if any
     dry_run: Mapping[str, int] | None = None  # bytes by part, counted by a dry run of the real step
+    certainty: Certainty | None = None  # how far the speed may be wrong, if anything is known about it
+    goodput: Iterable[str] = ()  # lines about failures and checkpoints
 
 
 def show_plan(page: PlanReport, *, file: TextIO | None = None) -> None:
@@ -101,11 +104,16 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     if prediction.activations is not None:
         yield from _host_activation_rows(prediction.activations, held=prediction.host_bytes_per_rank)
     yield from _step_time_rows(prediction)
-    yield from _speed_rows(plan, prediction)
+    yield from _speed_rows(plan, prediction, certainty=page.certainty)
+    yield from _paragraph_rows("failures", page.goodput)
     if page.budget is not None:
         yield from _budget_rows(page.budget, plan)
-    for index, text in enumerate(page.why):
-        yield "why" if index == 0 else "", text
+    yield from _paragraph_rows("why", page.why)
+
+
+def _paragraph_rows(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for index, text in enumerate(texts):
+        yield label if index == 0 else "", text
 
 
 def show_plan_table(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
@@ -312,10 +320,15 @@ def _bar_rows(
             yield f"  {label}", f"{show(value):>{width}}  {share}  {bar}".rstrip()
 
 
-def _speed_rows(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]:
+def _speed_rows(
+    plan: Plan, prediction: Prediction, *, certainty: Certainty | None
+) -> Iterator[tuple[str, str]]:
     rate = prediction.tokens_per_second
     each = f", {format_count(rate / plan.world_size)} per rank" if plan.world_size > 1 else ""
     yield "speed", f"{format_count(rate)} tokens/s{each}"
+    if certainty is not None:
+        low, high, grounds = certainty
+        yield "  certainty", f"{100 * low:+.0f} to {100 * high:+.0f} %, predicted over measured: {grounds}"
     if prediction.mfu is not None:
         yield "MFU", f"{100 * prediction.mfu:.1f} %"
 
