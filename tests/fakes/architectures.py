@@ -325,6 +325,30 @@ class PartlyFrozen(nn.Module):
         return x
 
 
+class RecurrentBlock(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], width: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), kind(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.norm(x))[0]
+
+
+class Recurrent(nn.Module):
+    """Layers that keep their weights in a list besides."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.GRU, *, width: int = WIDTH, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(RecurrentBlock(kind, width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def _decoder(*, tied: bool = False, layers: int = 2) -> nn.Module:
     return DecoderModel(
         DecoderConfig(
@@ -365,6 +389,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "crossed": Crossed,
     "root_reads": RootReads,
     "partly_frozen": PartlyFrozen,
+    "recurrent": Recurrent,
 }
 
 

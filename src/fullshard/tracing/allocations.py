@@ -24,6 +24,7 @@ from fullshard.tracing.kernels import (
     readable_tensor_bytes,
     transient_kernel_bytes,
 )
+from fullshard.tracing.recurrent_layers import LSTM_LAYER, with_lstm_workspace
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -102,6 +103,8 @@ class AllocationRecorder(TorchDispatchMode):
         # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
         grouped = call.bare_operator_name == GROUPED
         result = args[0].new_empty(grouped_mm_output_shape(call)) if grouped else func(*args, **call.kwargs)
+        if call.bare_operator_name == LSTM_LAYER:
+            result = with_lstm_workspace(call.arguments_by_name(), result)
         self._added_gradients.clear()
         launch = find_kernel_launch(call, result)
         if self._unwritten and launch is not None and launch.kind != "elementwise":

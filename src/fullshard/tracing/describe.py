@@ -72,6 +72,7 @@ from fullshard.tracing.phases import (
     has_same_structure,
     merge_recordings,
 )
+from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, MicrobatchTracer
 
@@ -119,7 +120,7 @@ def describe(
     blocks = find_recompute_blocks(model, section, units=given)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
-    with ExitStack() as stack, disable_packing_detection():
+    with ExitStack() as stack, disable_packing_detection(), fold_time_of_recurrent_layers():
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels(attention_kernel))
         traces, untraced = _trace_all_settings(study, settings, given=given)

@@ -11,6 +11,11 @@ from torch.utils.flop_counter import flop_registry
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import DeviceType, Dtype
+from fullshard.tracing.recurrent_layers import (
+    LSTM_LAYER,
+    lstm_backward_scratch_bytes,
+    lstm_layer_flops,
+)
 
 KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
@@ -72,8 +77,9 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
-    if name == GROUPED:
-        return KernelLaunch("matmul", dtype, _grouped_matmul_flops(call), moved)
+    if name == GROUPED or name.startswith(LSTM_LAYER):
+        flops = _grouped_matmul_flops(call) if name == GROUPED else lstm_layer_flops(call.arguments_by_name())
+        return KernelLaunch("matmul", dtype, 2 * flops if name.endswith("_layer_backward") else flops, moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
         return KernelLaunch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
@@ -83,7 +89,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
 def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
-    On the CPU only those of an addition in place are known, which casts the tensor that it adds. On a GPU:
+    On the CPU those of an addition in place are known, which casts the tensor that it adds, and those of the
+    backward of an LSTM. On a GPU:
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -94,7 +101,7 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """
     name = call.bare_operator_name
     if device == "cpu":
-        return _added_cast_bytes(call) if name == "add_" else 0
+        return _cpu_transient_bytes(call)
     if name.startswith(_ATTENTION) and name.endswith("backward"):
         named = call.arguments_by_name()
         query, key = named["query"], named["key"]
@@ -115,7 +122,11 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     return 0
 
 
-def _added_cast_bytes(call: OpCall) -> int:
+def _cpu_transient_bytes(call: OpCall) -> int:
+    if call.bare_operator_name == f"{LSTM_LAYER}_backward":
+        return lstm_backward_scratch_bytes(call.arguments_by_name())
+    if call.bare_operator_name != "add_":
+        return 0
     total, added = call.args[:2]
     differs = isinstance(added, Tensor) and added.ndim and added.dtype != total.dtype
     return added.numel() * total.itemsize if differs else 0
