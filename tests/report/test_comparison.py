@@ -59,6 +59,13 @@ def measured(**changes: object) -> Measurement:
     return measurement(**{"peak_bytes": peak, "step_seconds": seconds.scaled_to(0.5)} | changes)
 
 
+def test_mfu_is_of_one_peak_on_both_sides():
+    """The planner may know another peak than the run has measured: its error is that of the tokens/s."""
+    found = compare_prediction(prediction(), measured())
+    rate, mfu = found.speed
+    assert mfu.error_percent == pytest.approx(rate.error_percent)
+
+
 def on_cuda() -> Measurement:
     # The meter counts all gradients as if they were there at the peak, and units in flight as rest.
     peak = PeakBytes(

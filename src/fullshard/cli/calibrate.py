@@ -28,7 +28,7 @@ def calibrate(
             "--seconds",
             min=0.1,
             callback=require_positive_number,
-            help="Approximate duration; 36 by default.",
+            help="Approximate duration, longer on a busy machine; 36 by default.",
         ),
     ] = None,
     out: Annotated[
@@ -60,12 +60,13 @@ def calibrate(
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _check_output_is_writable(path)
     _check_drive_is_directory(drive)
+    busy = _note_if_busy()
     with temporary_private_directory() as directory:
         own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
         CalibrationSettings.model_validate(own).save(directory)
         exit_code = perform_request(_build_calibration_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = _fit_hardware_to_steps(Calibration.load(directory))
+            found = _with_note(_fit_hardware_to_steps(Calibration.load(directory)), busy)
             found.hardware.save(path)
             if as_json:
                 typer.echo(found.model_dump_json())
@@ -73,6 +74,24 @@ def calibrate(
                 show_labelled_lines(calibration_rows(found))
             typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
+
+
+def _note_if_busy() -> str | None:
+    """Prints a note, and returns what it says, if other programs use this machine."""
+    from fullshard.system.load import busy_machine_text, busy_processor_fraction
+
+    busy = busy_machine_text(busy_processor_fraction())
+    if busy is not None:
+        typer.echo(f"note: measured {busy}, and it takes longer than it should", err=True)
+    return busy
+
+
+def _with_note(found: "Calibration", busy: str | None) -> "Calibration":
+    """Returns the calibration whose source, which every plan shows, says that the machine was busy."""
+    if busy is None:
+        return found
+    source = f"{found.hardware.source}, {busy}"
+    return found.model_copy(update={"hardware": found.hardware.model_copy(update={"source": source})})
 
 
 def _is_hardware_file(path: Path) -> bool:

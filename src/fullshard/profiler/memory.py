@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fullshard.distributed.tensors import local_tensor
 from fullshard.spec.measurement import MemoryParts
 
-# Prefixes of FSDP2's ranges in the profiler's trace. Activations that it casts do not count as its own.
-_ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
+# Prefixes of FSDP2's ranges in the profiler's trace. What it casts does not count as its own: activations,
+# and whole gradients that wait for the last microbatch.
+_ENGINE = "FSDP::"
+_ENGINE_CASTS = ("FSDP::cast_", "FSDP::post_backward_accumulate", "FSDP::post_backward_reshard")
 _STEP = "fullshard::optimizer_step"
 
 

@@ -153,8 +153,9 @@ def _compare_speed(prediction: Prediction, measurement: Measurement) -> Iterable
     if rate is not None:
         predicted = prediction.tokens_per_second if timed else None
         yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
-    if measurement.mfu is not None and prediction.mfu is not None:
-        mfu = prediction.mfu if timed else None
+    if rate is not None and measurement.mfu is not None:
+        # Of the measurement's peak: the planner may know another one, from the catalog or a calibration.
+        mfu = measurement.mfu * prediction.tokens_per_second / rate if timed else None
         yield ComparisonLine(term="mfu", predicted=mfu, measured=measurement.mfu)
 
 
