@@ -193,6 +193,16 @@ def test_a_plan_says_how_the_loss_was_traced():
     assert plan(spec, hardware_of(1, 8), run).run.train.loss_chunk == 64
 
 
+def test_a_spec_that_holds_for_one_microbatch_is_planned_for_that():
+    spec = decoder_spec(SMALL)
+    alone = spec.model_copy(
+        update={"traces": tuple(one.model_copy(update={"microbatch": 1}) for one in spec.traces)}
+    )
+    for pins in ((), ("recompute.mode=full",)):
+        found = search(alone, hardware_of(1, 2), run_for(SMALL, "train.global_batch=8", *pins))
+        assert {plan.microbatch for plan in found.by_strategy.values()} == {1}
+
+
 def test_the_plainer_of_two_that_are_as_fast_is_taken():
     """On one rank nothing is gathered, and so it is all the same how far ahead."""
     run = run_for(SMALL, "train.global_batch=1", "sharding.strategy=full_shard")

@@ -129,9 +129,12 @@ def _iterate_for_target(
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
     check_tensor_parallel_split(spec, plan)
     _check_chip_has_fp8(plan, hardware)
+    sizes = {trace.microbatch for trace in spec.traces}  # None: any size
     for mesh in meshes:
         prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
-        for batch in _iterate_microbatch_splits(run, mesh, world=world):
+        batches = list(_iterate_microbatch_splits(run, mesh, world=world))
+        traced = [one for one in batches if not sizes.isdisjoint((None, one.microbatch))]
+        for batch in traced or batches:
             double = _is_duplicate(run, mesh, batch=batch, world=world)
             pairs = _recompute_and_compile_choices(spec, run, microbatch=batch.microbatch, hardware=hardware)
             for (recompute, compiled), prefetch in product(pairs, prefetches):
