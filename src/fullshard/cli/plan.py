@@ -98,6 +98,10 @@ Sensitivity = Annotated[
     bool,
     typer.Option("--sensitivity", help="Show what 10 % more memory, matmul rate, links, … would gain."),
 ]
+Scaling = Annotated[
+    str | None,
+    typer.Option("--scaling", metavar="RANKS", help="Show the speed on several numbers of ranks: 8,64,512."),
+]
 Mtbf = Annotated[
     float | None,
     typer.Option(
@@ -132,6 +136,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     largest: Largest = None,
     sensitivity: Sensitivity = False,
     mtbf: Mtbf = None,
+    scaling: Scaling = None,
 ) -> None:
     """Predict the memory and time of a run, and choose the fastest settings that fit."""
     from fullshard.planning.result import choose_fastest_plan, plan_largest_input, with_assumed_length
@@ -152,8 +157,8 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     if fewest_gpus_in_days is not None:
         own = tokens_per_step is not None or _is_key_overridden("train.global_batch", pinned)
         question = _fewest_gpus(question, fewest_gpus_in_days, budget=spend, own_batch=own)
-    if ladder:
-        _print_ladder(question, spend, as_json=as_json)
+    if ladder or scaling is not None:
+        _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
         return
     answer = plan_largest_input(question, largest) if largest is not None else choose_fastest_plan(question)
     _save_to_file(answer.best, save)
@@ -202,6 +207,21 @@ def _check_ladder_alone(
             fix="the rung's settings with --set, without --ladder",
         )
     check_rungs_are_open(pinned)
+
+
+def _print_ladder_or_scaling(
+    question: "PlanRequest", budget: "TrainingBudget | None", *, scaling: str | None, as_json: bool
+) -> None:
+    if scaling is None:
+        _print_ladder(question, budget, as_json=as_json)
+        return
+    from fullshard.planning.scaling import parse_rank_counts, plan_scaling, scaling_record, show_scaling
+
+    points = plan_scaling(question, parse_rank_counts(scaling))
+    if as_json:
+        typer.echo(json.dumps({"scaling": scaling_record(points)}, indent=2))
+        return
+    show_scaling(points)
 
 
 def _print_ladder(question: "PlanRequest", budget: "TrainingBudget | None", *, as_json: bool) -> None:

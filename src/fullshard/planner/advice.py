@@ -61,7 +61,8 @@ def choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, 
     """Returns plans of the front that are worth a look, the fastest first.
 
     These are the nearest that is notably faster and does not fit (if twice the memory is enough), the
-    fastest that only the margin excludes, and the fastest of those that need notably less memory.
+    fastest that only the margin excludes, and, if memory is not
+    plentiful, the fastest of those that need notably less.
     """
     ours = require_prediction(chosen)
     own, needed, capacity = ours.time.total, ours.required_device_bytes, ours.capacity_bytes
@@ -79,7 +80,7 @@ def choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, 
         if p.time.total < 0.995 * own and found.limit_bytes < p.required_device_bytes <= capacity
     ]
     picked += tight[:1]
-    for part in _SMALLER:
+    for part in _SMALLER if needed > capacity / 4 else ():
         quick = (
             one
             for one, p in known

@@ -206,13 +206,18 @@ def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
         own, device = choose_rank_count_and_device(LaunchRequest(run=run))
         return detect_hardware(device, ranks=ranks or own)
     hardware = hardware_on(on)
-    if ranks is None or ranks == hardware.world_size:
+    return hardware if ranks is None else hardware_with_ranks(hardware, ranks)
+
+
+def hardware_with_ranks(hardware: Hardware, ranks: int) -> Hardware:
+    """Returns `hardware` with `ranks` ranks, on the nodes that they fill. Raises SpecError if they do not."""
+    if ranks == hardware.world_size:
         return hardware
     each = hardware.ranks_per_node
     if ranks > each and ranks % each:
         raise SpecError(
             f"{ranks} ranks do not fill whole nodes.",
-            got=f"--ranks {ranks}, {each} a node",
+            got=f"{ranks} ranks, {each} a node",
             fix=f"a multiple of {each}, or at most {each}",
         )
     return hardware.with_rank_counts(nodes=max(1, ranks // each), ranks_per_node=min(ranks, each))
