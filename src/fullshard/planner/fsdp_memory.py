@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.planner.trace_memory import LiveBytes
-from fullshard.planner.unit_bytes import UnitBytes, update_temporary_bytes
+from fullshard.planner.unit_bytes import UnitBytes, UnshardedReduction, update_temporary_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
@@ -22,6 +22,7 @@ class FsdpBytes(NamedTuple):
     gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
     whole: int = 0  # unsharded gradients, kept until the last microbatch reduces them
     chunks: int = 0  # the part of `reduced` that lives until the end of backward
+    unfinished: int = 0  # bytes of the gradients that the end of backward makes from `chunks`
 
     @property
     def units_in_flight_bytes(self) -> int:
@@ -35,8 +36,10 @@ class MemoryLedger:
     Streams do not reuse each other's memory, so the allocator reserves the sum of their peaks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reduces_on_compute_stream: bool = False) -> None:
+        self.reduces_on_compute_stream = reduces_on_compute_stream
         self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
+        self.unfinished = 0
         self.moment: tuple[str, int] = ("", -1)  # event, index of its unit
         self.highest = -1
         self.best: tuple[tuple[str, int], FsdpBytes, LiveBytes] = (self.moment, FsdpBytes(), LiveBytes())
@@ -47,6 +50,8 @@ class MemoryLedger:
         computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
         reduced = self.reduced + self.gradients
         held = computed + self.buffers + reduced
+        if self.reduces_on_compute_stream:
+            computed, reduced = computed + reduced, 0
         self.compute_pool = max(self.compute_pool, computed)
         self.gather_pool = max(self.gather_pool, self.buffers)
         self.reduce_pool = max(self.reduce_pool, reduced)
@@ -55,14 +60,13 @@ class MemoryLedger:
             self.best = (self.moment, self.current_bytes_by_purpose(), live)
 
     def current_bytes_by_purpose(self) -> FsdpBytes:
-        return FsdpBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
+        return FsdpBytes(*(getattr(self, name) for name in FsdpBytes._fields))
 
     def repeat_change(self, before: FsdpBytes, times: int) -> None:
         """Adds the change since `before` another `times` times."""
         now = self.current_bytes_by_purpose()
-        self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
-            b + times * (b - a) for a, b in zip(before, now, strict=True)
-        )
+        for name, earlier, later in zip(FsdpBytes._fields, before, now, strict=True):
+            setattr(self, name, later + times * (later - earlier))
 
 
 @dataclass
@@ -127,7 +131,7 @@ class UnshardMemoryReplay:
     def reshard_unit(self, index: int) -> None:
         if self.units[index].is_unsharded:
             self.units[index].is_unsharded = False
-            self.ledger.in_flight -= self.sizes[index].gathered
+            self.ledger.in_flight -= self.sizes[index].unsharded
 
     def free_unused_prefetches(self) -> None:
         """Frees the all-gather buffers of units that were prefetched and not used."""
@@ -166,7 +170,7 @@ class UnshardMemoryReplay:
         if unit.pending is None:
             return
         cast = size.largest_cast if size.shard_degree == 1 else 0
-        self.ledger.in_flight += size.gathered + cast
+        self.ledger.in_flight += size.unsharded + cast
         self.ledger.update_peaks(live)
         if forward:
             self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
@@ -202,8 +206,13 @@ class GradientMemoryReplay:
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
-        if not (last or self.plan.sync_each_microbatch):
+        unsharded = size.unsharded_reduction
+        keeps = unsharded is not None and size.replicate_degree > 1  # no sums of reduced microbatches
+        if not last and (keeps or not self.plan.sync_each_microbatch):
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
+            return
+        if unsharded is not None:
+            self._reduce_unsharded(index, live, fresh=fresh, how=unsharded)
             return
         while len(self.buffers) >= self.plan.run.fsdp.reduce_scatter_buffers:
             ledger.in_flight -= self.buffers.popleft()
@@ -223,12 +232,47 @@ class GradientMemoryReplay:
         ledger.update_peaks(taken)
         self._store_reduced_gradient(index, taken, last=last)
 
-    def free_buffers_after_backward(self) -> None:
+    def free_buffers_after_backward(self, live: LiveBytes) -> None:
         """Frees all buffers of reductions; only gradients remain."""
         self.ledger.in_flight -= sum(self.buffers)
+        if self.ledger.unfinished:
+            self.ledger.gradients += self.ledger.unfinished
+            self.ledger.reduced -= self.ledger.chunks
+            self.ledger.unfinished = self.ledger.chunks = 0
+            self.ledger.update_peaks(live)
         self.ledger.reduced -= self.ledger.chunks
         self.buffers.clear()
         self.ledger.chunks = 0
+
+    def _reduce_unsharded(self, index: int, live: LiveBytes, *, fresh: int, how: UnshardedReduction) -> None:
+        """Replays the reduction of a unit that is not sharded."""
+        unit, size, ledger = self.units[index], self.sizes[index], self.ledger
+        taken = live._replace(gradients=live.gradients - fresh)
+        if not size.trained_parameters:
+            return
+        if unit.whole and fresh:
+            self._keep_unsharded_gradients(index, taken, fresh=fresh)
+            live = taken
+        extra = how.packing_kept if unit.whole else how.packing
+        ledger.in_flight += extra
+        ledger.update_peaks(live)
+        ledger.in_flight -= extra
+        ledger.whole -= unit.whole
+        unit.whole = 0
+        is_new = not unit.has_gradient
+        unit.has_gradient = True
+        ledger.reduced += size.reduce_output
+        if not how.is_immediate and size.gradient != size.reduce_output:
+            ledger.chunks += size.reduce_output
+            ledger.unfinished += size.gradient
+            ledger.update_peaks(taken)
+            return
+        ledger.reduced += how.finishing
+        ledger.update_peaks(taken)
+        ledger.reduced -= how.finishing + size.reduce_output
+        ledger.gradients += size.gradient if is_new else 0
+        if self.plan.run.optimizer.in_backward:
+            self._update_in_backward(index, taken)
 
     def _keep_unsharded_gradients(self, index: int, live: LiveBytes, *, fresh: int) -> None:
         """Keeps unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward allocated."""

@@ -18,6 +18,9 @@ reduce        a unit's gradients are copied into one buffer of R bytes (in the r
               and freed. The reduced chunk of R/N bytes, cast to the master dtype, becomes the gradients. The
               buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
               until the end of backward, beside its cast.
+not sharded   units of shard degree 1 are used and reduced without these copies, as
+              `sharding.unsharded_units` says: nothing is allocated for parameters that need no cast, and
+              the buffer, or over one replica autograd's gradients, becomes the gradients of the shards.
 without sync  gradients stay unsharded, in the reduce dtype, until the last microbatch.
 in backward   with `optimizer.in_backward` a unit is updated once it is reduced; its gradients are freed.
 
@@ -94,7 +97,9 @@ class _StepMemoryReplay:
         self.units = units = memory_trace(spec, plan, reach=self.reach).units
         sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
         order = sorted(range(len(units)), key=lambda i: spec.units[units[i]].position)
-        self.ledger = MemoryLedger()
+        # Then gradients are reduced on the compute stream, over one rank.
+        on_compute = plan.world_size == 1 and all(size.unsharded_reduction is not None for size in sizes)
+        self.ledger = MemoryLedger(reduces_on_compute_stream=on_compute)
         self.gathering = UnshardMemoryReplay(sizes, self.ledger, section=section, by_position=order)
         self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
         self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
@@ -158,7 +163,7 @@ class _StepMemoryReplay:
                 self.reducing.replay_post_backward(phase.unit, live, last=last)
             case "end_backward":
                 self.gathering.free_unused_prefetches()
-                self.reducing.free_buffers_after_backward()
+                self.reducing.free_buffers_after_backward(live)
             case "start":
                 pass
 
@@ -186,7 +191,7 @@ class MeshDependentBytes(NamedTuple):
 
     sizes: dict[int, UnitBytes]  # sizes of each kind of unit
     static: int  # shards, optimizer state and buffers, over all units
-    gathered: int  # unsharded parameters, over all units
+    unsharded: int  # unsharded parameters that are allocated, over all units
     whole: int  # unsharded gradients that are cast to the reduce dtype, over all units
     gradients: int  # sharded gradients, over all units; 0 if they are offloaded or used in backward
     chunks: int  # reduce-scatter outputs, over all units
@@ -227,7 +232,7 @@ def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
     return MeshDependentBytes(
         sizes,
         static=sum_over_units("shards") + optimizer + spec.buffer_bytes,
-        gathered=sum_over_units("gathered"),
+        unsharded=sum_over_units("unsharded"),
         # Gradients that need no cast are counted by the trace, as autograd leaves them.
         whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
         gradients=sum_over_units("gradient") if stays else 0,
@@ -255,12 +260,12 @@ def peak_lower_bound(
     kept = 0
     if traits.accumulates:
         kept = min(mesh.gradients, mesh.chunks) if traits.syncs else mesh.whole
-    gathered = mesh.gathered if traits.keeps else 0
+    unsharded = mesh.unsharded if traits.keeps else 0
     backward = bound.highest
     for kind, behind, ahead, live in bound.peaks:
         size = mesh.sizes[kind]
-        bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
-        if behind >= 0:
+        bytes_ = live + (size.unsharded if size.gathers_in_backward else 0)
+        if behind >= 0 and mesh.sizes[behind].unsharded_reduction is None:
             bytes_ += mesh.sizes[behind].reduce_input
         if traits.prefetches and ahead >= 0:
             next_one = mesh.sizes[ahead]
@@ -269,4 +274,4 @@ def peak_lower_bound(
         backward = max(backward, bytes_)
     if traits.accumulates and traits.syncs:
         backward += kept
-    return mesh.static + bound.batch + max(backward, bound.loss + gathered + kept, mesh.gradients)
+    return mesh.static + bound.batch + max(backward, bound.loss + unsharded + kept, mesh.gradients)

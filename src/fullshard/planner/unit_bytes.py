@@ -1,6 +1,6 @@
 """Sizes of one unit's tensors on one rank, from its shapes and the plan."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,6 +9,16 @@ from fullshard.planner.tensor_parallel import split_parameter_shape
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
+
+
+@dataclass(frozen=True)
+class UnshardedReduction:
+    """Bytes of the reduction of a unit that is not sharded: see `sharding.unsharded_units`."""
+
+    packing: int  # the most bytes above the unsharded gradients while they are copied or cast
+    packing_kept: int  # the same for gradients that were kept unsharded in the reduce dtype
+    finishing: int  # the most bytes above the reduced gradients while they are cast to the master dtype
+    is_immediate: bool  # nothing is waited for: the gradients are there when the unit's backward ends
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,8 @@ class UnitBytes:
     on_drive: int  # `own_shards` in a file, where each shard starts at a page boundary
     frozen: int  # frozen own shards in their own dtype, wherever they are stored
     frozen_on_drive: int  # `frozen` in a file
-    gathered: int  # all parameters as they are sent, padded: the all-gather buffer, and again its copy
+    gathered: int  # all parameters as they are sent, padded: the all-gather buffer
+    unsharded: int  # unsharded parameters that are allocated: `gathered`, without those used in place
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
     in_fp8: int  # elements of own shards that are gathered in fp8, padded
     kept_copy: int  # `cast_copy` in backward, per own shard, if parameters stay sharded over fewer ranks
@@ -43,6 +54,7 @@ class UnitBytes:
     reduce_copies: int  # copies that the CPU makes for a moment to copy gradients into `reduce_input`
     reduce_copies_of_kept: int  # the same for gradients that were kept unsharded in the reduce dtype
     reduce_output: int  # the reduce-scatter's output, 1/N of its input
+    unsharded_reduction: UnshardedReduction | None  # if gradients are reduced without FSDP2's copies
     gradient: int  # gradients of the own shards in the master dtype (as reduced if they are offloaded)
     trained: int  # elements of the own shards that the optimizer updates, without padding
     trained_parameters: int  # number of trained parameters
@@ -68,8 +80,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         plan, unit.override, kept=unit.kept, is_embedding=unit.is_embedding
     )
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
-    precision = settings.precision
-    compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
+    reduced, master = ITEMSIZE[settings.precision.reduce], ITEMSIZE[settings.precision.master]
     if plan.tensor_parallel > 1:
         unit = tensor_parallel_unit(unit, plan.tensor_parallel)
 
@@ -77,19 +88,17 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         return padded_numel(parameter.shape, degree) // degree
 
     def compute_itemsize(parameter: ParamSpec) -> int:
-        return compute if parameter.is_floating else parameter.itemsize
-
-    def gathered_itemsize(parameter: ParamSpec) -> int:
-        return 1 if parameter.is_gathered_in_fp8 else compute_itemsize(parameter)
+        return _compute_itemsize(parameter, settings)
 
     shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
     chunk = sum(padded_shard_numel(p) for p in trained)
-    # On the CPU, _chunk_cat pads gradients one after the other, and then copies each one that it casts.
-    on_cpu, largest = plan.device == "cpu", max((padded_numel(p.shape, degree) for p in trained), default=0)
-    uneven = sum(padded_numel(p.shape, degree) for p in trained if p.shape[0] % degree)
+    copies, copies_of_kept = _reduce_copy_bytes(trained, settings) if plan.device == "cpu" else (0, 0)
     own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
+    gathered = degree * sum(
+        padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else compute_itemsize(p)) for p in unit.parameters
+    )
     return UnitBytes(
         shard_degree=degree,
         replicate_degree=settings.replicate_degree,
@@ -101,20 +110,22 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         on_drive=sum(page_aligned_bytes(padded_shard_numel(p), compute_itemsize(p)) for p in trained),
         frozen=sum(padded_shard_numel(p) * p.itemsize for p in frozen),
         frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
-        gathered=degree * sum(padded_shard_numel(p) * gathered_itemsize(p) for p in unit.parameters),
+        gathered=gathered,
+        unsharded=gathered - _bytes_used_in_place(unit, settings),
         cast_copy=sum(casts) + uncast,
         in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
         kept_copy=sum(again),
-        largest_cast=max(casts, default=0) + uncast,
+        largest_cast=0 if settings.skips_copies else max(casts, default=0) + uncast,
         whole=sum(p.numel * compute_itemsize(p) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
         largest_whole=max((p.numel * compute_itemsize(p) for p in trained), default=0),
         last_whole=sum(p.numel * compute_itemsize(p) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=degree * chunk * reduced,
-        reduce_copies=(uneven + (largest if compute != reduced else 0)) * compute if on_cpu else 0,
-        reduce_copies_of_kept=uneven * reduced if on_cpu else 0,
+        reduce_copies=copies,
+        reduce_copies_of_kept=copies_of_kept,
         reduce_output=chunk * reduced,
+        unsharded_reduction=_unsharded_reduction(trained, settings, plan=plan),
         gradient=chunk * (reduced if plan.copies_gradients_to_host else master),
         trained=sum(own),
         trained_parameters=len(trained),
@@ -122,6 +133,64 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         in_eight_bits=sum(_eight_bit_moment_bytes(numel, master) for numel in own),
         master_itemsize=master,
     )
+
+
+def _bytes_used_in_place(unit: UnitSpec, settings: MergedUnitSettings) -> int:
+    """Returns the bytes of parameters that a unit computes with where they are."""
+    if not settings.skips_copies:
+        return 0
+    master = ITEMSIZE[settings.precision.master]
+    used = [(p, _compute_itemsize(p, settings)) for p in unit.parameters]
+    return sum(
+        p.numel * itemsize
+        for p, itemsize in used
+        if itemsize == (master if p.requires_grad and p.is_floating else p.itemsize)
+    )
+
+
+def _compute_itemsize(parameter: ParamSpec, settings: MergedUnitSettings) -> int:
+    return ITEMSIZE[settings.precision.param] if parameter.is_floating else parameter.itemsize
+
+
+def _reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSettings) -> tuple[int, int]:
+    """Returns the bytes that the CPU's _chunk_cat copies, for fresh gradients and for those kept unsharded.
+
+    It pads gradients one after the other, and then copies each one that it casts.
+    """
+    degree = settings.shard_degree
+    compute, reduced = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.reduce]
+    largest = max((padded_numel(p.shape, degree) for p in trained), default=0)
+    uneven = sum(padded_numel(p.shape, degree) for p in trained if p.shape[0] % degree)
+    return (uneven + (largest if compute != reduced else 0)) * compute, uneven * reduced
+
+
+def _unsharded_reduction(
+    trained: Sequence[ParamSpec], settings: MergedUnitSettings, *, plan: Plan
+) -> UnshardedReduction | None:
+    if not settings.skips_copies:
+        return None
+    precision, has_replicas = settings.precision, settings.replicate_degree > 1
+    compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
+    buffer = reduced * sum(p.numel for p in trained) if has_replicas else 0
+    casts = [(compute * p.numel, reduced * p.numel) for p in trained if compute != reduced]
+    finishing = [(reduced * p.numel, master * p.numel) for p in trained if reduced != master]
+    if has_replicas:  # freed with the last
+        finishing = [(0, new) for _, new in finishing]
+    return UnshardedReduction(
+        packing=buffer or _most_bytes_while_replacing(casts),
+        packing_kept=buffer,
+        finishing=_most_bytes_while_replacing(finishing),
+        is_immediate=not has_replicas or plan.run.optimizer.in_backward,
+    )
+
+
+def _most_bytes_while_replacing(steps: Sequence[tuple[int, int]]) -> int:
+    """Returns the most bytes above the initial ones, while (old, new) bytes replace each other one by one."""
+    above = most = 0
+    for old, new in steps:
+        most = max(most, above + new)
+        above += new - old
+    return most
 
 
 def _shard_and_cast_bytes(

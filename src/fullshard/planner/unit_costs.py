@@ -83,6 +83,12 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
+    unsharded, pack, copied = size.unsharded, traffic_ticks(size.whole, reduced), traffic_ticks(2 * reduced)
+    if size.unsharded_reduction is not None:  # nothing is copied that is neither cast nor sent
+        pack, copied = pack if size.replicate_degree > 1 or not same else 0, 0
+        copy_out = traffic_ticks(size.shards, unsharded) if unsharded else 0
+    else:  # over one rank, shards are cast one by one and then copied
+        copy_out = traffic_ticks(0 if sharded else cast_in, 2 * unsharded)
     return UnitCost(
         has_parameters=size.gathered > 0,
         is_trained=reduced > 0,
@@ -95,13 +101,12 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
         copy_in=into,
         gather=gather,
-        # Over one rank, shards are cast one by one and then copied.
-        copy_out=traffic_ticks(2 * size.gathered) if sharded else traffic_ticks(cast_in, 2 * size.gathered),
+        copy_out=copy_out,
         again_in=again_in,
         backward_gather=again if hpz else gather,
         hpz_copy=traffic_ticks(2 * size.gathered // size.reshard_degree) if hpz else 0,
-        pack=traffic_ticks(size.whole, reduced),
-        scatter=scatter if sharded else traffic_ticks(2 * reduced),
+        pack=pack,
+        scatter=scatter if sharded else copied,
         cast_gradient=traffic_ticks(*cast_out),
         settle_again=traffic_ticks(*cast_out, 3 * gradient),
         add_partial=traffic_ticks(3 * chunk),

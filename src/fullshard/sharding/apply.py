@@ -51,6 +51,7 @@ from fullshard.sharding.units import (
     find_recompute_blocks,
     find_units,
 )
+from fullshard.sharding.unsharded_units import skip_copies
 from fullshard.spec.plan import DeviceType, Plan, check_training_supports_run
 from fullshard.spec.run import PrefetchSection
 
@@ -285,9 +286,12 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
     apply_local_switches(engine_module, plan.run.fsdp)
     if plan.device == "cpu":
         replace_gloo_collectives(engine_module)
+    if settings.skips_copies:
+        skip_copies(engine_module)
     # Experts that none of a rank's tokens reached have no gradient there, but the rank must still take part
     # in their reduction.
-    if unit.holds_experts and hasattr(engine_module, "set_reduce_scatter_unused_params"):
+    has_switch = hasattr(engine_module, "set_reduce_scatter_unused_params")
+    if unit.holds_experts and has_switch and not settings.skips_copies:
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
     elif unit.holds_experts:
         _reduce_missing_gradients_as_zeros(engine_module)
@@ -296,7 +300,7 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
 def _reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
     """Makes the unit of `module` reduce zeros for parameters without a gradient, so that all ranks take part.
 
-    For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
+    For unsharded units, and for torch before 2.13, which has no `set_reduce_scatter_unused_params`.
     """
     group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
     if group is None:

@@ -194,6 +194,7 @@ class MergedUnitSettings(FrozenModel):
     """The mesh degrees, dtypes and reshard policy of one unit.
 
     gathers_in_backward: whether parameters that were resharded are gathered again for backward
+    skips_copies: whether the unit is not sharded, and gathered and reduced without FSDP2's copies
     """
 
     replicate_degree: int
@@ -201,6 +202,7 @@ class MergedUnitSettings(FrozenModel):
     reshard_after_forward: bool | int
     gathers_in_backward: bool
     precision: Precision
+    skips_copies: bool
 
     @classmethod
     def for_unit(
@@ -218,15 +220,23 @@ class MergedUnitSettings(FrozenModel):
             reshard = plan.strategy is not Strategy.ZERO1
         if own.reshard_after_forward is not None:
             reshard = own.reshard_after_forward
+        replicas = plan.data_parallel_degree if unsharded else plan.replicate_degree
+        degree = 1 if unsharded else plan.shard_degree
+        precision = Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision
         return cls(
-            replicate_degree=plan.data_parallel_degree if unsharded else plan.replicate_degree,
-            shard_degree=1 if unsharded else plan.shard_degree,
+            replicate_degree=replicas,
+            shard_degree=degree,
             reshard_after_forward=reshard,
             # Parameters outside the device are read ahead in the order of all gathers.
             gathers_in_backward=not is_embedding
             or reshard is not True
             or plan.run.offload.tier.startswith("params"),
-            precision=Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision,
+            precision=precision,
+            # On GPUs only over one rank: over replicas, FSDP2's own all-reduce is on a stream of its own.
+            skips_copies=degree == 1
+            and (plan.device == "cpu" or replicas == 1)
+            and plan.run.offload.tier == "none"
+            and not precision.gathers_fp8,
         )
 
 
