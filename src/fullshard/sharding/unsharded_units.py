@@ -13,15 +13,17 @@ no sync   Gradients of microbatches that are not the step's last stay as they ar
 
 `MergedUnitSettings.skips_copies` says which units this applies to; their memory is predicted accordingly.
 
-The names with a leading underscore are private names of FSDP2, the same in torch 2.11 to 2.15.
+The profiler's ranges have the names of FSDP2's. Names with a leading underscore are private ones of FSDP2.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 
 def skip_copies(unit: FSDPModule) -> None:
@@ -59,27 +61,27 @@ class _UnshardedUnit:
 
     def _reduce_gradients(self, *unused: Any) -> None:
         """Starts the reduction of the unit's gradients, or keeps them for a later microbatch."""
-        group = self.group
+        group, replicas = self.group, _replica_group(self.group)
         group._training_state = type(group._training_state).POST_BACKWARD
         self._finish_reduction()  # of a backward that was not the last of its step
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-        replicas = _replica_group(group)
-        syncs = group.reduce_grads and (group.all_reduce_grads or replicas is None)
-        found = [_pop_gradient(one) for one in group.fsdp_params] if syncs else []
-        if group.reshard_after_backward:
-            group.reshard()
-        if not syncs:
+        with record_function("FSDP::post_backward_accumulate"):
             for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+        pairs = list[tuple[Any, Tensor]]()
+        with record_function("FSDP::post_backward_reshard"):
+            if syncs := group.reduce_grads and (group.all_reduce_grads or replicas is None):
+                pairs = _pop_gradients(group.fsdp_params)
+            if group.reshard_after_backward:
+                group.reshard()
+            for parameter in () if syncs else group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.to_accumulated_grad_if_needed()
+        if not pairs:
             return
-        pairs = [(p, grad) for p, grad in zip(group.fsdp_params, found, strict=True) if grad is not None]
-        found.clear()
-        if pairs:
+        with record_function("FSDP::post_backward_reduce"):
             self._start_reduction(pairs)
-        if replicas is None or any(p.sharded_param._post_accumulate_grad_hooks for p, _ in self.reduced):
-            self._finish_reduction()
+            if replicas is None or any(p.sharded_param._post_accumulate_grad_hooks for p, _ in self.reduced):
+                self._finish_reduction()
 
     def _start_reduction(self, pairs: list[tuple[Any, Tensor]]) -> None:
         """Starts the all-reduce of the gradients of `pairs`, and empties the list."""
@@ -157,18 +159,19 @@ def _cast_into_unsharded_parameter(parameter: Any) -> None:
     parameter.init_unsharded_param()
 
 
-def _pop_gradient(parameter: Any) -> Tensor | None:
-    """Returns the unsharded gradient that FSDP2 has of one parameter, and removes it; None if it has none."""
-    if not hasattr(parameter, "_unsharded_param"):
-        return None
-    gradient = None
-    if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-        parameter.unsharded_accumulated_grad = None
-    elif parameter.unsharded_param.grad is not None:
-        gradient = parameter.unsharded_grad_data
-        parameter.unsharded_param.grad = None
-    return gradient
+def _pop_gradients(parameters: Sequence[Any]) -> list[tuple[Any, Tensor]]:
+    """Returns the parameters that have an unsharded gradient, each with it, and removes these gradients."""
+    found = list[tuple[Any, Tensor]]()
+    for parameter in parameters:
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        if parameter.unsharded_accumulated_grad is not None:
+            found.append((parameter, parameter.unsharded_accumulated_grad_data))
+            parameter.unsharded_accumulated_grad = None
+        elif parameter.unsharded_param.grad is not None:
+            found.append((parameter, parameter.unsharded_grad_data))
+            parameter.unsharded_param.grad = None
+    return found
 
 
 def _divide(gradient: Tensor, factor: float | None) -> Tensor:
