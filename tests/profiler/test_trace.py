@@ -78,16 +78,18 @@ def test_on_the_host_the_inner_range_counts_and_casts_are_the_models():
             ("FSDP::post_backward_reduce", 500, 600),
             ("fullshard::reduce_scatter", 520, 560),
             ("c10d::allreduce_", 521, 530),
+            ("FSDP::root_post_backward_callback", 610, 690),
+            ("fullshard::all_reduce", 620, 670),
             ("fullshard::optimizer", 800, 900),
         )
     )
     in_ns = {name: round(value * 1e9) for name, value in seconds.terms().items()}
     assert in_ns == {
-        "compute": 650 - 200 - 100,
+        "compute": 650 - 200 - 100 - 80,
         "exposed_all_gather": 90,
         "exposed_reduce_scatter": 40,
-        "exposed_all_reduce": 0,
-        "engine": 200 - 90 + 100 - 40,
+        "exposed_all_reduce": 50,
+        "engine": 200 - 90 + 100 - 40 + 80 - 50,
         "optimizer": 100,
         "data": 20,
         "other": 1000 - 650 - 20 - 100,

@@ -30,6 +30,7 @@ _RANGES = {
     "fullshard::compute": "compute",
     "fullshard::all_gather": "exposed_all_gather",
     "fullshard::reduce_scatter": "exposed_reduce_scatter",
+    "fullshard::all_reduce": "exposed_all_reduce",
     "fullshard::optimizer": "optimizer",
     "fullshard::data": "data",
 }

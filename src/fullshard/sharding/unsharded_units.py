@@ -13,7 +13,8 @@ no sync   Gradients of microbatches that are not the step's last stay as they ar
 
 `MergedUnitSettings.skips_copies` says which units this applies to; their memory is predicted accordingly.
 
-The profiler's ranges have the names of FSDP2's. Names with a leading underscore are private ones of FSDP2.
+The profiler's ranges have the names of FSDP2's; `profiler.trace` finds the wait as `fullshard::all_reduce`.
+Names with a leading underscore are private ones of FSDP2.
 """
 
 from collections.abc import Sequence
@@ -109,7 +110,8 @@ class _UnshardedUnit:
     def _finish_reduction(self) -> None:
         """Waits for the all-reduce, and sets the gradients of the unit's sharded parameters."""
         if self.all_reduce is not None:
-            self.all_reduce.wait()
+            with record_function("fullshard::all_reduce"):
+                self.all_reduce.wait()
             self.all_reduce = None
         while self.reduced:
             parameter, value = self.reduced.pop(0)
