@@ -1,4 +1,4 @@
-"""What the planner chooses, over sizes of models, machines and lengths of sequences: the choices, not digits.
+"""The planner chooses as written here, over sizes of models, machines and lengths of sequences.
 
 A line that changes is a change of judgement: read it like an engineer, and then write it here.
 """

@@ -1,4 +1,4 @@
-"""Load: a fraction of the processors, and what is said of measurements beside it."""
+"""The load of a machine is a fraction of its processors, and a warning beside measurements names it."""
 
 from fullshard.system.load import BUSY, busy_machine_text, busy_processor_fraction
 

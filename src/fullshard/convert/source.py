@@ -156,7 +156,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _recognize_mapping_format(tree: Any, format: ConfigFormat | None) -> ParsedConfig | None:
-    """Returns a config of `format`, or of the format that its keys belong to; None if there is none."""
+    """Returns a config of `format`, or of the format that its keys belong to; None if no format has them."""
     if not isinstance(tree, Mapping) or not tree:
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}

@@ -61,8 +61,8 @@ def choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, 
     """Returns plans of the front that are worth a look, the fastest first.
 
     These are the nearest that is notably faster and does not fit (if twice the memory is enough), the
-    fastest that only the margin excludes, and, if memory is not
-    plentiful, the fastest of those that need notably less.
+    fastest that only the margin excludes, and, if memory is not plentiful, the fastest of those that need
+    notably less.
     """
     ours = require_prediction(chosen)
     own, needed, capacity = ours.time.total, ours.required_device_bytes, ours.capacity_bytes

@@ -233,16 +233,13 @@ class GradientMemoryReplay:
         self._store_reduced_gradient(index, taken, last=last)
 
     def free_buffers_after_backward(self, live: LiveBytes) -> None:
-        """Frees all buffers of reductions; only gradients remain."""
+        """Frees all buffers of reductions; only gradients remain. `live`: the model's own bytes."""
         self.ledger.in_flight -= sum(self.buffers)
-        if self.ledger.unfinished:
-            self.ledger.gradients += self.ledger.unfinished
-            self.ledger.reduced -= self.ledger.chunks
-            self.ledger.unfinished = self.ledger.chunks = 0
-            self.ledger.update_peaks(live)
+        self.ledger.gradients += self.ledger.unfinished
         self.ledger.reduced -= self.ledger.chunks
+        self.ledger.unfinished = self.ledger.chunks = 0
         self.buffers.clear()
-        self.ledger.chunks = 0
+        self.ledger.update_peaks(live)
 
     def _reduce_unsharded(self, index: int, live: LiveBytes, *, fresh: int, how: UnshardedReduction) -> None:
         """Replays the reduction of a unit that is not sharded."""

@@ -235,7 +235,7 @@ def no_plan_fits_error(closest: Plan, *, spec: ModelSpec, hardware: Hardware, ru
 
 
 def _suggest_smaller_margin(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """Returns, as text, the best plan of those that fit without the margin; None if there is none."""
+    """Returns, as text, the best plan that fits if no margin is left; None if no plan fits."""
     if not run.memory_margin:
         return None
     best = search(spec, hardware, run_with_settings(run, {"plan": {"memory_margin": 0.0}})).best

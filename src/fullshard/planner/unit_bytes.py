@@ -87,9 +87,6 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     def padded_shard_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree) // degree
 
-    def compute_itemsize(parameter: ParamSpec) -> int:
-        return _compute_itemsize(parameter, settings)
-
     shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
@@ -97,7 +94,8 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     copies, copies_of_kept = _reduce_copy_bytes(trained, settings) if plan.device == "cpu" else (0, 0)
     own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     gathered = degree * sum(
-        padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else compute_itemsize(p)) for p in unit.parameters
+        padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else _compute_itemsize(p, settings))
+        for p in unit.parameters
     )
     return UnitBytes(
         shard_degree=degree,
@@ -106,8 +104,10 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         gathers_in_backward=settings.gathers_in_backward,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
-        own_shards=sum(padded_shard_numel(p) * compute_itemsize(p) for p in trained),
-        on_drive=sum(page_aligned_bytes(padded_shard_numel(p), compute_itemsize(p)) for p in trained),
+        own_shards=sum(padded_shard_numel(p) * _compute_itemsize(p, settings) for p in trained),
+        on_drive=sum(
+            page_aligned_bytes(padded_shard_numel(p), _compute_itemsize(p, settings)) for p in trained
+        ),
         frozen=sum(padded_shard_numel(p) * p.itemsize for p in frozen),
         frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
         gathered=gathered,
@@ -116,10 +116,10 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
         kept_copy=sum(again),
         largest_cast=0 if settings.skips_copies else max(casts, default=0) + uncast,
-        whole=sum(p.numel * compute_itemsize(p) for p in trained),
+        whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
-        largest_whole=max((p.numel * compute_itemsize(p) for p in trained), default=0),
-        last_whole=sum(p.numel * compute_itemsize(p) for p in trained[-1:]),
+        largest_whole=max((p.numel * _compute_itemsize(p, settings) for p in trained), default=0),
+        last_whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=degree * chunk * reduced,
         reduce_copies=copies,
@@ -204,15 +204,15 @@ def _shard_and_cast_bytes(
     uncast: bytes of the largest shard that is copied in and then cast.
     """
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
-    compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
+    master = ITEMSIZE[settings.precision.master]
     # On the CPU, host memory is device memory: masters are the shards, unless they are on the drive.
     is_master = not tier.offloads_optimizer or (on_cpu and not tier.is_on_drive)
     shards, casts, again, uncast = 0, list[int](), list[int](), 0
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
-        kept = parameter.itemsize if not is_trained else master if is_master else compute
-        used = compute if parameter.is_floating else parameter.itemsize
+        used = _compute_itemsize(parameter, settings)
+        kept = parameter.itemsize if not is_trained else master if is_master else used
         if parameter.is_gathered_in_fp8:
             used = 1
             # Over one rank, shards are cast while the unit's parameters are there; scaled in fp32 first.

@@ -80,13 +80,13 @@ class _UnshardedUnit:
         if not pairs:
             return
         with record_function("FSDP::post_backward_reduce"):
-            self._start_reduction(pairs)
+            self._start_reduction(pairs, replicas)
             if replicas is None or any(p.sharded_param._post_accumulate_grad_hooks for p, _ in self.reduced):
                 self._finish_reduction()
 
-    def _start_reduction(self, pairs: list[tuple[Any, Tensor]]) -> None:
-        """Starts the all-reduce of the gradients of `pairs`, and empties the list."""
-        group, replicas = self.group, _replica_group(self.group)
+    def _start_reduction(self, pairs: list[tuple[Any, Tensor]], replicas: dist.ProcessGroup | None) -> None:
+        """Starts the all-reduce of the gradients of `pairs` over `replicas`, and empties the list."""
+        group = self.group
         dtype = group._reduce_dtype or pairs[0][1].dtype
         if replicas is None:
             while pairs:

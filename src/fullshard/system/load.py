@@ -18,7 +18,7 @@ def busy_processor_fraction() -> float:
 
 
 def busy_machine_text(fraction: float) -> str | None:
-    """Returns what is to be said of measurements at this load; None if nothing."""
+    """Returns a warning about measurements at this load; None if the machine is not busy."""
     if fraction < BUSY:
         return None
     return f"while other programs used {100 * fraction:.0f} % of the processors: rates may be too low"
