@@ -1,6 +1,7 @@
 """Holds the predicted step time against published ones, row by row (bench/published.toml).
 
 python bench/published.py [PART_OF_A_NAME]      # the table
+python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
 python bench/published.py --fit                 # what matmul rate each chip's "fit" row asks for
 """
 
@@ -19,6 +20,7 @@ from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.search import predict
 from fullshard.spec.catalog import find_catalog_entry_of_chip
+from fullshard.spec.certainty import speed_certainty
 from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
 from fullshard.spec.hardware_text import catalog_chip_hardware, hardware_on
 from fullshard.spec.model import ModelSpec
@@ -28,10 +30,18 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
+BLIND_ROWS = Path(__file__).with_name("blind.toml")
 # By what older kernels of attention take longer than FlashAttention-2, in forward and in backward.
 # Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
 # in Triton", and 3 to 10 times (3 where sequences are short) as fast as attention without such a kernel.
 KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file, each with the keys of its series below its own."""
+    table = tomllib.loads(file.read_text())
+    series = table.get("series", {})
+    return [series.get(row.get("series"), {}) | row for row in table["row"]]
 
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
@@ -139,7 +149,7 @@ def tokens_per_second(row: dict[str, Any], *, scale: float = 1.0) -> float:
 
 
 def fit() -> None:
-    for row in tomllib.loads(ROWS.read_text())["row"]:
+    for row in rows_of(ROWS):
         if row["use"] != "fit":
             continue
         low, high = 0.2, 3.0
@@ -151,36 +161,50 @@ def fit() -> None:
         print(f"{row['chip']}: {largest * low:.4g} FLOP/s, {low:.3f} of what it was, by {row['name']}")
 
 
-def main(part: str = "") -> None:
-    if part == "--fit":
+def main(*arguments: str) -> None:
+    if "--fit" in arguments:
         fit()
         return
+    blind = "--blind" in arguments
+    part = "".join(argument for argument in arguments if argument != "--blind")
     errors: list[float] = []
-    for row in tomllib.loads(ROWS.read_text())["row"]:
+    within = 0
+    for row in rows_of(BLIND_ROWS if blind else ROWS):
         if part not in row["name"]:
             continue
-        plan = plan_of(row)
+        plan, hardware = plan_of(row), hardware_of(row)
         try:
-            prediction = predict(spec_of(row, plan), plan, hardware_of(row)).prediction
+            spec = spec_of(row, plan)
+            prediction = predict(spec, plan, hardware).prediction
         except FullshardError as error:
             print(f"{row['name']}: {error}")
             continue
         assert prediction is not None, "predict was asked"
         rate = prediction.tokens_per_second / plan.world_size
         error = rate / row["tokens_per_second_per_gpu"] - 1
+        bars = speed_certainty(spec.numel, hardware)
+        assert bars is not None, "the chip is no CPU"
+        inside = bars.low <= error <= bars.high
         if row["use"] == "test":
             errors.append(abs(error))
+            within += inside
         told = row.get("peak_memory_gib")
-        memory = f"{prediction.total_reserved_bytes / 2**30:6.1f} GiB, told {told}" if told else ""
+        kind = row.get("peak_memory_kind", "reserved")
+        needed = prediction.total_reserved_bytes if kind == "reserved" else prediction.memory.total
+        memory = f"{kind} {needed / 2**30:6.1f} GiB, told {told}" if told else ""
         terms = " ".join(f"{n[:12]} {s:.2f}" for n, s in prediction.time.terms().items() if s > 0.005)
         print(
-            f"{row['use']:5s} {row['name'][:58]:58s} told {row['tokens_per_second_per_gpu']:8.0f} "
-            f"ours {rate:8.0f} {100 * error:+6.1f} %  {memory}  {prediction.time.total:.2f} s: {terms}"
+            f"{row['use']:5s} {row['name'][:76]:76s} told {row['tokens_per_second_per_gpu']:8.0f} "
+            f"ours {rate:8.0f} {100 * error:+6.1f} %{' ' if inside else '!'} {memory}  "
+            f"{prediction.time.total:.2f} s: {terms}"
         )
     errors.sort()
     median, worst = 100 * statistics.median(errors), 100 * errors[-1]
-    print(f"{len(errors)} test rows: median {median:.1f} %, worst {worst:.1f} %")
+    print(
+        f"{len(errors)} test rows: median {median:.1f} %, worst {worst:.1f} %, "
+        f"{within} within their error bars (others: !)"
+    )
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Certainty: the table holds what the page of published rows gives."""
+"""Certainty: the table holds what the pages of published rows give."""
 
 import re
 import tomllib
@@ -12,21 +12,26 @@ from fullshard.spec.hardware_text import hardware_on
 from tests.fakes.hardware import cpu_of
 
 BENCH = Path(__file__).parents[2] / "bench"
+PAGES = (("published.toml", "2026-11-20-published.md"), ("blind.toml", "2026-11-24-blind.md"))
 ROW = re.compile(r"\| test \| (.*?) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) %")
 
 
-def deviations() -> list[tuple[int, str, float]]:
-    """Parameters, chip and deviation of each row that sets no rate."""
-    rows = {row["name"]: row for row in tomllib.loads((BENCH / "published.toml").read_text())["row"]}
-    page = (BENCH / "results" / "2026-11-20-published.md").read_text()
-    found: list[tuple[int, str, float]] = []
-    for name, error in ROW.findall(page):
-        sizes, chip = rows[name]["model"], rows[name]["chip"]
-        width, ff = sizes["d_model"], sizes["d_ff"]
-        narrow = sizes.get("kv_heads", sizes["heads"]) / sizes["heads"]
-        block = width * width * (2 + 2 * narrow) + (3 if sizes["gated"] else 2) * width * ff
-        tables = sizes["vocabulary"] * width * (1 if sizes["tied"] else 2)
-        found.append((int(sizes["layers"] * block + tables), chip, float(error) / 100))
+def deviations() -> list[tuple[int, int, str, float]]:
+    """Parameters, nodes, chip and deviation of each row that sets no rate."""
+    found: list[tuple[int, int, str, float]] = []
+    for file, page in PAGES:
+        table = tomllib.loads((BENCH / file).read_text())
+        series = table.get("series", {})
+        rows = {row["name"]: series.get(row.get("series"), {}) | row for row in table["row"]}
+        for name, error in ROW.findall((BENCH / "results" / page).read_text()):
+            row = rows[name]
+            sizes = row["model"]
+            width, ff = sizes["d_model"], sizes["d_ff"]
+            narrow = sizes.get("kv_heads", sizes["heads"]) / sizes["heads"]
+            block = width * width * (2 + 2 * narrow) + (3 if sizes["gated"] else 2) * width * ff
+            tables = sizes["vocabulary"] * width * (1 if sizes["tied"] else 2)
+            numel = int(sizes["layers"] * block + tables)
+            found.append((numel, row["nodes"], row["chip"], float(error) / 100))
     return found
 
 
@@ -35,12 +40,19 @@ def test_the_table_is_of_the_published_rows():
     errors = [error for *_, error in rows]
     assert table.all.rows == len(rows)
     assert (table.all.low, table.all.high) == pytest.approx((min(errors), max(errors)))
-    assert {chip.split()[0] for _, chip, _ in rows} == set(table.chips)
-    for one in table.size:
-        own = [error for numel, _, error in rows if one.parameters[0] <= numel < one.parameters[1]]
+    assert {chip.split()[0] for *_, chip, _ in rows} == set(table.chips)
+    for spread, one_node in ((table.one_node, True), (table.several_nodes, False)):
+        own = [e for numel, nodes, _, e in rows if numel >= table.parameters and (nodes == 1) == one_node]
         cuts = quantiles(own, n=20, method="inclusive")
-        assert one.rows == len(own)
-        assert (one.low, one.high) == pytest.approx((cuts[0], cuts[-1]), abs=6e-4)
+        assert spread.rows == len(own)
+        assert (spread.low, spread.high) == pytest.approx((cuts[0], cuts[-1]), abs=6e-4)
+
+
+def test_a_network_makes_a_speed_less_certain():
+    one, several = (speed_certainty(8_000_000_000, hardware_on(text)) for text in ("8xH100", "8x8xH100"))
+    assert one is not None
+    assert several is not None
+    assert several.high > one.high
 
 
 def test_small_models_and_chips_without_rows_are_less_certain():

@@ -1,4 +1,4 @@
-"""Certainty of predicted speeds: how far they were from published ones, by the size of the model."""
+"""Certainty of predicted speeds: how far they were from published ones, by size and number of nodes."""
 
 from functools import cache
 from pathlib import Path
@@ -19,18 +19,19 @@ class Spread(FrozenModel):
     high: float
 
 
-class SizeSpread(Spread):
-    """Deviations of 90 % of the rows of models from `parameters[0]` to below `parameters[1]`."""
-
-    parameters: tuple[PositiveInt, PositiveInt]
-
-
 class CertaintyTable(FrozenModel):
-    """The contents of certainty.toml."""
+    """The contents of certainty.toml.
+
+    chips: beginnings of the names of the chips of the rows
+    parameters: the least size of a model of which `one_node` and `several_nodes` hold
+    all: the worst of all rows
+    """
 
     chips: tuple[str, ...]
+    parameters: PositiveInt
     all: Spread
-    size: tuple[SizeSpread, ...]
+    one_node: Spread
+    several_nodes: Spread
 
 
 class Certainty(NamedTuple):
@@ -55,11 +56,13 @@ def speed_certainty(numel: int, hardware: Hardware) -> Certainty | None:
     if hardware.device == "cpu":
         return None
     table = read_certainty()
-    if any(hardware.chip.name.startswith(name) for name in table.chips):
-        for one in table.size:
-            if one.parameters[0] <= numel < one.parameters[1]:
-                return Certainty(one.low, one.high, f"90 % of {one.rows} published rows of such models")
-        why = "none of such models"
-    else:
+    if not any(hardware.chip.name.startswith(name) for name in table.chips):
         why = f"none on {hardware.chip.name}"
+    elif numel < table.parameters:
+        why = "too few of such models"
+    else:
+        one = hardware.nodes == 1
+        spread = table.one_node if one else table.several_nodes
+        where = "one node" if one else "several nodes"
+        return Certainty(spread.low, spread.high, f"90 % of {spread.rows} published rows on {where}")
     return Certainty(table.all.low, table.all.high, f"the worst of {table.all.rows} published rows; {why}")
