@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
 
-from fullshard.cli.main import _build_app, main
+from fullshard.cli.examples import EXAMPLES
+from fullshard.cli.main import _COMMANDS, _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 
 VERBS = [
@@ -65,7 +66,11 @@ def test_wrong_usage_exits_with_2_and_names_the_nearest(
     [
         (["train", "--set", "train.stpes=3"], SpecError, "train.steps"),
         (["train", "--set", "train.steps=some"], SpecError, "train.steps"),
-        (["train", "--set", "steps=3"], SpecError, "section.key=value"),
+        (["train", "--set", "steps=3"], SpecError, "try: train.steps"),
+        (["train", "--set", "lr=3"], SpecError, "try: optimizer.learning_rate"),
+        (["train", "--set", "thing=3"], SpecError, "section.key=value"),
+        (["train", "--lr", "1e-3"], SpecError, "--set optimizer.learning_rate="),
+        (["plan", "--batch-size=8"], SpecError, "train.microbatch"),
         (["train", "absent.toml"], SpecError, "fullshard init"),
         (["train", "--plan", "absent.json"], SpecError, "absent.json"),
         (["train", "--plan", "plan.json", "--set", "train.steps=3"], SpecError, "--set train.steps=3"),
@@ -112,6 +117,55 @@ def test_a_mistake_in_the_run_is_found_before_torch_is_imported() -> None:
     )
     assert done.stdout == "False\n"
     assert done.stderr.startswith("PlanError")
+
+
+@pytest.mark.parametrize("words", EXAMPLES, ids=lambda words: words or "fullshard")
+def test_every_command_has_examples_and_each_of_them_parses(words: str) -> None:
+    root: Any = typer.main.get_command(_build_app())
+    assert set(_COMMANDS) | {""} == set(EXAMPLES)
+    for line in EXAMPLES[words].strip().splitlines():
+        example = line.partition("   ")[0].partition(" > ")[0]
+        name, _, arguments = example.partition("fullshard ")
+        assert name in ("", "torchrun --nnodes 2 --nproc-per-node 8 ... -m ")
+        command, rest = root, arguments.split()
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command = command.commands[rest.pop(0)]
+        if command is not root:
+            assert arguments.startswith(words)
+            command.make_context(words, rest)
+        else:
+            assert rest[0] in {name for option in root.params for name in option.opts}
+
+
+def test_help_shows_examples_line_by_line_and_no_summary_cut_short(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in ("", "ckpt", "data"):
+        assert main([*words.split(), "--help"]) == 0
+        shown = capsys.readouterr().out.partition("Commands:")[2].splitlines()
+        assert not [line for line in shown if line.endswith("...")]
+    assert main(["train", "--help"]) == 0
+    assert "\n    fullshard train run.toml\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("pl", {"plan"}),
+        ("ckpt ex", {"export"}),
+        ("train --res", {"--resume"}),
+        ("train --set optimizer.l", {"optimizer.learning_rate="}),
+        ("plan llama3-7", {"llama3-70b"}),
+    ],
+)
+def test_the_shell_completes_commands_options_settings_and_presets(
+    typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_FULLSHARD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"fullshard {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    assert main([]) == 0
+    assert set(capsys.readouterr().out.split()) == completed
 
 
 def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

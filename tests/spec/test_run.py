@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import SpecError
+from fullshard.spec.foreign_names import FOREIGN_NAMES
 from fullshard.spec.run import STRATEGY_ALIASES, Run, Strategy, parse_strategy
+from fullshard.spec.value import iterate_dotted_field_names
 
 NAMES = {**STRATEGY_ALIASES, **{str(strategy): strategy for strategy in Strategy}}
 
@@ -28,6 +30,35 @@ def test_every_name_of_a_strategy_is_known_in_any_case_and_hyphenation(name, dat
     if spelled.lower().startswith("zero"):
         spelled = spelled[:4] + data.draw(st.sampled_from(["", "-", "_"])) + spelled[4:]
     assert parse_strategy(data.draw(st.sampled_from(["", "_"])) + spelled) is NAMES[name]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("[optimizer]\nlr = 1e-3", "optimizer.learning_rate"),
+        ("lr = 1e-3", "optimizer.learning_rate"),
+        ("[train]\nbatch_size = 8", "train.global_batch"),
+        ("[train]\ngradient-accumulation-steps = 8", "train.microbatch × ranks × accumulated"),
+        ("[training]\nmax_steps = 8", "train"),
+        ("[train]\nmax_steps = 8", "train.steps"),
+        ("[model]\nseq_len = 8", "data.sequence_length"),
+        ("[model]\nmin_lr_ratio = 0.1", "schedule.min_lr_ratio"),
+        ("[train]\ndtype = 'bf16'", "precision.mode or data.dtype"),
+        ("[zero_optimization]\nstage = 3", "sharding.strategy"),
+    ],
+)
+def test_a_name_that_other_trainers_use_is_answered_with_the_key(written: str, meant: str):
+    with pytest.raises(SpecError) as raised:
+        parsed(written)
+    assert meant in (raised.value.fix or "")
+
+
+def test_answers_to_foreign_names_are_keys():
+    keys = {"model.hf", "sharding.units", *iterate_dotted_field_names(Run)}
+    for answer in set(FOREIGN_NAMES.values()) - {"fullshard train --resume"}:
+        named = [word.strip(",") for word in answer.split() if "." in word]
+        assert named, answer
+        assert set(named) <= keys
 
 
 def test_a_run_without_a_file_is_the_default():

@@ -43,10 +43,11 @@ def calibrate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
+    """Measure the rates of this machine, and write a hardware.toml.
 
-    It contains the rates that `fullshard plan` and `fullshard train` use, measured while all ranks work. The
-    default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
+    Under torchrun or srun, measures the cluster. The file contains the rates that `fullshard plan` and
+    `fullshard train` use, measured while all ranks work. The default file is
+    ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request

@@ -52,7 +52,10 @@ def verify_checkpoints(
     as_json: AsJson = False,
     key_file: KeyFile = None,
 ) -> None:
-    """Read every byte of checkpoints; list damaged files, and the tensors that they affect."""
+    """Read every byte of checkpoints, and list the damage.
+
+    Damaged files are listed with the tensors that they affect.
+    """
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
@@ -155,7 +158,10 @@ def export_checkpoint(
     ] = False,
     key_file: KeyFile = None,
 ) -> None:
-    """Write the model of a checkpoint as safetensors: one file, several files, or a whole directory."""
+    """Write the model of a checkpoint as safetensors.
+
+    Writes one file, several files with an index, or a whole directory.
+    """
     from fullshard.errors import SpecError
     from fullshard.quantities import parse_bytes
 
@@ -214,7 +220,10 @@ def gather_checkpoint(
     *,
     key_file: KeyFile = None,
 ) -> None:
-    """Combine the parts that nodes saved on their own disks (checkpoint.storage = "per_node")."""
+    """Combine the parts that nodes saved on their own disks.
+
+    Nodes save so with checkpoint.storage = "per_node".
+    """
     from fullshard.checkpoint.per_node import merge_node_checkpoints
     from fullshard.system.targets import check_not_checkpoint_or_run_record
 

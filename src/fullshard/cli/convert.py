@@ -40,9 +40,10 @@ def convert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print another tool's config as a run.toml; report on standard error what became of each of its keys.
+    """Print another tool's config as a run.toml.
 
-    The exit code is 2 if the run.toml lacks a strategy or a precision that the config requests.
+    What became of each of its keys is reported on standard error. The exit code is 2 if the
+    run.toml lacks a strategy or a precision that the config requests.
     """
     from fullshard.convert.conversion import convert_config as converted
     from fullshard.errors import SpecError

@@ -11,7 +11,10 @@ from fullshard.system.terminal import escape_to_single_line
 
 
 def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Tokenize the data of a run and pack it into sequences, before the run needs them; show a summary."""
+    """Tokenize and pack the data of a run in advance.
+
+    Shows a summary. The run then starts at once, from the cache.
+    """
     from fullshard.data.build import build_packed_data, tokenizer_vocabulary_size
     from fullshard.errors import SpecError
     from fullshard.models.checks import check_vocabulary

@@ -22,7 +22,7 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
 ) -> None:
-    """Write a run.toml with every key, its default and its allowed values."""
+    """Write a run.toml with every key, its default and its values."""
     from fullshard.errors import SpecError
     from fullshard.system.targets import check_output_file
 

@@ -2,13 +2,15 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
 import fullshard
 from fullshard.cli import calibrate, checkpoint, convert, data, init, plan, report, train, version
+from fullshard.cli.examples import examples_text
+from fullshard.cli.settings_command import SettingsCommand
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.terminal import escape_control_characters, escape_log_messages
 
@@ -18,6 +20,22 @@ Results go to standard output, progress and errors to standard error. Exit codes
 saved (resume with train --resume), 130 ended by Ctrl-C, 1 unexpected error, 2 wrong usage or run.toml,
 3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload.
 """
+
+_COMMANDS: Mapping[str, Callable[..., None]] = {
+    "train": train.train,
+    "plan": plan.plan,
+    "calibrate": calibrate.calibrate,
+    "report": report.report,
+    "init": init.init,
+    "convert": convert.convert,
+    "version": version.version,
+    "ckpt list": checkpoint.list_checkpoints,
+    "ckpt verify": checkpoint.verify_checkpoints,
+    "ckpt diff": checkpoint.diff_checkpoints,
+    "ckpt gather": checkpoint.gather_checkpoint,
+    "ckpt export": checkpoint.export_checkpoint,
+    "data prepare": data.prepare_data,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,38 +50,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_app() -> typer.Typer:
-    app = _empty_command_group(HELP)
+    app = _empty_command_group(HELP, examples=examples_text(""), completion=True)
     app.callback()(_global_options)
-    app.command("train")(train.train)
-    app.command("plan")(plan.plan)
-    app.command("calibrate")(calibrate.calibrate)
-    app.command("report")(report.report)
-    app.command("init")(init.init)
-    app.command("convert")(convert.convert)
-    app.command("version")(version.version)
     checkpoints = _empty_command_group("List, verify, compare, gather and export checkpoints.")
-    checkpoints.command("list")(checkpoint.list_checkpoints)
-    checkpoints.command("verify")(checkpoint.verify_checkpoints)
-    checkpoints.command("diff")(checkpoint.diff_checkpoints)
-    checkpoints.command("gather")(checkpoint.gather_checkpoint)
-    checkpoints.command("export")(checkpoint.export_checkpoint)
-    app.add_typer(checkpoints, name="ckpt")
     prepared = _empty_command_group("Prepare the tokens of a run in advance.")
     prepared.callback()(lambda: None)  # a group without a callback and with one command is that command
-    prepared.command("prepare")(data.prepare_data)
+    groups = {"": app, "ckpt": checkpoints, "data": prepared}
+    for words, command in _COMMANDS.items():
+        group, _, name = words.rpartition(" ")
+        groups[group].command(name, cls=SettingsCommand, epilog=examples_text(words))(command)
+    app.add_typer(checkpoints, name="ckpt")
     app.add_typer(prepared, name="data")
     return app
 
 
-def _empty_command_group(text: str) -> typer.Typer:
+def _empty_command_group(text: str, *, examples: str = "", completion: bool = False) -> typer.Typer:
     """Returns a command group with plain help: rich would take longer than the rest of `--help`."""
     return typer.Typer(
         help=text,
+        epilog=examples,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=completion,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
 
 

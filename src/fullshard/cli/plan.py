@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fullshard.cli.options import AsJson, Overrides, require_positive_number
+from fullshard.cli.options import AsJson, Overrides, complete_presets, require_positive_number
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ Model = Annotated[
         metavar="MODEL",
         help="A preset (llama3-8b, …), a config.json, a Hugging Face name that is cached here, a saved spec, "
         "or a run.toml; without it, the default run.",
+        autocompletion=complete_presets,
     ),
 ]
 On = Annotated[
@@ -46,9 +47,12 @@ DriveRate = Annotated[
         help="Rate of the drive for one rank while all ranks use it, reads and writes together: 3.5G.",
     ),
 ]
-Length = Annotated[int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS")]
+Length = Annotated[
+    int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS", help="Tokens of a sequence: 8192.")
+]
 Tokens = Annotated[
-    str | None, typer.Option("--tokens-per-step", metavar="TOKENS", help="Over all ranks: 4M, 524288, …")
+    str | None,
+    typer.Option("--tokens-per-step", metavar="TOKENS", help="Tokens of a step, over all ranks: 4M, 524288."),
 ]
 PrecisionOption = Annotated[
     str | None, typer.Option("--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, fp16, bf16_pure.")
@@ -138,7 +142,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     mtbf: Mtbf = None,
     scaling: Scaling = None,
 ) -> None:
-    """Predict the memory and time of a run, and choose the fastest settings that fit."""
+    """Predict the memory and time of a run; choose what is fastest."""
     from fullshard.planning.result import choose_fastest_plan, plan_largest_input, with_assumed_length
 
     _check_outputs_replaceable(save, save_spec, force=force)

@@ -33,7 +33,10 @@ def train(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
+    """Train a sharded model on all GPUs, or on two CPU ranks.
+
+    Under torchrun or srun, the ranks that they started train it.
+    """
     started = time.time()
     if no_plan and plan_path is not None:
         raise typer.BadParameter("--plan gives a plan, and --no-plan wants none")

@@ -11,6 +11,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.fault_tolerance_section import CheckpointSection, FaultToleranceSection
+from fullshard.spec.foreign_names import FOREIGN_NAMES
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.model_section import DecoderConfig, ModelSection
 from fullshard.spec.plan_section import PlanSection
@@ -29,6 +30,7 @@ from fullshard.spec.value import (
     PositiveInt,
     PositiveScalar,
     Processes,
+    find_key_by_name,
 )
 
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure", "fp8", "fp8_rowwise"]
@@ -359,6 +361,7 @@ class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
     renamed = {"survival": "fault_tolerance"}
+    foreign = FOREIGN_NAMES
 
     run: RunSetupSection = RunSetupSection()
     model: ModelSection = DecoderConfig()
@@ -472,7 +475,8 @@ def _apply_cli_override(data: dict[str, Any], override: str) -> str:
     name, separator, text = override.partition("=")
     *path, key = name.strip().split(".")
     if not separator or not path or not key:
-        raise SpecError("--set takes section.key=value.", got=override, fix="--set train.steps=500")
+        meant = find_key_by_name(Run, key) if separator else None
+        raise SpecError("--set takes section.key=value.", got=override, fix=meant or "--set train.steps=500")
     try:
         value = parse_toml(f"value = {text}")["value"]
     except TomlError:

@@ -67,6 +67,7 @@ class FrozenModel(BaseModel):
     """A pydantic model that is immutable and rejects unknown fields."""
 
     renamed: ClassVar[Mapping[str, str]] = {}  # earlier name of a field -> its name now, for error messages
+    foreign: ClassVar[Mapping[str, str]] = {}  # other tools' name of any key -> the key, for error messages
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -205,12 +206,11 @@ def _keys_and_section(cls: _Section, location: Sequence[str | int]) -> tuple[lis
 def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, more: str) -> SpecError:
     [*path, key], section = _keys_and_section(cls, location)
     known = list(section.model_fields)
-    elsewhere = [name for name in _iterate_dotted_field_names(cls) if name.endswith(f".{key}")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if key in section.renamed:
         fix = ".".join([*path, section.renamed[key]])
-    elif elsewhere:
-        fix = " or ".join(elsewhere)
+    elif (elsewhere := find_key_by_name(cls, key)) is not None:
+        fix = elsewhere
     elif near:
         fix = ".".join([*path, near[0]])
     else:
@@ -245,12 +245,20 @@ def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source
     )
 
 
-def _iterate_dotted_field_names(cls: _Section, prefix: str = "") -> Iterator[str]:
+def find_key_by_name(cls: _Section, name: str) -> str | None:
+    """Returns the dotted keys whose last part is `name`, or the key that other tools call `name`; or None."""
+    key = name.lower().replace("-", "_")
+    found = [cls.foreign[key]] if key in cls.foreign else []
+    found += [one for one in iterate_dotted_field_names(cls) if one == key or one.endswith(f".{key}")]
+    return " or ".join(found) or None
+
+
+def iterate_dotted_field_names(cls: _Section, prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
         inner = _list_model_types(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
-            yield from _iterate_dotted_field_names(inner[0], f"{prefix}{name}.")
+            yield from iterate_dotted_field_names(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
