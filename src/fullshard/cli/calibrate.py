@@ -45,9 +45,8 @@ def calibrate(
 ) -> None:
     """Measure the rates of this machine, and write a hardware.toml.
 
-    Under torchrun or srun, measures the cluster. The file contains the rates that `fullshard plan` and
-    `fullshard train` use, measured while all ranks work. The default file is
-    ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
+    Under torchrun or srun, measures the cluster. `fullshard plan` and `fullshard train` use the rates. The
+    default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request
