@@ -164,6 +164,8 @@ def test_a_tier_says_what_it_takes_and_what_binds():
     still = "a step reads 0 B (the state that an update needs is still in memory) and writes 48.00 GiB"
     assert {still, "what is written wears it"} <= set(lines(untimed))
     assert rows(untimed)["step"] == "2.0 s, without its drive"
+    guessed = plan.prediction.model_copy(update={"is_calibrated": False})
+    assert rows(plan.model_copy(update={"prediction": guessed}))["step"] == "2.0 s  (not calibrated)"
     assert "the drive's time is not known: fullshard calibrate --drive DIRECTORY" in lines(untimed)
     assert plan.prediction is not None
     assert not plan.prediction.fits_in_memory

@@ -213,6 +213,7 @@ def attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTer
         flops_per_token=spec.flops_per_token or None,
         mfu=mfu,
         compile_seconds=COMPILE_SECONDS if plan.run.run.compile is True else 0.0,
+        is_calibrated=hardware.is_calibrated,
     )
     return plan.model_copy(update={"prediction": prediction})
 

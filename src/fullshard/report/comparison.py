@@ -20,7 +20,7 @@ from typing import TextIO
 from pydantic import computed_field
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.plan import term_label
+from fullshard.report.plan import NOT_CALIBRATED, term_label
 from fullshard.report.table import show_table
 from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import Prediction
@@ -65,6 +65,7 @@ class Comparison(FrozenModel):
     drive: tuple[ComparisonLine, ...] = ()  # bytes that a rank moves to and from its offload drive in a step
     step: tuple[ComparisonLine, ...] = ()  # seconds of one step, then `total`
     speed: tuple[ComparisonLine, ...] = ()  # tokens/s of all ranks, and MFU
+    is_calibrated: bool = True  # whether the seconds were predicted with measured rates
 
 
 def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comparison:
@@ -75,6 +76,7 @@ def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comp
         drive=tuple(_compare_drive_traffic(prediction, measurement)),
         step=tuple(_compare_step_time(prediction, measurement)),
         speed=tuple(_compare_speed(prediction, measurement)),
+        is_calibrated=prediction.is_calibrated,
     )
 
 
@@ -91,10 +93,11 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
     memory = [line for line in comparison.memory if max(line.predicted or 0.0, line.measured or 0.0) >= least]
+    step = "step" if comparison.is_calibrated else f"step ({NOT_CALIBRATED})"
     for heading, lines, show in (
         ("memory", memory, format_bytes),
         ("drive", comparison.drive, format_bytes),
-        ("step", comparison.step, format_seconds),
+        (step, comparison.step, format_seconds),
     ):
         if lines:
             rows += [(heading, "", "", ""), *_format_line_cells(lines, show)]

@@ -12,6 +12,7 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 BAR_COLUMNS = 24
+NOT_CALIBRATED = "not calibrated"
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
 _COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes per rank", "step", "tokens/s", "MFU", "")
@@ -299,7 +300,9 @@ def _dry_run_rows(parts: Mapping[str, int], prediction: Prediction) -> Iterator[
 
 def _step_time_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     total = prediction.time.total
-    yield "step", format_seconds(total) + ("" if prediction.has_complete_step_time else ", without its drive")
+    notes = "" if prediction.has_complete_step_time else ", without its drive"
+    notes += "" if prediction.is_calibrated else f"  ({NOT_CALIBRATED})"
+    yield "step", format_seconds(total) + notes
     terms = {term_label(name): seconds for name, seconds in prediction.time.terms().items()}
     yield from _bar_rows(terms, format_seconds, whole=total)
 

@@ -224,6 +224,11 @@ class Hardware(FrozenModel):
         return self.nodes * self.ranks_per_node
 
     @property
+    def is_calibrated(self) -> bool:
+        """False if the rates are from the catalog or of another machine's core, and not measured here."""
+        return "not calibrated" not in self.source
+
+    @property
     def device_bytes_limit(self) -> int:
         """Bytes of a device's memory that one rank may use, including the context of its process."""
         return int(self.chip.memory_bytes * self.usable_fraction)

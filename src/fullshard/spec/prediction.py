@@ -154,6 +154,7 @@ class Prediction(FrozenModel):
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`
     mfu: model FLOP utilisation; None if the chip's peak is unknown
     compile_seconds: seconds of compiling before the first step, which are not in `time`
+    is_calibrated: whether the hardware's rates, on which `time` depends, were measured
     """
 
     hardware: str
@@ -169,6 +170,7 @@ class Prediction(FrozenModel):
     flops_per_token: PositiveFloat | None = None
     mfu: PositiveFloat | None = None
     compile_seconds: NonNegativeFloat = 0.0
+    is_calibrated: bool = True
 
     @property
     def total_reserved_bytes(self) -> int:
