@@ -113,7 +113,10 @@ def test_tokens_a_step_are_shared_out_in_whole_sequences():
 
 def test_without_a_wish_a_step_has_about_a_million_tokens_or_one_sequence_a_rank():
     assert choose_global_batch(run_of(8192), tokens=None, ranks=8) == (128, None)
-    assert choose_global_batch(run_of(8192), tokens=None, ranks=16384) == (16384, None)
+    sequences, note = choose_global_batch(run_of(8192), tokens=None, ranks=16384)
+    assert sequences == 16384
+    assert note is not None
+    assert "134M tokens a step" in note
 
 
 def test_fewer_tokens_than_ranks_can_share_are_refused():

@@ -105,3 +105,19 @@ def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_tha
     for run, count in ((decoder, 1), (other, 2)):
         keys = [build_spec_key(run, "cuda", attention_kernel=one) for one in KERNELS]
         assert len({key.file_name for key in keys if key is not None}) == count
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_narrower_than_keys_keep_their_width(kernel: str):
+    """Multi-head latent attention (DeepSeek) has heads of 192 in queries and keys, and of 128 in values."""
+    with emulate_cuda_kernels(kernel), FakeTensorMode(), AttentionCalls() as calls:
+        wide, narrow = (
+            torch.empty(BATCH, HEADS, LENGTH, width, dtype=torch.bfloat16, requires_grad=True)
+            for width in (192, 128)
+        )
+        out = F.scaled_dot_product_attention(wide, wide, narrow, is_causal=True)
+        out.sum().backward()
+    assert out.shape == narrow.shape
+    assert narrow.grad is not None
+    assert narrow.grad.shape == narrow.shape
+    assert calls.names == ["efficient_attention", "efficient_attention_backward"]

@@ -35,6 +35,8 @@ from fullshard.spec.run import PrecisionMode, Run
 DEFAULT_SEQUENCE = 8192
 # Default tokens per step, approximately.
 DEFAULT_TOKENS = 2**20
+# The largest steps that large runs were published with: 16M tokens, Llama 3 405B (arXiv:2407.21783, table 4).
+LARGEST_COMMON_TOKENS = 2**24
 # Steps that share the compiling, where neither a run.toml nor a budget tells how long the run is: a short
 # run of pretraining.
 DEFAULT_STEPS = 10_000
@@ -173,7 +175,7 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[in
     once = ranks * (run.train.microbatch or 1)
     sequences = max(1, round(wanted / (length * once))) * once
     if tokens is None:
-        return sequences, None
+        return sequences, _large_step_note(sequences * length, ranks=ranks)
     if sequences * length > 2 * tokens:
         raise PlanError(
             f"{format_count(tokens)} tokens a step are too few for {ranks:,} ranks.",
@@ -186,6 +188,17 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[in
     return sequences, (
         f"{tokens:,} tokens a step are {tokens / length:,.2f} sequences of {length:,}; "
         f"planned with {sequences:,} = {sequences * length:,} tokens, which {ranks:,} ranks can share evenly"
+    )
+
+
+def _large_step_note(tokens: int, *, ranks: int) -> str | None:
+    """Returns a note for the user if the ranks alone make a step larger than those of large runs."""
+    if tokens <= LARGEST_COMMON_TOKENS:
+        return None
+    return (
+        f"one sequence for each of {ranks:,} ranks is {format_count(tokens)} tokens a step; large runs take "
+        "up to 16M (Llama 3 405B), and more may train worse: plan fewer ranks, shorter sequences, or "
+        "sharding.tensor_parallel"
     )
 
 
