@@ -1,5 +1,6 @@
 """`fullshard init` writes every key, with its default, and nothing that it would overwrite."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 from fullshard.cli.init import default_run_toml_text
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
-from fullshard.spec.run import Run
+from fullshard.spec.run import STRATEGY_ALIASES, Run
 
 
 def keys(value: BaseModel, prefix: str = "") -> set[str]:
@@ -68,3 +69,20 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.
     path = tmp_path / "absent" / "run.toml"
     assert main(["init", str(path)]) == SpecError.exit_code
     assert str(path) in capsys.readouterr().err
+
+
+def test_the_schema_has_every_key_and_the_file_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    assert main(["init", str(path), "--schema"]) == 0
+    assert path.read_text().startswith("#:schema ./run.schema.json\n")
+    assert Run.load(path) == Run()
+    schema = json.loads((tmp_path / "run.schema.json").read_text())
+    sections = {key: schema["$defs"][type(value).__name__] for key, value in Run()}
+    assert set(sections) == set(schema["properties"])
+    for key, section in sections.items():
+        assert set(section["properties"]) == set(type(getattr(Run(), key)).model_fields)
+        assert section["additionalProperties"] is False
+    assert "sequences per step" in sections["train"]["properties"]["global_batch"]["description"]
+    assert {"enum": [*STRATEGY_ALIASES]} in sections["sharding"]["properties"]["strategy"]["anyOf"]
+    assert main(["init", str(tmp_path / "other.toml"), "--schema"]) == SpecError.exit_code
+    assert not (tmp_path / "other.toml").exists()

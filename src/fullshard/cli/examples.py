@@ -33,6 +33,7 @@ fullshard report runs/a runs/b --json
     "init": """
 fullshard init
 fullshard init experiments/small.toml
+fullshard init --schema                     editors then complete and check its keys
 """,
     "convert": """
 fullshard convert ds_config.json > run.toml

@@ -1,5 +1,6 @@
 """`fullshard init`: a run.toml with every key, generated from the fields of Run."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,24 +15,58 @@ _HEAD = """\
 # A run of fullshard: every key, with its default. A key that is left out has its default too.
 # A key behind a # is unset. Start it with: fullshard train {name}
 """
+_SCHEMA_NAME = "run.schema.json"
 _COMMENT_COLUMN = 34
 _LARGE = 10**9
 
 
 def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
+    *,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help=f"Also write {_SCHEMA_NAME} beside it, for editors of TOML.")
+    ] = False,
 ) -> None:
-    """Write a run.toml with every key, its default and its values."""
+    """Write a run.toml with every key, its default and its values.
+
+    With --schema, editors (taplo, Even Better TOML in VS Code) complete and check the keys of the file.
+    """
     from fullshard.errors import SpecError
     from fullshard.system.targets import check_output_file
 
-    check_output_file(path, is_kind=None, force=force, streams=True)
-    try:
-        path.write_text(default_run_toml_text(path.name))
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
-    typer.echo(f"{path}")
+    texts = {path: default_run_toml_text(path.name)}
+    if schema:
+        texts[path] = f"#:schema ./{_SCHEMA_NAME}\n{texts[path]}"
+        texts[path.with_name(_SCHEMA_NAME)] = json.dumps(run_json_schema(), indent=1) + "\n"
+    for one in texts:
+        check_output_file(one, is_kind=None, force=force, streams=True)
+    for one, text in texts.items():
+        try:
+            one.write_text(text)
+        except OSError as error:
+            raise SpecError(f"{one} cannot be written.", got=error.strerror, fix="another path") from error
+        typer.echo(f"{one}")
+
+
+def run_json_schema() -> dict[str, Any]:
+    """Returns the JSON schema of a run.toml, with a description of each key that its section documents."""
+    from fullshard.spec.run import STRATEGY_ALIASES, Run
+    from fullshard.spec.value import field_descriptions, list_model_types
+
+    schema = Run.model_json_schema()
+    sections = [Run]
+    for section in sections:  # grows while it is read
+        for field in section.model_fields.values():
+            sections += [one for one in list_model_types(field.annotation) if one not in sections]
+        definition = schema if section is Run else schema["$defs"][section.__name__]
+        for key, text in field_descriptions(section).items():
+            if key in definition["properties"]:
+                definition["properties"][key].setdefault("description", text)
+    schema["$defs"]["ShardingSection"]["properties"]["strategy"]["anyOf"].append(
+        {"enum": [*STRATEGY_ALIASES]}
+    )
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "run.toml of fullshard"}
 
 
 def default_run_toml_text(name: str = "run.toml") -> str:

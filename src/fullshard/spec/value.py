@@ -103,7 +103,10 @@ _Section = type[FrozenModel]
 def field_descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Returns the first sentence about each field in the docstring of `section`, by field name."""
     found: dict[str, str] = {}
-    entries = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {4}.+)*)", getdoc(section) or "", re.MULTILINE)
+    text = re.sub(
+        r"^`[a-z_`, ]+`(?=: )", lambda found: found[0].replace("`", ""), getdoc(section) or "", flags=re.M
+    )
+    entries = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {4}.+)*)", text, re.MULTILINE)
     for names, text in entries:
         sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
         found |= dict.fromkeys(names.split(", "), sentence)
@@ -199,7 +202,7 @@ def _keys_and_section(cls: _Section, location: Sequence[str | int]) -> tuple[lis
         if isinstance(part, str):
             section = inner[0]
             field = section.model_fields.get(part)
-            inner = _list_model_types(field.annotation) if field else inner
+            inner = list_model_types(field.annotation) if field else inner
     return parts, section
 
 
@@ -227,7 +230,7 @@ def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source
     ([*path, key], section), kinds = paths[0], [cls]
     for part in path:
         fields = (kind.model_fields.get(part) for kind in kinds)
-        kinds = [kind for field in fields if field for kind in _list_model_types(field.annotation)]
+        kinds = [kind for field in fields if field for kind in list_model_types(field.annotation)]
     others = [kind for kind in kinds if key in kind.model_fields]
     if not others:
         return None
@@ -256,15 +259,15 @@ def find_key_by_name(cls: _Section, name: str) -> str | None:
 def iterate_dotted_field_names(cls: _Section, prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
-        inner = _list_model_types(field.annotation)
+        inner = list_model_types(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
             yield from iterate_dotted_field_names(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
-def _list_model_types(annotation: Any) -> list[_Section]:
+def list_model_types(annotation: Any) -> list[_Section]:
     """Returns the FrozenModel types in a field's annotation: `A | tuple[B, ...]` -> [A, B]."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
         return [annotation]
-    return [model for inner in get_args(annotation) for model in _list_model_types(inner)]
+    return [model for inner in get_args(annotation) for model in list_model_types(inner)]
