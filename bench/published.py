@@ -123,14 +123,21 @@ SPECS: dict[str, ModelSpec] = {}
 
 def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     key = str(
-        (row["model"], row["sequence_length"], plan.run.recompute, plan.run.run.compile, plan.precision)
+        (
+            row["name"].split()[0],
+            row["model"],
+            row["sequence_length"],
+            plan.run.recompute,
+            plan.run.run.compile,
+            plan.precision,
+        )
     )
     if key not in SPECS:
         spelled = row["model"].get("norm") == "operations"
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder_config)
-        loss = mean_loss if spelled else next_token_loss
+        loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
 

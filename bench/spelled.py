@@ -1,7 +1,8 @@
 """A decoder whose norms, rotary positions and repeated keys are written out in single operations.
 
-KempnerForge's model is (kempnerforge/model at 21248ca): its norm goes to fp32 and back in eight operations,
-its rotation multiplies complex numbers, and keys and values are repeated for their groups before attention.
+KempnerForge's model is (kempnerforge/model at 21248ca), and torchtitan's of late 2024 (models/norms.py and
+models/llama/model.py at ba24697): its norm goes to fp32 and back in eight operations, its rotation multiplies
+complex numbers, and keys and values are repeated for their groups before attention.
 Eager, each operation is a pass over memory; the reference decoder has a fused norm, and attention that knows
 groups.
 """
@@ -55,7 +56,8 @@ class SpelledBlock(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         q, k = rotated(q, turns), rotated(k, turns)
-        k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
+        if self.groups > 1:
+            k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().flatten(2)
         x = x + self.output(y)
         y = self.feed_forward_norm(x)

@@ -101,6 +101,7 @@ def test_every_figure_has_a_source_and_none_is_over_its_peak(entry: CatalogChip)
     if entry.matmul_flops_per_second is not None:
         assert entry.matmul_source
         assert entry.matmul_flops_per_second < entry.flops_per_second["bf16"]
+        assert ("fitted" in entry.matmul_source) == bool(entry.matmul_runs_of)
     for forward, backward in entry.attention.values():
         assert entry.attention_source
         assert backward < forward < 1

@@ -118,3 +118,11 @@ def test_a_file_that_says_too_little_or_wrong_is_an_error(text: str, said: str, 
     path.write_text(text)
     with pytest.raises(SpecError, match=said):
         hardware_on(str(path))
+
+
+def test_rates_of_one_compute_die_that_differ_name_the_runs_that_they_come_from():
+    h100, h200 = hardware_on("H100"), hardware_on("H200")
+    assert h100.chip.flops_per_second == h200.chip.flops_per_second
+    assert h100.rates.matmul != h200.rates.matmul
+    assert "runs of 2023" in h100.source
+    assert "runs of April 2026" in h200.source

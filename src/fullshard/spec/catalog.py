@@ -24,6 +24,7 @@ class CatalogChip(FrozenModel):
     source: str
     matmul_flops_per_second: PositiveFloat | None = None
     matmul_source: str = ""
+    matmul_runs_of: str = ""
     attention_kernel: AttentionKernel = "flash"
     attention: Mapping[AttentionKernel, tuple[PositiveFloat, PositiveFloat]] = {}
     attention_source: str = ""

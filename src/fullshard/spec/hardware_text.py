@@ -62,7 +62,9 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
     kernel = attention_kernel or entry.attention_kernel
     table = read_default_rate_figures()
     memory = table.memory_use
-    sources = ("catalog, not calibrated", entry.matmul_source, entry.attention_source)
+    runs = entry.matmul_runs_of
+    dated = f"runs of {runs}: compare only with machines whose rates are of the same time" if runs else ""
+    sources = ("catalog, not calibrated", entry.matmul_source, dated, entry.attention_source)
     return Hardware(
         name=entry.name,
         device="cuda",  # any device with its own memory
