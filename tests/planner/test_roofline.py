@@ -58,3 +58,14 @@ def test_a_phase_is_the_sum_of_its_launches():
     (cost,) = phase_costs([phase], kernels, rates=RATES, microbatch=1)
     assert cost.launches == 12
     assert cost.seconds == pytest.approx(2 * one + 10 * each)
+
+
+def test_a_matmul_of_unaligned_rows_reaches_a_part_of_the_rate_and_its_bytes_move_as_fast():
+    rates = RATES.model_copy(update={"unaligned_matmul": 0.5})
+    slow, moved = (
+        one.model_copy(update={"unaligned": True}) for one in (matmul(1e12), matmul(1, count=1e11))
+    )
+    assert kernel_seconds(slow, rates, microbatch=1) == pytest.approx(
+        2 * kernel_seconds(matmul(1e12), rates, microbatch=1)
+    )
+    assert kernel_seconds(moved, rates, microbatch=1) == pytest.approx(1e11 / 2e12)

@@ -444,6 +444,15 @@ def test_matmuls_in_fp8_are_those_of_the_blocks(mode: str):
     assert plain.fp8 == ()
 
 
+@pytest.mark.parametrize(("vocabulary", "part"), [(257, 1), (260, 1), (264, 0)])
+def test_matmuls_of_rows_that_are_no_multiple_of_16_bytes_are_unaligned(vocabulary: int, part: int):
+    spec, _ = matmuls_of_a_gpu(f"model.vocabulary={vocabulary}", "precision.mode=bf16")
+    phases = only_trace_of(spec, plan_of(f"model.vocabulary={vocabulary}", "precision.mode=bf16")).phases
+    launches = [(spec.kernels[index], times) for phase in phases for index, times in phase.work]
+    unaligned = sum(times * kernel.flops.value_at(2) for kernel, times in launches if kernel.unaligned)
+    assert unaligned == part * 3 * 2 * 2 * 64 * 64 * vocabulary  # the head, whose logits have such rows
+
+
 def test_casts_to_fp8_are_fused_where_blocks_are_compiled():
     pytest.importorskip("torchao")
     moved: dict[bool, float] = {}

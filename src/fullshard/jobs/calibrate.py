@@ -18,6 +18,7 @@ from fullshard.spec.calibration import Calibration, CalibrationSettings
 from fullshard.spec.catalog import find_catalog_entry_of_chip
 from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
+from fullshard.spec.rates import read_default_rate_figures
 from fullshard.spec.run import Run
 
 # Share of the time that each measurement gets.
@@ -94,6 +95,7 @@ def _measure_rates(meter: RateMeter, *, share: float) -> Rates:
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
         unit_seconds=measure_unit_hook_seconds(mesh, seconds=_UNIT * share),
         step_seconds=measure_step_overhead(mesh, seconds=_UNIT * share),
+        unaligned_matmul=read_default_rate_figures().matmul.unaligned if meter.kind == "cuda" else 1.0,
     )
 
 

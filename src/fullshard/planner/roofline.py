@@ -32,7 +32,8 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
 
         max(flops / rate(flops), bytes / memory(bytes))
 
-    The FLOP rate is that of the kernel's kind and nearest dtype. Elementwise launches count bytes only.
+    The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
+    that tensor cores cannot load in vectors. Elementwise launches count bytes only.
     `split`: number of ranks that share the work.
     """
     moved = memory_seconds(kernel.bytes.value_at(microbatch) / split, rates.memory)
@@ -42,7 +43,8 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
     if flops <= 0:
         return moved
     curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
-    return max(flops / interpolate_rate(curve, flops), moved)
+    rate = interpolate_rate(curve, flops) * (rates.unaligned_matmul if kernel.unaligned else 1.0)
+    return max(flops / rate, moved)
 
 
 def memory_seconds(count: float, curve: Curve) -> float:

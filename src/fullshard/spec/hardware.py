@@ -89,6 +89,7 @@ class Rates(FrozenModel):
     unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
     step_seconds: host time of a step outside the model and FSDP2, s
     watched_seconds: additional host time of a launch that selective recompute watches, s
+    unaligned_matmul: part of the rate that a matmul reaches whose rows are no multiple of 16 bytes
     """
 
     matmul: Mapping[ComputeDtype, Curve]
@@ -100,6 +101,7 @@ class Rates(FrozenModel):
     unit_seconds: NonNegativeFloat = 0.0
     step_seconds: NonNegativeFloat = 0.0
     watched_seconds: NonNegativeFloat = 0.0
+    unaligned_matmul: float = Field(default=1.0, gt=0, le=1)
 
 
 class CollectiveRate(FrozenModel):

@@ -95,6 +95,7 @@ class Kernel(FrozenModel):
         if it is `causal`.
     bytes: bytes that one launch reads and writes in device memory
     backward: True if it computes a gradient during forward, as a chunked loss does
+    unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     """
 
     kind: Literal["matmul", "attention", "attention_backward", "elementwise"]
@@ -103,6 +104,7 @@ class Kernel(FrozenModel):
     bytes: LinearInMicrobatch = LinearInMicrobatch()
     causal: bool = False
     backward: bool = False
+    unaligned: bool = False
 
 
 class KernelIndexAndCount(NamedTuple):

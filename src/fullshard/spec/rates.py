@@ -21,6 +21,7 @@ class _RatesTomlTable(FrozenModel):
 
 class _MatmulEfficiency(_RatesTomlTable):
     sustained: PositiveFloat
+    unaligned: float = Field(gt=0, le=1)
     curve: Shape
 
 
@@ -109,6 +110,7 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
         optimizer=memory,
         launch_seconds=table.host.launch_seconds,
         unit_seconds=table.host.unit_seconds,
+        unaligned_matmul=table.matmul.unaligned,
     )
 
 

@@ -164,7 +164,10 @@ class AllocationRecorder(TorchDispatchMode):
     def _record_launch(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         factor = self._work_factor
         launch = launch._replace(
-            flops=round(factor * launch.flops), bytes=round(factor * launch.bytes), backward=self._is_backward
+            flops=round(factor * launch.flops),
+            bytes=round(factor * launch.bytes),
+            backward=self._is_backward,
+            unaligned=launch.unaligned and not self._is_compiled,  # Inductor pads such matrices
         )
         self.recorded[-1].work.append(launch)
         if launch.kind != "elementwise":

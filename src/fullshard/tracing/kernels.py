@@ -54,6 +54,7 @@ class KernelLaunch(NamedTuple):
     """One kernel launch. `flops` of causal attention counts only the unmasked pairs of positions.
 
     backward: True if it computes a gradient during forward, as a chunked loss does
+    unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     """
 
     kind: KernelKind
@@ -62,6 +63,7 @@ class KernelLaunch(NamedTuple):
     bytes: int
     causal: bool = False
     backward: bool = False
+    unaligned: bool = False
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -82,8 +84,21 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         return KernelLaunch("matmul", dtype, 2 * flops if name.endswith("_layer_backward") else flops, moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
-        return KernelLaunch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
+        flops = int(count(*call.args, **call.kwargs, out_val=result))
+        unaligned = not all(map(_has_aligned_rows, (*read, *written)))
+        return KernelLaunch("matmul", dtype, flops, moved, unaligned=unaligned)
     return KernelLaunch("elementwise", dtype, 0, moved)
+
+
+def _has_aligned_rows(tensor: Tensor) -> bool:
+    """Returns whether tensor cores can load each row of a matrix in half precision in vectors of 16 bytes.
+
+    Only strides count, so a matrix may be transposed: cuBLAS documentation, tensor core usage.
+    """
+    if tensor.dtype not in (torch.float16, torch.bfloat16) or tensor.ndim < 2:
+        return True
+    strides = (stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return all(stride == 1 or stride * tensor.itemsize % 16 == 0 for stride in strides)
 
 
 def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:

@@ -42,6 +42,7 @@ class KernelIndex:
                 bytes=_line_over_microbatch(a.bytes, b.bytes, microbatch=microbatch),
                 causal=a.causal,
                 backward=a.backward,
+                unaligned=a.unaligned,
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
