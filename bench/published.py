@@ -122,22 +122,14 @@ SPECS: dict[str, ModelSpec] = {}
 
 
 def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
-    key = str(
-        (
-            row["name"].split()[0],
-            row["model"],
-            row["sequence_length"],
-            plan.run.recompute,
-            plan.run.run.compile,
-            plan.precision,
-        )
-    )
+    spelled = row["model"].get("norm") == "operations"
+    loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
+    run = plan.run
+    key = str((row["model"], row["sequence_length"], run.recompute, run.run.compile, plan.precision, loss))
     if key not in SPECS:
-        spelled = row["model"].get("norm") == "operations"
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder_config)
-        loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
 

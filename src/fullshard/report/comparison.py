@@ -20,8 +20,9 @@ from typing import TextIO
 from pydantic import computed_field
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.plan import NOT_CALIBRATED, term_label
+from fullshard.report.plan import term_label
 from fullshard.report.table import show_table
+from fullshard.spec.hardware import NOT_CALIBRATED
 from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.value import FrozenModel

@@ -6,13 +6,13 @@ from typing import NamedTuple, TextIO
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.certainty import Certainty
+from fullshard.spec.hardware import NOT_CALIBRATED
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, Prediction, fits_in_host_memory
 from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 BAR_COLUMNS = 24
-NOT_CALIBRATED = "not calibrated"
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
 _COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes per rank", "step", "tokens/s", "MFU", "")

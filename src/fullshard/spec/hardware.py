@@ -22,6 +22,7 @@ from fullshard.spec.value import (
 from fullshard.system.files import write_file_atomically
 
 MOST_RANKS = 2**20
+NOT_CALIBRATED = "not calibrated"  # in `Hardware.source`: rates that were not measured on this hardware
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -228,7 +229,7 @@ class Hardware(FrozenModel):
     @property
     def is_calibrated(self) -> bool:
         """False if the rates are from the catalog or of another machine's core, and not measured here."""
-        return "not calibrated" not in self.source
+        return NOT_CALIBRATED not in self.source
 
     @property
     def device_bytes_limit(self) -> int:

@@ -103,13 +103,11 @@ _Section = type[FrozenModel]
 def field_descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Returns the first sentence about each field in the docstring of `section`, by field name."""
     found: dict[str, str] = {}
-    text = re.sub(
-        r"^`[a-z_`, ]+`(?=: )", lambda found: found[0].replace("`", ""), getdoc(section) or "", flags=re.M
-    )
-    entries = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {4}.+)*)", text, re.MULTILINE)
+    pattern = r"^([a-z_`]+(?:, [a-z_`]+)*): (.+(?:\n {4}.+)*)"
+    entries = re.findall(pattern, getdoc(section) or "", re.MULTILINE)
     for names, text in entries:
         sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
-        found |= dict.fromkeys(names.split(", "), sentence)
+        found |= dict.fromkeys(names.replace("`", "").split(", "), sentence)
     return found
 
 

@@ -45,10 +45,9 @@ class _CudaAttention:
         enable_gqa: bool = False,
     ) -> Tensor:
         half, grouped = query.dtype in (torch.float16, torch.bfloat16), key.shape[1] != query.shape[1]
-        equal = query.shape[-1] == value.shape[-1]  # flash attention takes no other heads (MLA has them)
-        if (
-            attn_mask is None and half and equal
-        ):  # the kernel reads the number of grouped heads off the shapes
+        one_width = query.shape[-1] == value.shape[-1]  # latent attention (MLA) has narrower values
+        # Flash attention takes heads of one width, and reads the number of grouped heads off the shapes.
+        if attn_mask is None and half and one_width:
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
