@@ -71,7 +71,7 @@ def main() -> None:
         started = time.perf_counter()
         data = build_packed_data(run_of(source, asked.directory, packing=packing))
         took = time.perf_counter() - started
-        print(f"{packing}: {100 * data.packing_efficiency:.3f} % full in {took:.2f} s: {data.describe()}")
+        print(f"{packing} in {took:.2f} s: {data.describe()}")
 
 
 def write_texts(path: Path, *, size: int) -> list[str]:

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.data.build import build_data
+from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
-from fullshard.sharding.collectives import replace_gloo_collectives
 from fullshard.sharding.mesh import build_mesh, process_group
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import Plan

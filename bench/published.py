@@ -37,6 +37,10 @@ BLIND_ROWS = Path(__file__).with_name("blind.toml")
 KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
 
 
+# Embedding, last norm and head are gathered with the root: `fully_shard` on each block, then on the model.
+ROOT_UNIT = ("sharding.units.policy=names", 'sharding.units.names=["blocks.*"]')
+
+
 def rows_of(file: Path) -> list[dict[str, Any]]:
     """The rows of a file, each with the keys of its series below its own."""
     table = tomllib.loads(file.read_text())
@@ -104,6 +108,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
             if "hybrid" in strategy
             else []
         ),
+        *(ROOT_UNIT if row.get("root_unit") else []),
         f"recompute.mode={row['recompute']}",
         f"recompute.every={row.get('every', 2)}",
         f"recompute.save_matmuls={2 if torchtitan else 1}",
@@ -125,7 +130,8 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     spelled = row["model"].get("norm") == "operations"
     loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
     run = plan.run
-    key = str((row["model"], row["sequence_length"], run.recompute, run.run.compile, plan.precision, loss))
+    settings = (run.sharding.units, run.recompute, run.run.compile)
+    key = str((row["model"], row["sequence_length"], settings, plan.precision, loss))
     if key not in SPECS:
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):

@@ -74,7 +74,7 @@ BEFORE_ANY_RANK = [
     spec("sequence over the model's", "data.sequence_length=4096", says=("model.max_sequence = 2048",)),
     spec("text without paths", "data.source=text", says=("paths",)),
     spec("paths without text", 'data.paths=["*.txt"]', says=('source = "text"',)),
-    spec("unknown tracker", 'log.trackers=["excel"]', says=("log.trackers", "tensorboard")),
+    spec("unknown tracker", 'log.trackers=["excel"]', says=("log.trackers", "tensorboard", "entry point")),
     spec("names without names", "sharding.units.policy=names", says=("names",)),
     spec("unknown precision", "precision.mode=fp6", says=("precision.mode", "bf16")),
     spec(

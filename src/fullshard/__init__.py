@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import location_of as location_of
     from fullshard.checkpoint import save as save
     from fullshard.data.build import build_data as build_data
+    from fullshard.data.build import resolve_epochs as resolve_epochs
+    from fullshard.distributed.sequence_parts import cut_sequences as cut_sequences
     from fullshard.dryrun.process import dry_run as dry_run
     from fullshard.dryrun.values import Program as Program
     from fullshard.errors import FullshardError as FullshardError
@@ -72,6 +74,7 @@ _HOMES = {
     "latest_checkpoint": "checkpoint",
     "location_of": "checkpoint",
     "save": "checkpoint",
+    "cut_sequences": "distributed.sequence_parts",
     "Program": "dryrun.values",
     "dry_run": "dryrun.process",
     "FullshardError": "errors",
@@ -98,6 +101,7 @@ _HOMES = {
     "DecoderConfig": "spec.model_section",
     "Run": "spec.run",
     "build_data": "data.build",
+    "resolve_epochs": "data.build",
     "export_hf": "weights.export_hf",
     "export_peft": "weights.export_peft",
     "load_pretrained": "weights.pretrained",

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from fullshard.checkpoint import object_store
+from fullshard.system import object_store
 from tests.checkpoint.store import environment
 
 

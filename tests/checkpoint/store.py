@@ -1,5 +1,6 @@
 """A real S3 server on the loopback."""
 
+import importlib
 import os
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fullshard.system import object_store
 
 BUCKET = "bucket"
 
@@ -44,10 +47,17 @@ def served(directory: Path) -> Iterator[Server]:
             _await(port, process)
             make = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
             urllib.request.urlopen(make, timeout=60).close()
+            _forget_earlier_servers()
             yield Server(process, environment(port))
         finally:
             process.kill()
             process.wait()
+
+
+def _forget_earlier_servers() -> None:
+    """Drops the file systems that this process keeps, which would ask a server that has ended."""
+    importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()
+    object_store._shared_file_system.cache_clear()
 
 
 def environment(port: int) -> dict[str, str]:

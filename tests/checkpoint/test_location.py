@@ -12,9 +12,9 @@ from fullshard.spec.run import Run
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "s3:///run", "gs://", "abfs:///run", "memory://"])
 def test_a_url_without_a_bucket_is_no_place(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match="names no bucket"):
+    with pytest.raises(SpecError, match="names no bucket"):
         location_of(url)
-    assert main(["ckpt", "list", url]) == CheckpointError.exit_code
+    assert main(["ckpt", "list", url]) == SpecError.exit_code
     assert "names no bucket" in capsys.readouterr().err
 
 

@@ -18,19 +18,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fullshard.checkpoint import object_store
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import WRITER, WriterProcess, write_file
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
 from fullshard.checkpoint.object_files import ObjectFiles
-from fullshard.checkpoint.object_store import ObjectStore
 from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
+from fullshard.system import object_store
+from fullshard.system.object_store import ObjectStore
 from tests.checkpoint.states import (
     State,
     assert_same,

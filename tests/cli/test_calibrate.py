@@ -19,6 +19,9 @@ def test_the_file_holds_what_is_printed(tmp_path: Path, capfd: pytest.CaptureFix
     assert Hardware.load(path) == found.hardware
     assert found.hardware.world_size == 1
     assert str(path) in err
+    assert "measuring for about 0.1 s" in err
+    assert found.hardware.calibration in ("idle", "busy")
+    assert ("other programs used" in err) == (found.hardware.calibration == "busy")
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -43,6 +43,7 @@ def test_a_page_is_for_people(tmp_path: Path, capsys):
     shown = capsys.readouterr().out
     assert "documents   100" in shown
     assert "70 % + 30 %, exactly" in shown
+    assert "steps       200, which pass " in shown
 
 
 def test_wrong_data_is_told_by_its_exit_code(tmp_path: Path, capsys):

@@ -54,11 +54,11 @@ def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(
     assert sum(line.endswith("chosen") for line in lines) == 1
 
 
-@pytest.mark.parametrize("pin", ["sharding.tensor_parallel=2"])
 def test_what_cannot_be_run_yet_is_said_to_be_a_what_if(
-    pin: str, spec_path: Path, capsys: pytest.CaptureFixture[str]
+    spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(spec_path), "--on", "8xH100", "--compare", "--set", pin]) == 0
+    pins = ("--set", "sharding.tensor_parallel=2", "--set", "offload.tier=optimizer:cpu")
+    assert main(["plan", str(spec_path), "--on", "8xH100", "--compare", *pins]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     said = [" ".join(line.split()[1:]) for line in lines if line.startswith("WHAT-IF")]
@@ -73,6 +73,14 @@ def test_what_is_pinned_is_kept(spec_path: Path, capsys: pytest.CaptureFixture[s
     best = Plan.parse(data["best"], source="--json")  # type: ignore[arg-type]
     assert (best.strategy, best.run.recompute.mode, best.microbatch) == ("shard_grad_op", "full", 2)
     assert best.world_size == 4
+
+
+def test_steps_of_epochs_are_not_known_before_the_data_is_tokenized(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = [part for setting in (*SMALL, "train.epochs=2") for part in ("--set", setting)]
+    assert main(["plan", *settings, "--on", "2xH100"]) == 0
+    assert "number of steps in train.epochs = 2 is not known" in capsys.readouterr().err
 
 
 def test_ranks_of_the_hardware_can_be_chosen(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +118,9 @@ def test_a_saved_spec_reads_back(spec_path: Path) -> None:
         (["SPEC", "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
         (["SPEC", "--on", "8xH100", "--ladder"], SpecError, "needs the model itself"),
         (["SPEC", "--on", "8xH100", "--ladder", "--compare"], SpecError, "does not go with --compare"),
+        (["SPEC", "--machines", "8xH100", "--on", "8xH100"], SpecError, "does not go with --on"),
+        (["SPEC", "--machines", "8xH100@2"], SpecError, "needs a number of tokens"),
+        (["SPEC", "--machines", "8xH101"], SpecError, "not a chip of the catalog"),
         (
             ["SPEC", "--on", "8xH100", "--ladder", "--set", "run.compile=true"],
             SpecError,
@@ -155,6 +166,18 @@ def test_why_and_the_runners_up_are_told(spec_path: Path, capsys: pytest.Capture
     assert "rule of thumb, strategy: " in out
     data = planned(capsys, str(spec_path), "--on", "8xH100")
     assert {"binds", "runners_up", "rules"} <= set(data["why"])  # type: ignore[call-overload]
+
+
+def test_machines_are_rows_with_their_own_ranks_prices_and_energy(
+    spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--machines", "2xH100@3, 2x8xA100", "--budget", "1B", "--pue", "1.5"]
+    rows = planned(capsys, str(spec_path), *asked)["machines"]
+    assert [row["ranks"] for row in rows] == [2, 16]  # type: ignore[attr-defined]
+    first, second = (row["budget"] for row in rows)  # type: ignore[attr-defined]
+    assert first["dollars"] == pytest.approx(3 * first["rank_hours"])
+    assert second["dollars"] is None
+    assert second["kilowatt_hours"] == pytest.approx(0.4 * 1.38 * 1.5 * second["rank_hours"])
 
 
 def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,10 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
+from fullshard.jobs.run_lock import hold_run_lock
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from tests.report.runs import died, finished
 from tests.report.test_comparison import measured, prediction
 
 
@@ -78,3 +80,43 @@ def test_a_directory_that_holds_no_measurement_is_told(
             (directory / name).touch()
     assert main(["report", str(directory)]) == SpecError.exit_code
     assert message in capsys.readouterr().err
+
+
+def test_a_page_is_written_and_replaces_only_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, page = finished(tmp_path / "run"), tmp_path / "page.html"
+    for _ in range(2):
+        assert main(["report", str(run), "--html", str(page)]) == 0
+    assert f"wrote {page}" in capsys.readouterr().out
+    page.write_text("a thesis")
+    assert main(["report", str(run), "--html", str(page)]) == SpecError.exit_code
+    assert "--force" in capsys.readouterr().err
+    assert main(["report", str(run), "--html", str(page), "--force"]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--html", "{run}/metrics.jsonl"], "a record of the run"),
+        (["--html", "{run}"], "a directory"),
+        (["--html", "{run}/absent/page.html"], "cannot be written"),
+        (["--html", "page.html", "--json"], "give one of them"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished(tmp_path / "run")
+    assert main(["report", str(run), *(option.format(run=run) for option in options)]) == SpecError.exit_code
+    assert message in capsys.readouterr().err
+
+
+def test_a_page_says_whether_a_process_trains_the_run(tmp_path: Path) -> None:
+    run, page = died(tmp_path / "run"), tmp_path / "page.html"
+    with hold_run_lock(run):
+        assert main(["report", str(run), "--html", str(page)]) == 0
+    assert "Running: step 40 of 100" in page.read_text()
+    assert main(["report", str(run), "--html", str(page)]) == 0
+    assert "Ended after step 40 of 100" in page.read_text()

@@ -214,22 +214,67 @@ def test_fp8_is_a_precision(text, mode):
 
 
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("text", "lost"),
     [
         (
             "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4",
-            "parallelism.tensor_parallel_degree",
+            ("parallelism.tensor_parallel_degree",),
+        ),
+        ("[training]\nlocal_batch_size = 2\n[parallelism]\ncontext_parallel_degree = 4", ()),
+        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ncontext_parallel_size: 4", ()),
+        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\nsequence_parallel_degree: 4", ()),
+        ('{"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}', ()),
+    ],
+)
+def test_ranks_that_share_a_sequence_do_not_multiply_the_batch(text, lost):
+    conversion = convert_config(text, name="config", ranks=16)
+    assert conversion.run.train.global_batch == 8
+    assert conversion.lost_keys == lost
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("[training]\n[parallelism]\ncontext_parallel_degree = 4", "gather"),
+        (
+            "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\n"
+            "context_parallel_size: 4\nheads_k_stride: 1",
+            "gather",
+        ),
+        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\nsequence_parallel_size: '4'", "gather"),
+        ('{"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}', "ulysses"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 4}", "gather"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 4}", "ulysses"),
+    ],
+)
+def test_ranks_that_share_sequences_stay_so(text, method):
+    conversion = converted(text)
+    section = conversion.run.sharding
+    assert (section.context_parallel, section.context_method) == (4, method)
+    assert conversion.lost_keys == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        (
+            "[training]\n[parallelism]\ndata_parallel_replicate_degree = 2\n"
+            "data_parallel_shard_degree = {shard}\ncontext_parallel_degree = 4"
         ),
         (
-            "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ncontext_parallel_size: 4",
-            "context_parallel_size",
+            "distributed_type: FSDP\nparallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+            "  parallelism_config_dp_shard_size: {shard}\n  parallelism_config_cp_size: 4"
+        ),
+        (
+            "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ndp_replicate_size: 2\n"
+            "dp_shard_size: {shard}\ncontext_parallel_size: 4"
         ),
     ],
 )
-def test_ranks_that_share_a_sequence_do_not_multiply_the_batch(text, key):
-    conversion = convert_config(text, name="config", ranks=16)
-    assert conversion.run.train.global_batch == 8
-    assert conversion.lost_keys == (key,)
+@pytest.mark.parametrize("shard", [1, 2])
+def test_parameters_are_sharded_over_ranks_that_share_sequences(text, shard):
+    section = converted(text.format(shard=shard)).run.sharding
+    assert (section.strategy, section.shard_degree) == ("hybrid_shard", 4 * shard)
 
 
 @pytest.mark.parametrize(("folder", "every"), [("", 0), ("checkpoint", 500)])
@@ -312,6 +357,26 @@ def test_code_of_a_model_is_trusted_by_its_user_alone(model):
     conversion = converted(text)
     assert verdict_of(conversion, "trust_remote_code") is KeyVerdict.NOT_SUPPORTED
     assert conversion.settings.get("model.weights") == ("none" if model == "a/b" else None)
+
+
+def test_a_config_that_says_nothing_of_model_or_data_is_noted():
+    noted = [
+        " ".join(converted(text).notes) for text in ("sequence_len: 64", "sequence_len: 64\nbase_model: b")
+    ]
+    assert 'set [model] hf = "…" and [data] source = "…"' in noted[0]
+    assert 'the default: set [data] source = "…"' in noted[1]
+
+
+def test_epochs_are_a_duration_unless_steps_are():
+    text = "output_dir: a\nmodel_name_or_path: b\n"
+    assert converted(f"{text}num_train_epochs: 1.5").run.train.epochs == 1.5
+    assert converted(text).run.train.epochs == 3, "the Trainer's default"
+    assert converted("sequence_len: 64\nbase_model: b").run.train.epochs == 1, "axolotl's default"
+    both = converted(f"{text}num_train_epochs: 1.5\nmax_steps: 20")
+    assert (both.run.train.steps, both.run.train.epochs) == (20, None)
+    assert verdict_of(both, "num_train_epochs") is KeyVerdict.NOT_NEEDED
+    assert converted("Trainer(max_epochs=2, devices=2, strategy=FSDPStrategy())").run.train.epochs == 2
+    assert converted("Trainer(max_epochs=2, max_steps=9, strategy=FSDPStrategy())").run.train.steps == 9
 
 
 def test_a_warmup_that_is_a_fraction_needs_the_number_of_steps():

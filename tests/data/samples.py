@@ -48,6 +48,24 @@ def write_json_lines(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
+def write_rows(kind: str, directory: Path, rows: list[dict[str, Any]]) -> dict[str, object]:
+    """Writes `rows` as jsonl, parquet or datasets; returns the settings that read them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = str(directory / f"rows.{kind}")
+    if kind == "jsonl":
+        write_json_lines(Path(path), rows)
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=9)
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return {"source": kind, "paths": (path,)}
+
+
 def texts_file(path: Path, count: int, *, first: int = 0) -> str:
     return write_json_lines(path, ({"text": text(first + i)} for i in range(count)))
 

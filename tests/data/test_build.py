@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from fullshard.data.build import build_data
+from fullshard.data.build import build_data, resolve_epochs
 from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
@@ -26,6 +26,14 @@ class Ones:
 
 def make_ones(run: Run) -> Ones:
     return Ones()
+
+
+class TenSequences(Ones):
+    training_sequences = 10
+
+
+def make_ten_sequences(run: Run) -> TenSequences:
+    return TenSequences()
 
 
 def make_nothing(run: Run) -> None:
@@ -66,6 +74,18 @@ def test_sources_without_weights_are_one(tmp_path: Path):
     data = build_data(run_of(tmp_path / "cache", sources=sources, packing="best_fit"))
     assert isinstance(data, PackedData)
     assert (len(data.pools), data.document_count) == (1, 40)
+
+
+def test_epochs_are_as_many_steps_as_show_each_sequence_that_often(tmp_path: Path):
+    run = run_of(tmp_path, source="python", factory=f"{THIS}:make_ten_sequences")
+    for epochs, steps in ((0.1, 1), (1, 4), (1.2, 4), (1.21, 5), (3, 10)):
+        asked = run.with_overrides(["train.global_batch=3", f"train.epochs={epochs}"])
+        resolved = resolve_epochs(asked, build_data(asked))
+        assert resolved == run.with_overrides(["train.global_batch=3", f"train.steps={steps}"])
+    assert resolve_epochs(run, build_data(run)) is run
+    unsized = run.with_overrides([f"data.factory={THIS}:make_ones", "train.epochs=1"])
+    with pytest.raises(DataError, match="training_sequences"):
+        resolve_epochs(unsized, build_data(unsized))
 
 
 def test_a_function_of_ones_own_gives_the_batches(tmp_path: Path):

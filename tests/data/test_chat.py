@@ -1,13 +1,16 @@
 """What of a conversation is trained on: all, or what the assistant says with the token that ends it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fullshard.data.chat_template import ChatTemplate, UntokenizableRecordError
+from fullshard.data.chat_template import ChatTemplate
+from fullshard.data.conversation import Conversation
+from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
-from tests.data.samples import CHAT, save_tokenizer
+from tests.data.samples import CHAT, END, save_tokenizer
 
 TALK = [
     {"role": "user", "content": "the cat"},
@@ -22,11 +25,14 @@ MARKED = (
 FORGETS = "{% for m in messages[-2:] %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
 
-def trained_text(path: str, train_on: str = "assistant") -> list[str]:
+def trained_text(
+    path: str, train_on: str = "assistant", conversation: Conversation | None = None
+) -> list[str]:
     """The text of each run of tokens that are trained on."""
-    tokens, trained = ChatTemplate(path).encode_conversation(TALK, train_on=train_on)
+    talk = conversation or Conversation(TALK)
+    encoded = ChatTemplate(path).encode_conversation(talk, train_on=train_on)
     runs: list[list[int]] = [[]]
-    for token, kept in zip(tokens.tolist(), trained.tolist(), strict=True):
+    for token, kept in zip(encoded.tokens.tolist(), encoded.trained.tolist(), strict=True):
         runs[-1].append(token) if kept else runs.append([])
     return [open_tokenizer(path).decode(run) for run in runs if run]
 
@@ -47,19 +53,82 @@ def test_a_template_that_marks_what_is_generated_is_taken_at_its_word(tmp_path: 
     assert trained_text(path) == ["sat on a mat<|endoftext|>", "ran<|endoftext|>"]
 
 
+def test_the_token_that_ends_the_turn_is_trained_on_behind_the_marked_words(tmp_path: Path):
+    outside = MARKED.replace("<|endoftext|>{% endgeneration %}", "{% endgeneration %}<|endoftext|>")
+    path = save_tokenizer(tmp_path / "tok", template=outside)
+    assert trained_text(path) == ["sat on a mat<|endoftext|>", "ran<|endoftext|>"]
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED])
+def test_a_template_that_ends_a_turn_with_a_blank_has_no_end_of_turn(tmp_path: Path, template: str):
+    for end, has_one in ((END, True), ("", False), (" ", False), ("[end]", True)):
+        path = save_tokenizer(tmp_path / "tok", template=template.replace(END, end))
+        found = ChatTemplate(path).encode_conversation(Conversation(TALK), train_on="assistant")
+        assert found.has_end_of_turn == has_one
+        assert ChatTemplate(path).encode_conversation(Conversation(TALK[:3]), train_on="all").has_end_of_turn
+
+
+def test_a_template_in_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    talk = Conversation(TALK[:2])
+    encoded = ChatTemplate(path, template=f"{tmp_path}/chat.jinja").encode_conversation(talk, train_on="all")
+    assert open_tokenizer(path).decode(encoded.tokens.tolist()) == f"the cat{END}sat on a mat{END}"
+    with pytest.raises(DataError, match=r"chat template \S+none\.jinja cannot be read"):
+        ChatTemplate(path, template=f"{tmp_path}/none.jinja")
+
+
 def test_a_template_that_changes_earlier_messages_has_no_answer(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok", template=FORGETS)
     with pytest.raises(UntokenizableRecordError, match="message 2 changes"):
         trained_text(path)
 
 
-@pytest.mark.parametrize("talk", [[], "text", [{"content": "no role"}], ["text"], None])
-def test_what_is_no_conversation_is_refused(tmp_path: Path, talk: object):
-    path = save_tokenizer(tmp_path / "tok", template=CHAT)
-    with pytest.raises(UntokenizableRecordError):
-        ChatTemplate(path).encode_conversation(talk, train_on="all")
-
-
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="no chat template"):
         ChatTemplate(save_tokenizer(tmp_path / "tok"))
+
+
+def whole_text(path: str, conversation: Conversation) -> str:
+    return trained_text(path, "all", conversation)[0]
+
+
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+CALL = {"function": {"name": "look", "arguments": {"at": "the cat"}}}
+SAYS = "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }} ARGUMENTS{% endfor %}<|endoftext|>"
+WITH_TOOLS = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|endoftext|>{% endif %}{% if brief %}<|brief|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    + SAYS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+    + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALLS = Conversation(
+    [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "sat"}, TALK[1]], tools=TOOLS
+)
+
+
+def test_tools_and_further_variables_reach_the_template_and_are_not_trained_on(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok", template=WITH_TOOLS)
+    brief = replace(CALLS, template_kwargs={"brief": True})
+    system = (
+        '<|system|>[{"type": "function", "function": {"name": "look"}}]<|endoftext|><|brief|><|assistant|>'
+    )
+    assert whole_text(path, brief).startswith(system + "look")
+    said = ['look {"at": "the cat"}<|endoftext|>', "sat on a mat<|endoftext|>"]
+    assert trained_text(path, conversation=brief) == said
+
+
+def test_a_variable_cannot_take_the_place_of_a_parameter(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok", template=CHAT)
+    with pytest.raises(UntokenizableRecordError, match="tokenize"):
+        whole_text(path, Conversation(TALK, template_kwargs={"tokenize": True}))
+
+
+@pytest.mark.parametrize("written", ["{{ c.function.arguments }}", "{{ '' + c.function.arguments }}"])
+def test_a_template_that_takes_arguments_as_text_gets_text(tmp_path: Path, written: str):
+    path = save_tokenizer(
+        tmp_path / "tok",
+        template="{% for m in messages %}" + SAYS.replace("ARGUMENTS", written) + "{% endfor %}",
+    )
+    assert whole_text(path, CALLS).startswith('look {"at": "the cat"}<|endoftext|>')

@@ -8,21 +8,23 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.cache import make_cache_directory, no_heartbeat
+from fullshard.data.files import SourceFile
 from fullshard.data.readers import split_file_into_parts
+from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import TokenStore
 from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import DataSourceFields
-from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines
+from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines, write_rows
 
 
 def store_of(tmp_path: Path, **data: object) -> TokenStore:
     section = run_of(tmp_path / "cache", **data).data
-    (store,) = open_token_stores(
-        section, section, root=make_cache_directory(section.cache), alive=no_heartbeat
-    )
+    root = make_cache_directory(section.cache)
+    blocks = BlockCache(root, limit_bytes=1 << 20)
+    (store,) = open_token_stores(section, section, root=root, blocks=blocks, alive=no_heartbeat)
     return store
 
 
@@ -51,32 +53,23 @@ def write_source(kind: str, directory: Path) -> tuple[list[str], dict[str, objec
     elif kind == "jsonl":
         write_json_lines(directory / "a.jsonl", rows[:15])
         write_json_lines(directory / "b.jsonl", rows[15:])
-    elif kind == "parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(
-            pyarrow.Table.from_pylist(rows), directory / "a.parquet", row_group_size=9
-        )
     else:
-        import datasets
-
-        datasets.Dataset.from_list(rows).save_to_disk(directory / "set")
+        return texts, write_rows(kind, directory, rows)
     return texts, {"source": kind, "paths": (f"{directory}/*",)}
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "datasets"])
 def test_every_source_gives_the_tokens_of_its_texts(tmp_path: Path, tokenizer: str, kind: str):
     texts, settings = write_source(kind, tmp_path / "data")
-    if kind == "datasets":
-        settings["paths"] = (f"{tmp_path}/data/set",)
     assert documents(store_of(tmp_path, tokenizer=tokenizer, **settings)) == expected(tokenizer, texts)
 
 
 def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
     paths = [Path(texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i)) for i in range(6)]
     parts = [
-        part for path in paths for part in split_file_into_parts("jsonl", path, size=path.stat().st_size)
+        part
+        for path in paths
+        for part in split_file_into_parts("jsonl", SourceFile(str(path), path.stat().st_size))
     ]
     recipe = TokenizeSettings(
         DataSourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16"
@@ -177,6 +170,7 @@ def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
         (BAD_LINES[1], r"a\.jsonl line 2(?s:.)*no JSON(?s:.)*on_error"),
         (BAD_LINES[2], r"no field 'text' in \S+a\.jsonl line 2(?s:.)*fields other"),
         (BAD_LINES[3], r"a\.jsonl line 2(?s:.)*not text but int"),
+        ('{"text": null}', r"a\.jsonl line 2(?s:.)*not text but null"),
         ('{"text": "a\\u0000b"}', r"a\.jsonl line 2(?s:.)*NUL"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.files import matching_file_sizes, stdlib_file_sizes
+from fullshard.data.files import FileKind, SourceFile, list_matching_files, list_stdlib_files
 from fullshard.data.readers import read_records, split_file_into_parts
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSourceFields
@@ -15,52 +15,82 @@ def test_files_are_listed_once_by_name_without_empty_ones(tmp_path: Path):
     for name, text in (("b", b"bb"), ("a", b"abc"), ("empty", b""), ("sub/c", b"c"), ("sub-c", b"c")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text)
-    sizes = matching_file_sizes([f"{tmp_path}/**", f"{tmp_path}/a"])
-    assert [path.relative_to(tmp_path).as_posix() for path in sizes] == ["a", "b", "sub-c", "sub/c"]
-    assert [*sizes.values()] == [3, 2, 1, 1]
+    files = list_matching_files([f"{tmp_path}/**", f"{tmp_path}/a"], kind="text")
+    assert [Path(file.path).relative_to(tmp_path).as_posix() for file in files] == [
+        "a",
+        "b",
+        "sub-c",
+        "sub/c",
+    ]
+    assert [file.size for file in files] == [3, 2, 1, 1]
 
 
 def test_stdlib_is_source_without_tests():
     root = Path(sysconfig.get_path("stdlib"))
-    names = {path.relative_to(root).as_posix() for path in stdlib_file_sizes()}
+    names = {Path(file.path).relative_to(root).as_posix() for file in list_stdlib_files()}
     assert {"json/decoder.py", "dataclasses.py"} <= names
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
 
 
 def test_stdlib_without_source_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="no source"):
-        stdlib_file_sizes(tmp_path)
+        list_stdlib_files(tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
-        stdlib_file_sizes(tmp_path / "absent")
+        list_stdlib_files(tmp_path / "absent")
 
 
 def test_pattern_without_a_file_is_refused(tmp_path: Path):
     (tmp_path / "directory.txt").mkdir()
     with pytest.raises(DataError, match="matches no file"):
-        matching_file_sizes([f"{tmp_path}/*.txt"])
+        list_matching_files([f"{tmp_path}/*.txt"], kind="text")
+
+
+def test_a_directory_stands_for_its_files_of_the_kind(tmp_path: Path):
+    names = (
+        "a.jsonl",
+        "part-0.json.gz",
+        "year=1/b.ndjson.zst",
+        "_SUCCESS",
+        ".a.jsonl.crc",
+        ".git/c.jsonl",
+        "c.csv",
+    )
+    for name in (*names, "year=1/part-0.snappy.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+
+    def found(kind: FileKind, pattern: str) -> list[str]:
+        files = list_matching_files([f"{tmp_path}/{pattern}"], kind=kind)
+        return [Path(file.path).relative_to(tmp_path).as_posix() for file in files]
+
+    assert found("jsonl", "") == ["a.jsonl", "part-0.json.gz", "year=1/b.ndjson.zst"]
+    assert found("parquet", "year=*/") == ["year=1/part-0.snappy.parquet"]
+    assert found("text", "year=1") == ["year=1/b.ndjson.zst", "year=1/part-0.snappy.parquet"]
+    with pytest.raises(DataError, match=r"directory without a file of memmap(?s:.)*\*\.npy or"):
+        found("memmap", "")
 
 
 def test_empty_files_alone_are_refused(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="no text"):
-        matching_file_sizes([f"{tmp_path}/*.txt"])
+        list_matching_files([f"{tmp_path}/*.txt"], kind="text")
 
 
 def test_dangling_link_is_refused(tmp_path: Path):
     (tmp_path / "a.txt").symlink_to(tmp_path / "absent")
     with pytest.raises(DataError, match=r"a\.txt cannot be read"):
-        matching_file_sizes([f"{tmp_path}/*.txt"])
+        list_matching_files([f"{tmp_path}/*.txt"], kind="text")
 
 
 def test_device_is_refused():
     with pytest.raises(DataError, match="not a regular file"):
-        matching_file_sizes(["/dev/null"])
+        list_matching_files(["/dev/null"], kind="text")
 
 
 def test_file_that_shrank_or_went_away_is_refused(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("four")
-    (part,) = split_file_into_parts("text", path, size=4)
+    (part,) = split_file_into_parts("text", SourceFile(str(path), 4))
     path.write_text("two")
     with pytest.raises(DataError, match="changed while it was read"):
         list(read_records(part, DataSourceFields()))

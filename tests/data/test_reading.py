@@ -1,17 +1,21 @@
 """Shards together hold every record once, wherever files are cut; corrupt ones are told by their place."""
 
+import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data.files import SourceFile
 from fullshard.data.readers import (
     CorruptRecord,
     FilePart,
     Kind,
+    RecordKind,
     TextRecord,
     read_records,
     split_file_into_parts,
@@ -29,6 +33,10 @@ def cut_at(kind: Kind, path: Path, cuts: list[int]) -> list[FilePart]:
     return [
         FilePart(kind, str(path), a, b, b - a, b == size) for a, b in zip(places, places[1:], strict=False)
     ]
+
+
+def parts_of(kind: RecordKind, path: Path) -> list[FilePart]:
+    return split_file_into_parts(kind, SourceFile(str(path), path.stat().st_size))
 
 
 def read(shards: list[FilePart]) -> list[TextRecord | CorruptRecord]:
@@ -74,27 +82,55 @@ def test_a_corrupt_line_is_told_with_its_number(tmp_path_factory, bad, cuts):
 @pytest.mark.parametrize("line", [b'{"text": "\xff"}', b"[1]", b"7", b"{" * 100_000])
 def test_a_line_that_is_no_object_is_corrupt(tmp_path: Path, line: bytes):
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" + line)
-    _, told = read(split_file_into_parts("jsonl", tmp_path / "a.jsonl", size=3 + len(line)))
+    _, told = read(parts_of("jsonl", tmp_path / "a.jsonl"))
     assert isinstance(told, CorruptRecord)
     assert told.where().endswith("line 2")
 
 
 def test_text_that_is_no_utf8_is_told_with_the_byte(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"four\xff")
-    (told,) = read(split_file_into_parts("text", tmp_path / "a.txt", size=5))
+    (told,) = read(parts_of("text", tmp_path / "a.txt"))
     assert isinstance(told, CorruptRecord)
     assert told.where() == f"{tmp_path}/a.txt at byte 4"
 
 
-def test_packed_lines_are_read(tmp_path: Path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n{'))
-    one, other, told = read(split_file_into_parts("jsonl", path, size=path.stat().st_size))
+def packed_by_arrow(codec: str, data: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, codec) as stream:
+        stream.write(data)
+    return packed.getvalue().to_pybytes()
+
+
+PACKED = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: packed_by_arrow("zstd", data),
+    ".lz4": lambda data: packed_by_arrow("lz4", data),
+}
+
+
+@pytest.mark.parametrize("ending", PACKED)
+def test_compressed_files_are_read_whole_or_refused(tmp_path: Path, ending: str):
+    path = tmp_path / f"a.jsonl{ending}"
+    first, rest = PACKED[ending](b'{"text": "a"}\n'), PACKED[ending](b'{"text": "b"}\n{')
+    path.write_bytes(first + rest)  # as made by appending
+    one, other, told = read(parts_of("jsonl", path))
     assert (one.value, other.value) == ({"text": "a"}, {"text": "b"})
     assert told.where() == f"{path} line 3"
-    path.write_bytes(b"no gzip")
-    with pytest.raises(DataError, match="cannot be read"):
-        read(split_file_into_parts("jsonl", path, size=7))
+    assert [one.value for one in read(parts_of("text", path))] == ['{"text": "a"}\n{"text": "b"}\n{']
+    for broken in (first + rest[:-4], b"not compressed", first[:9] + b"\xff" * 20 + first[29:]):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match="cannot be read"):
+            read(parts_of("jsonl", path))
+
+
+def test_an_object_over_several_lines_is_refused_with_the_way_to_write_it(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}, indent=2))
+    told = read(parts_of("jsonl", tmp_path / "a.jsonl"))[0]
+    assert isinstance(told, CorruptRecord)
+    assert told.why.endswith("an object has to be in one line")
 
 
 def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
@@ -102,7 +138,7 @@ def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": [f"{i}" for i in range(25)], "other": list(range(25))})
     parquet.write_table(table, path, row_group_size=10)
-    shards = split_file_into_parts("parquet", path, size=path.stat().st_size)
+    shards = parts_of("parquet", path)
     assert len(shards) == 3
     assert [one.value for one in read(shards)] == [{"text": f"{i}"} for i in range(25)]
     assert read(shards)[12].where() == f"{path} row group 1 row 2"
@@ -110,4 +146,4 @@ def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
         list(read_records(shards[0], DataSourceFields(text_field="story")))
     path.write_bytes(b"PAR1")
     with pytest.raises(DataError, match="not a parquet file"):
-        split_file_into_parts("parquet", path, size=4)
+        parts_of("parquet", path)

@@ -42,6 +42,7 @@ def of_two() -> DryRunMemory:
             marks=pytest.mark.long,
         ),
         (2, 1, ["recompute.mode=offload"]),
+        (4, 1, ["sharding.tensor_parallel=2", "train.loss_chunk=32"]),
     ],
 )
 def test_each_part_of_the_peak_is_what_real_ranks_hold(ranks, n, accumulation, overrides):

@@ -34,5 +34,5 @@ class Rows:
             vocabulary=self.vocabulary,
         )
         for i in range(plan.accumulation):
-            start = (i * plan.world_size + rank) * plan.microbatch
+            start = (i * plan.data_parallel_degree + rank) * plan.microbatch
             yield {name: tensor[start : start + plan.microbatch] for name, tensor in batch.items()}

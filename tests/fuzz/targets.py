@@ -28,8 +28,11 @@ from fullshard.checkpoint.verify import iterate_damage
 from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
 from fullshard.data.cache import make_cache_directory, no_heartbeat
-from fullshard.data.chat_template import ChatTemplate, UntokenizableRecordError
+from fullshard.data.chat_template import ChatTemplate
+from fullshard.data.conversation import Conversation
 from fullshard.data.memmaps import open_memmap_stores
+from fullshard.data.remote_tokens import BlockCache
+from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.data_section import DataSourceFields
@@ -297,7 +300,8 @@ def read_tokenizer(directory: Path) -> None:
         with suppress(
             UntokenizableRecordError
         ):  # which leaves a record out, or ends the run, as the settings say
-            template.encode_conversation([{"role": "user", "content": "the cat"}], train_on="all")
+            message = {"role": "user", "content": "the cat"}
+            template.encode_conversation(Conversation([message]), train_on="all")
 
     each(
         lambda: open_tokenizer(str(directory)).encode_texts("the cat"),
@@ -322,8 +326,10 @@ def make_tokens(seeds: Path, directory: Path, rng: Random) -> None:
 def read_tokens(directory: Path) -> None:
     def stores(name: str) -> None:
         fields = DataSourceFields(paths=(str(directory / name),))
+        root = make_cache_directory(str(directory / "cache"))
+        blocks = BlockCache(root, limit_bytes=1 << 20)
         for store in open_memmap_stores(
-            fields, root=make_cache_directory(str(directory / "cache")), alive=no_heartbeat
+            fields, root=root, blocks=blocks, vocabulary_size=None, alive=no_heartbeat
         ):
             for begin, end in zip(store.begins[:10], store.ends[:10], strict=True):
                 store.tokens[begin:end].sum()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fullshard.errors import SpecError, TrainError
 from fullshard.jobs.progress import StepMetrics
-from fullshard.jobs.run_directory import METRICS
 from fullshard.jobs.run_log import PREVIOUS_METRICS, MetricsLog
+from fullshard.spec.run_files import METRICS
 
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:

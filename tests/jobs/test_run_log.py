@@ -12,10 +12,11 @@ import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
 from fullshard.jobs.progress import PlainProgressLines, RunProgress
-from fullshard.jobs.run_directory import METRICS
 from fullshard.jobs.run_log import RunLog, open_run_log
+from fullshard.jobs.trackers import TrackerThread
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
+from fullshard.spec.run_files import METRICS
 from fullshard.training.figures import PendingResult, StepResult
 from fullshard.training.loop import Step
 
@@ -35,6 +36,8 @@ def run(directory: Path, **log: object) -> Run:
 class Remembering:
     """A tracker that keeps what it gets, until it is lost after `lost_after` steps."""
 
+    run_id = None
+
     def __init__(self, lost_after: int = 100) -> None:
         self.steps: list[int] = []
         self.exit_code: int | None = None
@@ -45,7 +48,7 @@ class Remembering:
             raise TrainError("the tracker is gone.")
         self.steps.append(step)
 
-    def close(self, *, exit_code: int = 0) -> None:
+    def close(self, *, exit_code: int) -> None:
         self.exit_code = exit_code
 
 
@@ -76,7 +79,7 @@ def test_other_ranks_show_and_keep_nothing(tmp_path: Path):
 
 def test_trackers_get_every_nth_step_and_those_that_were_validated():
     tracker = Remembering()
-    log = RunLog(every=3, trackers=[tracker])
+    log = RunLog(every=3, trackers=[TrackerThread("one", tracker)])
     for index in range(1, 8):
         log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
     log.close_trackers(exit_code=1)
@@ -88,9 +91,12 @@ def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
     file = io.StringIO()
     shown = PlainProgressLines(RunProgress(steps=9, world_size=1), every=9, file=file)
     lost, other = Remembering(lost_after=1), Remembering()
-    log = RunLog(every=1, progress=shown, trackers=[lost, other])
+    log = RunLog(
+        every=1, progress=shown, trackers=[TrackerThread("lost", lost), TrackerThread("other", other)]
+    )
     for index in (1, 2, 3):
         log.record_step(step(index))
+    log.close_trackers()
     assert (lost.steps, other.steps) == ([1], [1, 2, 3])
     assert file.getvalue().count("the tracker is gone") == 1
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from fullshard.jobs.launch_record import LaunchRecord
 from fullshard.jobs.train import run_job
+from fullshard.spec.event import read_events
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.run_files import EVENTS
 from tests.launch.jobs import SMALL
 from tests.ranks.command import Command
 
@@ -45,4 +47,15 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
     told = err[err.index("rank 1 was killed by SIGKILL") :]
     assert "restart 1 of 1" in told
     assert "restarted on 2 ranks: resumes after step 4 of 12" in told
+    events = read_events(hit / EVENTS)
+    assert [(one.attempt, one.event) for one in events if one.event not in ("plan", "save")] == [
+        (1, "start"),
+        (1, "fault"),
+        (1, "restart"),
+        (2, "start"),
+        (2, "resume"),
+        (2, "end"),
+    ]
+    fault = next(one for one in events if one.event == "fault")
+    assert (fault.details["rank"], fault.step) in ((1, 6), (1, 7))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hit.")] == ["hit.1"]

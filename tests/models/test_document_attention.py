@@ -105,7 +105,7 @@ def test_it_equals_attention_to_each_document_alone_bitwise(dtype: torch.dtype) 
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_accepts_the_operations(window: int | None) -> None:
     """Their shapes on fake tensors, their gradients, and that they change no argument."""
-    arguments = (*heads_of(2, torch.float32), bounds_of(), None, window)
+    arguments = (*heads_of(2, torch.float32), bounds_of(), None, window, [0])
     opcheck(torch.ops.fullshard.document_attention.default, arguments)
 
 

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
+from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.models.decoder import DecoderModel
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.planner.memory import peak_bytes
@@ -46,7 +47,8 @@ def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
     run = plan.run
     units = run.sharding.units.model_dump_json()
     settings = (run.model, run.data, run.precision, run.recompute)
-    key = (plan.device, frozen, units, *(section.model_dump_json() for section in settings))
+    parts = f"{plan.context_parallel} {run.sharding.context_method}"
+    key = (plan.device, frozen, units, parts, *(section.model_dump_json() for section in settings))
     if key not in _DESCRIBED:  # a second each
         _DESCRIBED[key] = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
     return _DESCRIBED[key]
@@ -60,11 +62,13 @@ def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
 
 
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:
+    """This rank's microbatches of a step."""
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
-        yield {
+        batch = {
             name: torch.randint(0, plan.run.decoder_config.vocabulary, shape) for name in ("tokens", "labels")
         }
+        yield cut_sequences(batch, plan)
 
 
 def measured(plan: Plan, frozen: str = "") -> dict[str, int]:

@@ -67,6 +67,21 @@ def test_the_largest_lever_is_a_pinned_setting_that_costs_most():
     assert lever.gain > 0.1
 
 
+@pytest.mark.parametrize(
+    ("own", "change"),
+    [
+        ((), 'train.loss_chunk = "auto"'),
+        (("train.loss=my:loss",), "fullshard.chunked_cross_entropy in train.loss"),
+    ],
+)
+def test_a_large_loss_is_named_with_what_changes_it(own: tuple[str, ...], change: str):
+    run = ("recompute.mode=full", "sharding.strategy=full_shard", "train.microbatch=2")
+    lever = explained(hardware_of(1, 8, gib=80), *run, *own).lever
+    assert lever is not None
+    assert lever.change == change
+    assert lever.text.startswith(f"{change}: the logits are ")
+
+
 def test_no_lever_is_named_where_none_gains():
     hardware = hardware_of(1, 8, gib=4000, scale=100)
     hardware = hardware.model_copy(update={"across": None, "stragglers": 0.0})

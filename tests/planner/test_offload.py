@@ -353,7 +353,8 @@ def test_a_tier_that_the_host_has_no_room_for_does_not_fit():
 
 
 def test_what_cannot_be_run_yet_is_refused():
-    run = Run.load(overrides=["train.global_batch=8", "sharding.tensor_parallel=2"])
+    tier = "offload.tier=optimizer:cpu"
+    run = Run.load(overrides=["train.global_batch=8", "sharding.tensor_parallel=2", tier])
     with pytest.raises(PlanError, match="planned, not yet run"):
         Plan.from_run(run, world_size=2)
     assert Plan.from_run_for_prediction(run, world_size=2).is_prediction_only

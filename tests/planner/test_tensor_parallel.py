@@ -60,7 +60,7 @@ def test_one_rank_for_each_matmul_is_the_same_prediction():
     named = run_for(LLAMA_8B, "train.global_batch=16", "sharding.tensor_parallel=1")
     split = Plan.from_run_for_prediction(named, world_size=16, device="cuda")
     assert predict(spec, split, hardware) == predict(spec, plain, hardware)
-    assert prediction_of(predict(spec, split, hardware)).time.tensor_parallel == 0
+    assert prediction_of(predict(spec, split, hardware)).time.model_parallel == 0
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
@@ -86,7 +86,7 @@ def test_each_rank_computes_its_part_at_no_better_a_rate(data: st.DataObject):
     plan, spec, hardware = data.draw(plans(shape)), decoder_spec(shape), hardware_of(1, 8)
     whole = plan.model_copy(update={"tensor_parallel": 1})
     timer = StepTimePredictor(spec, hardware)
-    sent = timer.predict_time(plan).tensor_parallel * 1e12
+    sent = timer.predict_time(plan).model_parallel * 1e12
     own, all_of_it = timer.compute_ticks(plan), timer.compute_ticks(whole)
     assert own.issue == all_of_it.issue
     assert (own.device - sent) * plan.tensor_parallel >= all_of_it.device * (1 - 1e-6)
@@ -105,7 +105,7 @@ def test_a_block_sends_four_times_forward_and_four_backward(mode: str, of_a_bloc
     ]
     times = 32 * of_a_block + 4
     # One sequence each of 4 ranks' 8: what the two groups do is done four times a step by each.
-    told = predict_terms(spec, plan, hardware).tensor_parallel
+    told = predict_terms(spec, plan, hardware).model_parallel
     assert told == pytest.approx(times * sum(once) / 2 * plan.accumulation, rel=1e-6)
 
 

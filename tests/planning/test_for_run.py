@@ -57,6 +57,15 @@ def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
     assert "auto" not in (first.run.sharding.strategy, first.run.recompute.mode, first.run.prefetch.mode)
 
 
+def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 200)
+    data = ("data.source=text", f'data.paths=["{tmp_path}/a.txt"]', f"data.cache={tmp_path}/cache")
+    by_epochs = planned(*data, "train.epochs=3")
+    steps = by_epochs.run.train.step_count
+    assert f"sequences: train.steps = {steps}" in capsys.readouterr().err
+    assert by_epochs == planned(*data, f"train.steps={steps}")
+
+
 def test_a_warmup_that_is_longer_than_the_run_is_noted_before_ranks_start(capsys) -> None:
     planned("train.steps=5", "schedule.warmup_steps=6")
     assert "schedule.warmup_steps = 6 is more than train.steps = 5" in capsys.readouterr().err
@@ -71,7 +80,7 @@ def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
 def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: str) -> None:
     if url.startswith("gs:") and find_spec("gcsfs") is not None:
         pytest.skip("gcsfs is installed")
-    with pytest.raises(CheckpointError, match=url):
+    with pytest.raises((CheckpointError, SpecError), match=url):
         planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
 
 
@@ -122,10 +131,10 @@ def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
 
 
 def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
-    pin = "sharding.tensor_parallel=2"
+    pins = ("sharding.tensor_parallel=2", "adapter.rank=2")
     with pytest.raises(PlanError, match="not yet run"):
-        request_with_plan(request(pin))
-    what_if = Plan.from_run_for_prediction(request(pin).run, world_size=2, device="cpu")
+        request_with_plan(request(*pins))
+    what_if = Plan.from_run_for_prediction(request(*pins).run, world_size=2, device="cpu")
     with pytest.raises(PlanError, match="not yet run"):
         request_with_plan(request().model_copy(update={"plan": what_if}))
 

@@ -53,6 +53,7 @@ def test_a_collective_is_exposed_where_no_kernel_of_the_model_runs():
         "compute": 14,
         "optimizer": 0,
         "engine": 3,
+        "model_parallel": 0,
         "exposed_all_gather": 6,
         "exposed_reduce_scatter": 17,
         "exposed_all_reduce": 5,
@@ -75,6 +76,8 @@ def test_on_the_host_the_inner_range_counts_and_casts_are_the_models():
             ("FSDP::pre_forward", 100, 300),
             ("FSDP::all_gather", 110, 250),
             ("fullshard::all_gather", 150, 240),
+            ("fullshard::model_parallel", 350, 400),
+            ("fullshard::all_gather", 355, 395),
             ("FSDP::post_backward_reduce", 500, 600),
             ("fullshard::reduce_scatter", 520, 560),
             ("c10d::allreduce_", 521, 530),
@@ -85,7 +88,8 @@ def test_on_the_host_the_inner_range_counts_and_casts_are_the_models():
     )
     in_ns = {name: round(value * 1e9) for name, value in seconds.terms().items()}
     assert in_ns == {
-        "compute": 650 - 200 - 100 - 80,
+        "compute": 650 - 200 - 100 - 80 - 50,
+        "model_parallel": 50,
         "exposed_all_gather": 90,
         "exposed_reduce_scatter": 40,
         "exposed_all_reduce": 50,
@@ -122,9 +126,12 @@ def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
         ("aten::copy_", 5, 6),
         ("fullshard::optimizer", 70, 80),
         ("aten::_fused_adamw_", 71, 72),
+        ("fullshard::model_parallel", 81, 85),
+        ("aten::cat", 82, 83),
     )
     kernels = [("gemm", 3), ("ncclDevKernel_AllGather_RING_LL", 5), ("ncclDevKernel_Generic", 5)]
     kernels += [("copy", 5), ("adamw", 7), ("ncclDevKernel_AllReduce_Sum_f32", 0), ("Memset", 0)]
+    kernels += [("ncclDevKernel_AllGather_RING_LL", 9), ("cat", 9)]
     events = [*launches, *(TraceEvent(name, 0, 1, launched_by=by, on_device=True) for name, by in kernels)]
     assert [span.kind for span in device_intervals(events)] == [
         "compute",
@@ -133,6 +140,8 @@ def test_kernels_are_told_by_name_or_by_the_range_of_their_launch():
         "engine",
         "optimizer",
         "exposed_all_reduce",
+        "compute",
+        "model_parallel",
         "compute",
     ]
 

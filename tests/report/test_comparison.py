@@ -204,7 +204,7 @@ def test_crumbs_of_memory_have_no_line():
 
 
 def test_seconds_of_rates_that_nobody_measured_are_marked():
-    unmeasured = prediction().model_copy(update={"is_calibrated": False})
+    unmeasured = prediction().model_copy(update={"calibration": "none"})
     headings = {row[0] for row in comparison_rows(compare_prediction(unmeasured, measured()))}
     assert "step (not calibrated)" in headings
     assert "step" in {row[0] for row in comparison_rows(compare_prediction(prediction(), measured()))}

@@ -15,6 +15,7 @@ from fullshard.report.plan import (
     term_label,
 )
 from fullshard.report.table import show_labelled_lines
+from fullshard.spec.energy import RankPower
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
@@ -82,6 +83,15 @@ def test_a_budget_is_time_and_hours_and_money():
     assert TrainingBudget(tokens=15 * 10**12, price_per_hour=2.5).rank_hours(
         predicted(), predicted().prediction
     ) == pytest.approx(hours)
+
+
+def test_energy_is_rank_hours_at_the_nodes_and_the_buildings_power():
+    power = RankPower(board_watts=700, node_over_boards=1.5, pue=1.2)
+    budget = TrainingBudget(tokens=15 * 10**12, power=power)
+    lines = [line for _, line in plan_rows(page(predicted(), budget=budget))]
+    shown = 63_578.289 * 0.7 * 1.5 * 1.2 / 1000
+    assert f"{shown:.2f} MWh: 700 W boards × 1.5 for their nodes × 1.2 for the building" in str(lines)
+    assert not any("Wh" in line for line in rows(predicted()).values())
 
 
 def test_what_was_asked_for_is_told_from_what_was_chosen():
@@ -164,8 +174,9 @@ def test_a_tier_says_what_it_takes_and_what_binds():
     still = "a step reads 0 B (the state that an update needs is still in memory) and writes 48.00 GiB"
     assert {still, "what is written wears it"} <= set(lines(untimed))
     assert rows(untimed)["step"] == "2.0 s, without its drive"
-    guessed = plan.prediction.model_copy(update={"is_calibrated": False})
-    assert rows(plan.model_copy(update={"prediction": guessed}))["step"] == "2.0 s  (not calibrated)"
+    for state, mark in (("none", "not calibrated"), ("busy", "calibrated on a busy machine")):
+        marked = plan.prediction.model_copy(update={"calibration": state})
+        assert rows(plan.model_copy(update={"prediction": marked}))["step"] == f"2.0 s  ({mark})"
     assert "the drive's time is not known: fullshard calibrate --drive DIRECTORY" in lines(untimed)
     assert plan.prediction is not None
     assert not plan.prediction.fits_in_memory

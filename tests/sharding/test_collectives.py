@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter
 from fullshard.profiler.memory import measure_peak_memory
-from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
 
 CHUNK = 50_000
 

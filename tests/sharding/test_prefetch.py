@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fullshard.distributed.collectives import DirectAllGather
 from fullshard.sharding.apply import shard
-from fullshard.sharding.collectives import DirectAllGather
 from tests.fakes.architectures import WIDTH, Block
 from tests.fakes.plans import plan_of
 

@@ -1,6 +1,7 @@
 """Units that no rank shards are used and reduced in place, with the gradients of a plain module."""
 
 import copy
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fullshard.spec.run import Run
 from tests.training.runs import run_of
 
 WIDTH = 10
+WIDE = 1700  # a matrix takes 11 MiB, so that three of them fill a bucket and one is left
 
 
 class SharedGradients(nn.Module):
@@ -85,6 +87,91 @@ def test_gradients_are_means_over_ranks_also_where_they_share_memory(
         for name, (reduced, expected) in found.items():
             difference = (reduced - expected).norm() / expected.norm()
             assert difference < tolerance, (name, difference)
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor, *, adds_bias: bool = True) -> Tensor:
+        return super().forward(x) if adds_bias else x @ self.weight
+
+
+class Blocks(nn.Module):
+    """Blocks of two buckets. The last block also runs first, without its bias: its weight's gradient is late.
+
+    frozen: the matrix of block 0; rare: used on rank 0 only; unused: on no rank
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(WIDE, WIDE) for _ in range(5)])
+        self.blocks[0].weight.requires_grad_(False)
+        self.rare, self.unused = nn.Parameter(torch.randn(WIDE)), nn.Parameter(torch.randn(WIDE))
+
+    def forward(self, x: Tensor, *, is_rare: bool) -> Tensor:
+        x = self.blocks[4](x, adds_bias=False)
+        for block in self.blocks:
+            x = block(x.sin())
+        return x * self.rare if is_rare else x
+
+
+def backward_of_blocks(model: nn.Module, *, rank: int, microbatch: int) -> None:
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    x = torch.randn(2, WIDE, generator=generator).requires_grad_()  # for FSDP2 to see backward end
+    model(x, is_rare=rank == 0).square().mean().backward()
+
+
+def differences_over_buckets(microbatches: int) -> tuple[dict[str, float | None], list[int]]:
+    """Returns how far each gradient of the second step is from the mean, and the buckets' bytes."""
+    torch.manual_seed(0)
+    plain, ranks = Blocks(), dist.get_world_size()
+    plan = Plan.from_run(run_in("fp32"), world_size=ranks)
+    model = shard(copy.deepcopy(plain), plan, units=lambda _, module: isinstance(module, nn.Linear))
+    assert isinstance(model, FSDPModule)
+    for step in range(2):
+        model.zero_grad()
+        for number in range(microbatches):
+            model.set_requires_gradient_sync(number == microbatches - 1)
+            backward_of_blocks(model, rank=dist.get_rank(), microbatch=number + 3 * step)
+    buffers = cast(Any, model).gradient_buffers()
+    for rank in range(ranks):
+        for number in range(microbatches):
+            backward_of_blocks(plain, rank=rank, microbatch=number + 3)
+    found = dict[str, float | None]()
+    for (name, parameter), own in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if not isinstance(own.grad, DTensor):
+            found[name] = None
+            continue
+        assert parameter.grad is not None
+        mean = parameter.grad / ranks
+        found[name] = ((own.grad.full_tensor() - mean).norm() / mean.norm()).item()
+    return found, [buffer.nbytes for buffer in buffers]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_gradients_over_several_buckets_are_means_over_ranks(microbatches, ranks):
+    for found, sizes in ranks(2).run(differences_over_buckets, microbatches):
+        assert len(sizes) == 2
+        assert {name for name, one in found.items() if one is None} == {"blocks.0.weight", "unused"}
+        assert max(one for one in found.values() if one is not None) < 1e-5
+
+
+def sums_and_buffers() -> list[tuple[bool, bool]]:
+    """Returns for two backwards, cleared in between and not, (is the sum of both, same buffer)."""
+    model, found = shard(SharedGradients(), Plan.from_run(run_in("fp32"), world_size=2)), []
+    loss(model, rank=0, microbatch=0).backward()
+    first = [p.grad.full_tensor().clone() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    for clears in (True, False):
+        before = cast(Any, model).gradient_buffers()[0].data_ptr()
+        if clears:
+            model.zero_grad()
+        loss(model, rank=0, microbatch=0).backward()
+        second = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+        sums = all(torch.allclose(b, a if clears else 2 * a) for a, b in zip(first, second, strict=True))
+        found.append((sums, cast(Any, model).gradient_buffers()[0].data_ptr() == before))
+    return found
+
+
+def test_a_bucket_is_used_again_unless_its_gradients_are_still_there(ranks):
+    assert ranks(2).run(sums_and_buffers) == [[(True, True), (True, False)]] * 2
 
 
 def shares_memory_while_it_computes(precision: str) -> list[bool]:

@@ -71,7 +71,7 @@ def test_what_is_no_saved_plan_is_refused_by_name(tmp_path, content):
 @pytest.mark.parametrize(
     ("strategy", "degrees", "reshards", "synced"),
     [
-        ("no_shard", (4, 1), True, "last"),
+        ("no_shard", (4, 1), False, "last"),
         ("zero1", (1, 4), False, "last"),
         ("shard_grad_op", (1, 4), False, "each"),
         ("full_shard", (1, 4), True, "each"),

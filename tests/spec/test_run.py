@@ -97,6 +97,21 @@ def test_the_last_override_holds():
     assert Run.load(overrides=["train.steps=1", "train.steps=2"]).train.steps == 2
 
 
+def test_a_duration_is_steps_or_epochs_and_an_override_replaces_either():
+    with pytest.raises(SpecError, match="steps = 7 and epochs = 2 exclude each other"):
+        parsed("[train]\nsteps = 7\nepochs = 2")
+    run = parsed("[train]\nepochs = 2.5")
+    assert (run.train.steps, run.train.epochs) == (None, 2.5)
+    with pytest.raises(SpecError, match="number of steps is not known"):
+        _ = run.train.step_count
+    assert run.with_overrides(["train.steps=200"]) == Run()
+    assert (
+        Run.load(overrides=["train.steps=3", "train.epochs=2.5"])
+        == run
+        == Run.model_validate(run.model_dump())
+    )
+
+
 @pytest.mark.parametrize("override", ["train.steps", "steps=5", "=5", "train.=5", "run.dir.deeper=1"])
 def test_an_override_that_names_no_key_is_refused(override):
     with pytest.raises(SpecError, match=r"run\.dir|section\.key=value"):
@@ -138,6 +153,8 @@ def test_an_earlier_name_of_a_key_leads_to_a_present_one():
     ("text", "key", "why"),
     [
         ("[train]\nsteps = 0", "train.steps", "greater than 0"),
+        ("[run]\ndevice = 'mps'", "run.device", "torch.mps has no streams"),
+        ("[log]\ntrackers = 'wandb'", "log.trackers", 'it is a list\n  try: ["wandb"]'),
         ("[train]\nsteps = 'many'", "train.steps", "integer"),
         ("train = 3", "train", "dictionary"),
         ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate", "finite"),

@@ -15,6 +15,7 @@ from fullshard.jobs.run_lock import check_unlocked
 from fullshard.jobs.run_log import MetricsLog
 from fullshard.offload.directories import lock_directory, replace_file_atomically
 from fullshard.offload.drive import SYSTEM, DriveFile
+from fullshard.spec.event import RunEvent
 from fullshard.system.files import open_regular_file, write_file_atomically
 from tests.jobs.test_metrics import metrics
 
@@ -48,6 +49,7 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("launch.part", open_run),
     ("metrics.jsonl", append_metrics),
     ("metrics.jsonl.part", append_metrics),
+    ("events.jsonl", lambda root: RunEvent.now("end", attempt=1).append_to(root / "events.jsonl")),
     ("plan.json", lambda root: write_file_atomically(root / "plan.json", "new")),
     (".lock", save_checkpoint),
     ("lock", hold_offload),

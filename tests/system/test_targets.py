@@ -30,7 +30,7 @@ STEP = "checkpoints/step-00000001"
 @pytest.mark.parametrize(
     "name",
     [f"{STEP}/__0_0.distcp", f"{STEP}/manifest.json", f"{STEP}/new", f"{STEP}/a/b/new", "launch.json"]
-    + ["plan.json", "metrics.jsonl"],
+    + ["plan.json", "metrics.jsonl", "events.jsonl"],
 )
 def test_nothing_in_a_checkpoint_and_no_record_of_a_run_is_written(run: Path, name: str, force: bool) -> None:
     with pytest.raises(SpecError, match="cannot be written"):

@@ -23,18 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY, OddModel
 
 STEPS = 6
+LENGTH = 9
 DRAWS = 8
 
 STRATEGIES: dict[str, list[str]] = {
@@ -58,6 +59,9 @@ def make_run(
     prefetch: str = "implicit",
     units: str = "block",
     loss_chunk: int = 0,
+    length: int = LENGTH,
+    context: int = 1,
+    tensor: int = 1,
     extra: Sequence[str] = (),
 ) -> Run:
     microbatches, sync = accumulation
@@ -76,13 +80,16 @@ def make_run(
         overrides=[
             f"model.vocabulary={VOCABULARY}",
             "model.d_model=24",
-            "model.d_ff=30",
+            f"model.d_ff={32 if model == 'one_kv_head_decoder' else 30}",
+            f"model.kv_heads={1 if model == 'one_kv_head_decoder' else 2}",
             "model.layers=3",
             "model.max_sequence=16",
             f"model.tied={'true' if model == 'tied_decoder' else 'false'}",
-            "data.sequence_length=9",
+            f"data.sequence_length={length}",
+            f"sharding.context_parallel={context}",
+            f"sharding.tensor_parallel={tensor}",
             "train.global_batch=24",
-            f"train.microbatch={24 // ranks // microbatches}",
+            f"train.microbatch={24 * context * tensor // ranks // microbatches}",
             f"train.gradient_sync={sync}",
             f"train.loss_chunk={loss_chunk}",
             f"train.steps={STEPS}",
@@ -127,7 +134,7 @@ def train_sharded(model_name: str, run: Run) -> tuple[dict[str, Tensor], list[fl
 
 @cache
 def train_unsharded(
-    model_name: str, dtype: torch.dtype, *, draw: int = 0
+    model_name: str, dtype: torch.dtype, *, draw: int = 0, length: int = LENGTH
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """The plain loop that fullshard stands for: one process, one batch, torch's optimizer and clipping.
 
@@ -136,7 +143,7 @@ def train_unsharded(
     rng = random.Random(draw)
     order = rng.sample(range(24), 24) if draw else list(range(24))
     pieces, scale = (rng.choice((1, 2, 3, 4, 6, 8)), rng.uniform(1, 4)) if draw else (1, 1.0)
-    run = make_run(model=model_name, ranks=1, strategy="no_shard")
+    run = make_run(model=model_name, ranks=1, strategy="no_shard", length=length)
     model = materialize(build(model_name, run), seed=run.run.seed).to(dtype)
     trainable = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trainable if p.ndim >= 2]
@@ -150,7 +157,7 @@ def train_unsharded(
     )
     losses, norms = [], []
     for step in range(STEPS):
-        batch = global_batch(step, sequences=24, length=9, vocabulary=VOCABULARY)
+        batch = global_batch(step, sequences=24, length=length, vocabulary=VOCABULARY)
         count, mean = (batch["labels"] != -100).sum(), 0.0
         for rows in torch.tensor(order).chunk(pieces):
             logits, labels = model(batch["tokens"][rows]).flatten(0, 1), batch["labels"][rows].flatten()
@@ -176,19 +183,19 @@ def relative_error(tensor: Tensor, exact: Tensor) -> float:
 
 
 @cache
-def rounding(model: str) -> dict[str, float]:
+def rounding(model: str, *, length: int = LENGTH) -> dict[str, float]:
     """The relative error of each parameter in fp32, by name; see [Note: one run is one draw]."""
-    exact, *_ = train_unsharded(model, torch.float64)
-    draws = [train_unsharded(model, torch.float32, draw=1 + i)[0] for i in range(DRAWS)]
+    exact, *_ = train_unsharded(model, torch.float64, length=length)
+    draws = [train_unsharded(model, torch.float32, draw=1 + i, length=length)[0] for i in range(DRAWS)]
     return {
         name: math.sqrt(sum(relative_error(draw[name], tensor) ** 2 for draw in draws) / DRAWS)
         for name, tensor in exact.items()
     }
 
 
-def assert_same_numbers(model: str, results: list[Any]) -> None:
-    exact, exact_losses, exact_norms = train_unsharded(model, torch.float64)
-    expected = rounding(model)
+def assert_same_numbers(model: str, results: list[Any], *, length: int = LENGTH) -> None:
+    exact, exact_losses, exact_norms = train_unsharded(model, torch.float64, length=length)
+    expected = rounding(model, length=length)
     for whole, losses, norms in results:
         assert losses == pytest.approx(exact_losses, rel=1e-5)
         assert norms == pytest.approx(exact_norms, rel=1e-4)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.checkpoint import load, save
+from fullshard.distributed.collectives import DirectAllGather
 from fullshard.errors import PlanError, ShardError, SpecError
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.collectives import DirectAllGather
 from fullshard.sharding.fp8 import choose_fp8_linears, find_weight_scales
 from fullshard.sharding.materialize import materialize
 from fullshard.sharding.units import find_recompute_blocks, find_units

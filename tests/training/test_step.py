@@ -362,9 +362,9 @@ def all_reduces(microbatch: int) -> int:
 
 def test_replicas_are_reduced_once_a_step(ranks: Any) -> None:
     """Not once a microbatch (pytorch's own default); and one all-reduce is the step's own."""
-    units = 4  # three layers and the head
+    buckets = 1  # for all units
     for microbatch in (6, 2):
-        assert ranks(2).run(all_reduces, microbatch) == [units + 1] * 2
+        assert ranks(2).run(all_reduces, microbatch) == [buckets + 1] * 2
 
 
 # What is refused

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.calibration.device import mean_over_ranks
-from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter
 from fullshard.spec.hardware import CollectiveRate, Link, RatePoint
 
 _SIZES = {

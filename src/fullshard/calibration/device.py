@@ -126,6 +126,17 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
 
 
+def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
+    """Returns the part of the rate that a matmul reaches whose rows are no multiple of 16 bytes."""
+    aligned = {"cpu": 256, "cuda": 4096}[meter.kind]
+
+    def measure_rate(n: int) -> float:
+        x, w = (meter.random_tensor(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n))
+        return n**3 * meter.measure_calls_per_second(lambda: torch.mm(x, w.t()), seconds=seconds / 2)
+
+    return min(1.0, measure_rate(aligned + 1) / measure_rate(aligned))
+
+
 def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
     """Returns the FLOP/s of causal attention by size, for forward and for backward.
 

@@ -181,11 +181,6 @@ def write_file(files: CheckpointFiles, name: str, *, data: bytes) -> None:
         file.write(data)
 
 
-def is_remote_url(directory: str) -> bool:
-    """Returns whether `directory` is a URL, except a `file://` URL."""
-    return "://" in directory and not directory.startswith("file://")
-
-
 def is_data_loss_error(error: OSError) -> bool:
     """Returns whether an error shows that a file's bytes are lost, or that it is a link, directory or device.
 

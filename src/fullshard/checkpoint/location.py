@@ -20,7 +20,6 @@ from fullshard.checkpoint.files import (
     LocalFiles,
     RanksSharingDisk,
     WriterProcess,
-    is_remote_url,
     write_file,
 )
 from fullshard.checkpoint.manifest import (
@@ -35,6 +34,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
 from fullshard.system.files import fsync_path, make_durable_directory
 from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.object_store import ObjectStore, is_remote_url
 
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
 _LOCK = ".lock"
@@ -209,8 +209,9 @@ def location_of(
 
     key_file: file of a key (`KeyFile`) that signs the checkpoints; with a key, only signed ones are loaded
 
-    Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for an unusable
-    URL, for a path that was a URL before `Path` removed one of its slashes, and for an unusable key file.
+    Raises MissingExtraError for a URL whose package is not installed, and SpecError for an unusable URL.
+    Raises CheckpointError for a path that was a URL before `Path` removed one of its slashes, and for an
+    unusable key file.
     """
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
@@ -227,7 +228,6 @@ def location_of(
             fix=f"{cut[1]}://{cut[2]}, as text: pathlib.Path takes one of the slashes",
         )
     if isinstance(directory, str) and is_remote_url(directory):
-        from fullshard.checkpoint.object_store import ObjectStore
         from fullshard.checkpoint.objects import ObjectLocation
 
         ObjectStore(directory).check_url_and_package()

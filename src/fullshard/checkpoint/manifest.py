@@ -28,7 +28,6 @@ from fullshard.checkpoint.files import (
     CheckpointFiles,
     LocalFiles,
     is_data_loss_error,
-    is_remote_url,
     write_file,
 )
 from fullshard.checkpoint.shard_file import SUFFIX
@@ -37,6 +36,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import parse_json
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.system.object_store import is_remote_url
 
 FORMAT = 2
 METADATA = ".metadata"

@@ -27,15 +27,15 @@ from typing import Any, BinaryIO, cast
 
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
-from fullshard.checkpoint.object_store import (
-    ANSWER_SECONDS,
+from fullshard.spec.small_files import parse_json
+from fullshard.system.deadlines import ANSWER_SECONDS
+from fullshard.system.object_store import (
     TRIES,
     AlteredBytesError,
     ObjectRangeReader,
     ObjectStore,
     backend_errors_as_os_errors,
 )
-from fullshard.spec.small_files import parse_json
 
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20

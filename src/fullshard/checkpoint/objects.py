@@ -32,17 +32,17 @@ from fullshard.checkpoint.files import (
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_id_in_manifest
-from fullshard.checkpoint.object_store import (
-    ANSWER_SECONDS,
+from fullshard.distributed.agreement import Group
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.spec.small_files import parse_json
+from fullshard.system.deadlines import ANSWER_SECONDS
+from fullshard.system.object_store import (
     TRIES,
     AlteredBytesError,
     ObjectSizeAndTime,
     ObjectStore,
     PrefixListing,
 )
-from fullshard.distributed.agreement import Group
-from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.spec.small_files import parse_json
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)

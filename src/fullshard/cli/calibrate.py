@@ -1,6 +1,7 @@
 """`fullshard calibrate`."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,7 +29,7 @@ def calibrate(
             "--seconds",
             min=0.1,
             callback=require_positive_number,
-            help="Approximate duration, longer on a busy machine; 36 by default.",
+            help="Measuring time of an idle machine, besides the start and the fit; 36 by default.",
         ),
     ] = None,
     out: Annotated[
@@ -51,47 +52,57 @@ def calibrate(
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request
     from fullshard.profiler.detect import user_hardware_path
-    from fullshard.report.calibration import calibration_rows
-    from fullshard.report.table import show_labelled_lines
+    from fullshard.quantities import format_seconds
     from fullshard.spec.calibration import Calibration, CalibrationSettings
     from fullshard.system.targets import check_output_file
 
-    path = out or user_hardware_path()
+    started, path = time.monotonic(), out or user_hardware_path()
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _check_output_is_writable(path)
     _check_drive_is_directory(drive)
-    busy = _note_if_busy()
+    _print_expected_duration(seconds or CalibrationSettings().seconds)
     with temporary_private_directory() as directory:
         own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
         CalibrationSettings.model_validate(own).save(directory)
         exit_code = perform_request(_build_calibration_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = _with_note(_fit_hardware_to_steps(Calibration.load(directory)), busy)
+            found = _fit_hardware_to_steps(Calibration.load(directory))
             found.hardware.save(path)
-            if as_json:
-                typer.echo(found.model_dump_json())
-            else:
-                show_labelled_lines(calibration_rows(found))
-            typer.echo(f"written: {path}", err=True)
+            _print_result(found, as_json=as_json)
+            typer.echo(
+                f"written: {path}, {format_seconds(time.monotonic() - started)} after the start", err=True
+            )
     raise typer.Exit(exit_code)
 
 
-def _note_if_busy() -> str | None:
-    """Prints a note, and returns what it says, if other programs use this machine."""
-    from fullshard.system.load import busy_machine_text, busy_processor_fraction
+def _print_expected_duration(seconds: float) -> None:
+    from fullshard.system.load import BUSY, busy_processor_fraction
 
-    busy = busy_machine_text(busy_processor_fraction())
-    if busy is not None:
-        typer.echo(f"note: measured {busy}, and it takes longer than it should", err=True)
-    return busy
+    load = busy_processor_fraction()
+    longer = (
+        f", longer here: programs used {load:.0%} of the processors in the last minute"
+        if load >= BUSY
+        else ""
+    )
+    typer.echo(f"measuring for about {seconds:g} s{longer}; then it fits the rates to the steps", err=True)
 
 
-def _with_note(found: "Calibration", busy: str | None) -> "Calibration":
-    """Returns the calibration whose source, which every plan shows, says that the machine was busy."""
-    if busy is None:
-        return found
-    source = f"{found.hardware.source}, {busy}"
-    return found.model_copy(update={"hardware": found.hardware.model_copy(update={"source": source})})
+def _print_result(found: "Calibration", *, as_json: bool) -> None:
+    """Prints the calibration, and a note if the machine was busy."""
+    from fullshard.report.calibration import calibration_rows
+    from fullshard.report.table import show_labelled_lines
+
+    if as_json:
+        typer.echo(found.model_dump_json())
+    else:
+        show_labelled_lines(calibration_rows(found))
+    if found.hardware.calibration == "busy":
+        typer.echo(
+            f"note: other programs used {found.hardware.calibration_load:.0%} of the processors while this "
+            "measured, so the rates may be too low: plans with them are marked\n"
+            "  try: fullshard calibrate again, when the machine is idle",
+            err=True,
+        )
 
 
 def _is_hardware_file(path: Path) -> bool:

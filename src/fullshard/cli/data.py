@@ -15,7 +15,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
 
     Shows a summary. The run then starts at once, from the cache.
     """
-    from fullshard.data.build import build_packed_data, tokenizer_vocabulary_size
+    from fullshard.data.build import build_packed_data, resolve_epochs, tokenizer_vocabulary_size
     from fullshard.errors import SpecError
     from fullshard.models.checks import check_vocabulary
     from fullshard.spec.run import Run
@@ -30,15 +30,19 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data))
     data = build_packed_data(run)
     check_vocabulary(run, tokens=data.vocabulary)
-    summary = data.summary_figures()
+    steps = resolve_epochs(run, data).train.step_count
+    epochs = steps * run.train.global_batch / data.training_sequences
+    summary: dict[str, Any] = data.summary_figures() | {"steps": steps, "epochs": epochs}
     if as_json:
         typer.echo(json.dumps(summary))
         return
     from fullshard.report.table import show_labelled_lines
 
     show_labelled_lines(_summary_rows(summary))
-    for skip_message in summary["skip_messages"]:  # type: ignore[union-attr]
+    for skip_message in summary["skip_messages"]:
         typer.echo(escape_to_single_line(f"left out: {skip_message}"), err=True)
+    for warning in summary["warnings"]:
+        typer.echo(escape_to_single_line(f"warning: {warning}"), err=True)
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -55,4 +59,5 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if len(summary["shares"]) > 1:
         shares = " + ".join(f"{100 * share:.4g} %" for share in summary["shares"])
         rows.append(("shares", f"{shares}, exactly"))
+    rows.append(("steps", f"{summary['steps']:,}, which pass {summary['epochs']:.3g} times over the data"))
     return rows

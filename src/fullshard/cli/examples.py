@@ -19,6 +19,7 @@ fullshard plan llama3-8b --on 8xH100
 fullshard plan llama3-70b --on 8x8xH100 --tokens-per-step 4M --compare
 fullshard plan path/to/config.json --on 8xMI300X --budget 1T --price 2.5
 fullshard plan llama3-8b --on 8xH100 --budget 15T --fewest-gpus-in-days 30
+fullshard plan llama3-8b --on 8xH100 --trace step.json.gz
 fullshard plan run.toml --save plan.json    then: fullshard train --plan plan.json
 """,
     "calibrate": """
@@ -28,6 +29,8 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard calibrate --out hardware
 """,
     "report": """
 fullshard report runs/default
+fullshard report runs/default --html report.html     a page with curves, also while it trains
+fullshard report runs/a runs/b --html compare.html
 fullshard report runs/a runs/b --json
 """,
     "init": """

@@ -2,14 +2,15 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, complete_presets, require_positive_number
+from fullshard.cli.plan_files import check_outputs_replaceable, save_to_file, save_trace_file
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from fullshard.planning.target import PlanTarget
     from fullshard.report.plan import TrainingBudget
     from fullshard.spec.hardware import Hardware
-    from fullshard.spec.model import ModelSpec
-    from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
 Model = Annotated[
@@ -66,6 +65,15 @@ Price = Annotated[
         "--price", metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."
     ),
 ]
+Pue = Annotated[
+    float | None,
+    typer.Option(
+        "--pue",
+        metavar="FACTOR",
+        callback=require_positive_number,
+        help="What the building draws over its machines, for the energy of a --budget: 1.2.",
+    ),
+]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 Ladder = Annotated[
     bool,
@@ -84,7 +92,15 @@ SaveSpec = Annotated[
     Path | None,
     typer.Option("--save-spec", metavar="SPEC.json", help="Save the model's spec, which MODEL accepts."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Let --save and --save-spec replace any file.")]
+SaveTrace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="TRACE.json",
+        help="Save the planned step as a trace for https://ui.perfetto.dev; TRACE.json.gz is smaller.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Let --save, --save-spec and --trace replace any file.")]
 Days = Annotated[
     float | None,
     typer.Option(
@@ -106,6 +122,14 @@ Scaling = Annotated[
     str | None,
     typer.Option("--scaling", metavar="RANKS", help="Show the speed on several numbers of ranks: 8,64,512."),
 ]
+Machines = Annotated[
+    str | None,
+    typer.Option(
+        "--machines",
+        metavar="LIST",
+        help="Plan on several machines side by side, with dollars per GPU hour: '8xH100@2.5, 8xH200@3.2'.",
+    ),
+]
 Mtbf = Annotated[
     float | None,
     typer.Option(
@@ -115,6 +139,39 @@ Mtbf = Annotated[
         help="Mean time between failures of one GPU: show the best checkpoint interval, and the goodput.",
     ),
 ]
+
+
+class _Options(NamedTuple):
+    """Options that hold for every machine that the command plans on. any_ranks: it asks for their number."""
+
+    model: str | None
+    pinned: tuple[str, ...]
+    ranks: int | None
+    drive_rate: str | None
+    tokens_per_step: str | None
+    any_ranks: bool
+    budget: str | None
+    price: float | None
+    pue: float | None
+
+    def ask(self, machine: str | None) -> "PlanRequest":
+        """Returns the planning question on a machine; None is this one."""
+        from fullshard.planning.result import with_assumed_length
+
+        question = _build_plan_request(
+            self.model,
+            self.pinned,
+            on=machine,
+            ranks=self.ranks,
+            tokens=self.tokens_per_step,
+            any_ranks=self.any_ranks,
+        )
+        question = replace(question, hardware=_with_drive_rate(question.hardware, self.drive_rate))
+        return with_assumed_length(question, self.pinned, budget=self.budget_on(question.hardware))
+
+    def budget_on(self, hardware: "Hardware", price: float | None = None) -> "TrainingBudget | None":
+        """Returns the tokens to train on, at the machine's own `price` or that of --price."""
+        return _parse_training_budget(self.budget, price=price or self.price, pue=self.pue, hardware=hardware)
 
 
 def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
@@ -129,49 +186,67 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     overrides: Overrides = None,
     budget: BudgetOption = None,
     price: Price = None,
+    pue: Pue = None,
     compare: Compare = False,
     ladder: Ladder = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     save: Save = None,
     save_spec: SaveSpec = None,
+    trace: SaveTrace = None,
     force: Force = False,
     fewest_gpus_in_days: Days = None,
     largest: Largest = None,
     sensitivity: Sensitivity = False,
     mtbf: Mtbf = None,
     scaling: Scaling = None,
+    machines: Machines = None,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
-    from fullshard.planning.result import choose_fastest_plan, plan_largest_input, with_assumed_length
-
-    _check_outputs_replaceable(save, save_spec, force=force)
-    pinned = list(overrides or [])
-    if ladder:
-        _check_ladder_alone(pinned, compare=compare, dry_run=dry_run, save=save, largest=largest)
-    pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
-    pinned += [f"precision.mode={precision}"] if precision else []
-    question = _build_plan_request(
-        model, pinned, on=on, ranks=ranks, tokens=tokens_per_step, any_ranks=fewest_gpus_in_days is not None
+    check_outputs_replaceable(save, save_spec, trace=trace, force=force)
+    pinned = [*(overrides or ()), *_settings_of_options(sequence_length, precision)]
+    one_plan = {"--compare": compare, "--dry-run": dry_run, "--save": save, "--trace": trace}
+    one_plan |= {"--largest": largest, "--sensitivity": sensitivity, "--mtbf": mtbf}
+    one_machine = {"--on": on, "--save-spec": save_spec, "--fewest-gpus-in-days": fewest_gpus_in_days}
+    tables = {"--machines": machines, "--ladder": ladder, "--scaling": scaling}
+    _check_tables_alone(tables, one_plan, one_machine=one_machine, pinned=pinned)
+    any_ranks = fewest_gpus_in_days is not None
+    options = _Options(
+        model, tuple(pinned), ranks, drive_rate, tokens_per_step, any_ranks, budget, price, pue
     )
-    question = replace(question, hardware=_with_drive_rate(question.hardware, drive_rate))
-    _save_to_file(question.spec, save_spec)
-    spend = _parse_training_budget(budget, price=price, hardware=question.hardware)
-    question = with_assumed_length(question, pinned, budget=spend)
+    if machines is not None:
+        return _print_machines(machines, options, as_json=as_json)
+    question = options.ask(on)
+    save_to_file(question.spec, save_spec)
+    spend = options.budget_on(question.hardware)
     if fewest_gpus_in_days is not None:
         own = tokens_per_step is not None or _is_key_overridden("train.global_batch", pinned)
         question = _fewest_gpus(question, fewest_gpus_in_days, budget=spend, own_batch=own)
     if ladder or scaling is not None:
-        _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
-        return
-    answer = plan_largest_input(question, largest) if largest is not None else choose_fastest_plan(question)
-    _save_to_file(answer.best, save)
-    _print_note(None if save is None else question.plan_unusable_by_train_note(save))
+        return _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
+    answer = _choose_plan(question, largest)
+    _save_answer(answer, plan=save, trace=trace)
     answer = _with_details(answer, sensitivity=sensitivity, mtbf=mtbf, dry_run=dry_run)
     if as_json:
-        typer.echo(json.dumps(answer.json_record(spend), indent=2))
-    else:
-        answer.print_page(spend, compare=compare)
+        return typer.echo(json.dumps(answer.json_record(spend), indent=2))
+    return answer.print_page(spend, compare=compare)
+
+
+def _settings_of_options(sequence_length: int | None, precision: str | None) -> list[str]:
+    settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
+    return [f"{key}={value}" for key, value in settings.items() if value]
+
+
+def _choose_plan(question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None) -> "PlanResult":
+    from fullshard.planning.result import choose_fastest_plan, plan_largest_input
+
+    return choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
+
+
+def _save_answer(answer: "PlanResult", *, plan: Path | None, trace: Path | None) -> None:
+    save_to_file(answer.best, plan)
+    save_trace_file(answer, trace)
+    _print_note(None if plan is None else answer.question.plan_unusable_by_train_note(plan))
 
 
 def _fewest_gpus(
@@ -195,22 +270,43 @@ def _with_details(
     return with_dry_run(answer) if dry_run else answer
 
 
-def _check_ladder_alone(
-    pinned: Sequence[str], *, compare: bool, dry_run: bool, save: Path | None, largest: str | None
+def _check_tables_alone(
+    tables: Mapping[str, object],
+    one_plan: Mapping[str, object],
+    *,
+    one_machine: Mapping[str, object],
+    pinned: Sequence[str],
 ) -> None:
-    """Raises SpecError for options that are about one plan, and for settings that the ladder changes."""
+    """Raises SpecError for options that do not go with a table of several plans, and for pinned rungs.
+
+    Each mapping has names and values of options: for a table, about one plan, and about one machine.
+    """
     from fullshard.errors import SpecError
     from fullshard.planning.ladder import check_rungs_are_open
 
-    options = {"--compare": compare, "--dry-run": dry_run, "--save": save, "--largest": largest}
-    others = [name for name, value in options.items() if value]
-    if others:
+    table = next((name for name, value in tables.items() if value), None)
+    if table is None:
+        return
+    others = {**tables, **one_plan, **(one_machine if table == "--machines" else {})}
+    given = [name for name, value in others.items() if value and name != table]
+    if given:
         raise SpecError(
-            f"--ladder does not go with {', '.join(others)}.",
-            why="the ladder has a plan for each rung",
-            fix="the rung's settings with --set, without --ladder",
+            f"{table} does not go with {', '.join(given)}.",
+            why="it is a table of several plans",
+            fix=f"these without {table}, for one plan",
         )
-    check_rungs_are_open(pinned)
+    if table == "--ladder":
+        check_rungs_are_open(pinned)
+
+
+def _print_machines(text: str, options: _Options, *, as_json: bool) -> None:
+    from fullshard.planning.machines import machines_record, parse_machines, plan_machines, show_machines
+
+    plans = plan_machines(parse_machines(text), options.ask, budget=options.budget_on)
+    if as_json:
+        typer.echo(json.dumps({"machines": machines_record(plans)}, indent=2))
+        return
+    show_machines(plans)
 
 
 def _print_ladder_or_scaling(
@@ -281,7 +377,7 @@ def _build_plan_request(
         if any_ranks:
             sequences, note = choose_global_batch_for_any_ranks(asked, tokens=per_step)
         else:
-            ranks = max(1, hardware.world_size // asked.sharding.tensor_parallel)
+            ranks = max(1, hardware.world_size // asked.sharding.ranks_per_sequence)
             sequences, note = choose_global_batch(asked, tokens=per_step, ranks=ranks)
         asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         _print_note(note)
@@ -333,42 +429,27 @@ def _check_spec_fits_run(subject: "PlanTarget", asked: "Run") -> None:
 
 
 def _parse_training_budget(
-    tokens: str | None, *, price: float | None, hardware: "Hardware"
+    tokens: str | None, *, price: float | None, pue: float | None, hardware: "Hardware"
 ) -> "TrainingBudget | None":
     from fullshard.errors import SpecError
     from fullshard.quantities import parse_count
     from fullshard.report.plan import TrainingBudget
+    from fullshard.spec.energy import rank_power
 
     if tokens is None:
-        if price is not None:
-            raise SpecError("a price needs a number of tokens.", got=f"--price {price:g}", fix="--budget 15T")
+        for name, value in (("--price", price), ("--pue", pue)):
+            if value is not None:
+                raise SpecError(
+                    f"{name} needs a number of tokens.", got=f"{name} {value:g}", fix="--budget 15T"
+                )
         return None
     per_hour = hardware.price_per_hour if price is None else price
-    figures = {"tokens": parse_count(tokens), "price_per_hour": per_hour}
+    figures = {
+        "tokens": parse_count(tokens),
+        "price_per_hour": per_hour,
+        "power": rank_power(hardware.chip, pue=pue),
+    }
     return TrainingBudget.parse(figures, source="--budget and --price")
-
-
-def _check_outputs_replaceable(plan: Path | None, spec: Path | None, *, force: bool) -> None:
-    """Raises SpecError if an output file must not be replaced. This is checked before anything is planned."""
-    from fullshard.spec.model import ModelSpec
-    from fullshard.spec.plan import Plan
-    from fullshard.system.targets import build_can_load_predicate, check_output_file
-
-    for path, load in ((plan, Plan.load), (spec, ModelSpec.load)):
-        if path is not None:
-            check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
-
-
-def _save_to_file(value: "Plan | ModelSpec", path: Path | None) -> None:
-    """Saves a plan or a spec to `path`, if one is given. Raises SpecError."""
-    from fullshard.errors import SpecError
-
-    if path is None:
-        return
-    try:
-        value.save(path)
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
 
 
 def _print_note(text: str | None) -> None:

@@ -2,21 +2,20 @@
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from fullshard.cli.options import AsJson
-from fullshard.cli.train import MEASUREMENT_NAME, PLAN_NAME
+from fullshard.spec.run_files import MEASUREMENT, METRICS, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
+    from fullshard.report.run_record import RunRecord
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
-
-# A file in every run's directory: see `fullshard.jobs.run_directory`.
-_METRICS = "metrics.jsonl"
 
 
 class _RunResults(NamedTuple):
@@ -31,9 +30,22 @@ def report(
     directories: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, such as runs/default.")
     ],
+    *,
+    html_path: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page about the runs, also while they train."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --html: replace a file that is not such a page.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was predicted for past runs, and what was measured."""
+    """Show what was predicted and measured, as text or as a page."""
+    if html_path is not None:
+        if as_json:
+            raise typer.BadParameter("--html writes a page, and --json prints values: give one of them")
+        _write_page(directories, html_path, force=force)
+        return
     runs = [_read_run_results(directory) for directory in directories]
     if as_json:
         typer.echo(json.dumps([_run_json_record(run) for run in runs], indent=2))
@@ -46,9 +58,37 @@ def report(
         prediction = run.plan.prediction if run.plan is not None else None
         show_measurement(run.measurement, prediction=prediction)
         if prediction is None:
-            why = "its plan was made without the planner" if run.plan else f"there is no {PLAN_NAME}"
+            why = "its plan was made without the planner" if run.plan else f"there is no {PLAN}"
             note = f"note: {run.directory} holds no prediction: {why}"
             typer.echo(escape_control_characters(note), err=True)
+
+
+def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
+    """Writes the page about the runs to `path`. Raises SpecError if it cannot be written."""
+    from fullshard.errors import SpecError
+    from fullshard.jobs.run_lock import find_run_lock_holder
+    from fullshard.quantities import format_bytes
+    from fullshard.report.page import is_page, render_page
+    from fullshard.report.run_record import read_run
+    from fullshard.system.files import write_file_atomically
+    from fullshard.system.targets import check_output_file
+
+    check_output_file(path, is_kind=is_page, force=force)
+    now = datetime.now(UTC)
+    runs: list[RunRecord] = []
+    for directory in directories:
+        try:
+            is_running = find_run_lock_holder(directory) is not None
+        except OSError:  # a lock that this user may not read, or none on such a file system
+            is_running = False
+        runs.append(read_run(directory, is_running=is_running, now=now))
+    page = render_page(runs)
+    try:
+        write_file_atomically(path, page)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
+    written = f"wrote {path} ({format_bytes(len(page.encode()))})"
+    typer.echo(escape_control_characters(written))
 
 
 def _read_run_results(directory: Path) -> _RunResults:
@@ -59,13 +99,13 @@ def _read_run_results(directory: Path) -> _RunResults:
 
     if not os.path.isdir(directory):
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
-    measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
+    measured, planned = directory / MEASUREMENT, directory / PLAN
     if not measured.exists():
-        got = f"no {MEASUREMENT_NAME} and no {_METRICS}"
+        got = f"no {MEASUREMENT} and no {METRICS}"
         why = "this is not the directory of a run"
         fix = "the directory that run.dir names, such as runs/default"
-        if (directory / _METRICS).exists():  # the run has started
-            got = f"no {MEASUREMENT_NAME}"
+        if (directory / METRICS).exists():  # the run has started
+            got = f"no {MEASUREMENT}"
             why = "a run writes it when it ends, or is stopped by Ctrl-C or SIGTERM"
             fix = "wait for its end, or resume it: fullshard train --resume"
         raise SpecError(f"{directory} holds no measurement.", got=got, why=why, fix=fix)

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
+from fullshard.spec.run_files import LAUNCH, MEASUREMENT, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.run import Run
-
-# Files that the job writes in the run's directory; see `fullshard.spec.measurement.Measurement`.
-MEASUREMENT_NAME, PLAN_NAME = "measurement.json", "plan.json"
 
 
 def train(
@@ -42,6 +40,7 @@ def train(
         raise typer.BadParameter("--plan gives a plan, and --no-plan wants none")
     request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
     _check_run_directory(request.run, resume=resume)
+    _check_trackers(request.run)
     from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import request_with_plan
 
@@ -78,7 +77,7 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
     Raises SpecError if it is not a run's directory, TrainError if it cannot be written or is in use.
     """
     from fullshard.jobs.launch_record import LaunchId
-    from fullshard.jobs.run_directory import LAUNCH, check_directory_is_free, parse_run_directory
+    from fullshard.jobs.run_directory import check_directory_is_free, parse_run_directory
     from fullshard.jobs.run_lock import check_unlocked, check_writable
     from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
 
@@ -93,9 +92,17 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
         check_unlocked(directory)
 
 
+def _check_trackers(run: "Run") -> None:
+    """Raises SpecError or MissingExtraError for a tracker that is not installed."""
+    if run.log.trackers:
+        from fullshard.jobs.trackers import check_trackers_installed
+
+        check_trackers_installed(run.log.trackers)
+
+
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     """Prints the run's measurement, unless it is absent or from before `since` (seconds of the epoch)."""
-    path = Path(run.run.dir, MEASUREMENT_NAME)
+    path = Path(run.run.dir, MEASUREMENT)
     if not path.exists() or path.stat().st_mtime < since:
         return
     if as_json:
@@ -105,5 +112,5 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 
-    prediction = Plan.load(path.with_name(PLAN_NAME)).prediction
+    prediction = Plan.load(path.with_name(PLAN)).prediction
     show_measurement(Measurement.load(path), prediction=prediction)

@@ -1,5 +1,7 @@
 """Conversion of Accelerate's YAML. Its keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
 
+import math
+
 from fullshard.convert.fsdp import convert_sharding_and_prefetch
 from fullshard.convert.reader import ConversionState, is_open, parse_positive_integer
 from fullshard.convert.rules import (
@@ -85,12 +87,18 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
 
 
 def _convert_parallelism_config(state: ConversionState) -> None:
-    """Sets the strategy from `parallelism_config`: replicated and sharded axes mean hybrid_shard."""
+    """Sets the strategy from `parallelism_config`: replicated and sharded axes mean hybrid_shard.
+
+    Parameters are sharded over the ranks of `cp_size` too. `sp_size` is of DeepSpeed's Ulysses.
+    """
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
     replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
+    heads, context = found.get("sp_size", ""), found.get("cp_size", "")
+    if (parse_positive_integer(state.get(heads)) or 1) > 1:
+        state.infer_setting("sharding.context_method", "ulysses", origin=heads)
     if (parse_positive_integer(state.get(replicate)) or 1) == 1:
         return
-    degree = parse_positive_integer(state.get(shard)) or 1
+    degree = math.prod(parse_positive_integer(state.get(key)) or 1 for key in (shard, context))
     if degree == 1:
         state.record_setting(replicate, "sharding.strategy", value="no_shard")
         return

@@ -34,6 +34,16 @@ _READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
 }
 
 
+# Settings that say what is trained on what, by section, and settings of these sections that do not say it.
+_WHAT_IS_TRAINED = {"model": 'hf = "…"', "data": 'source = "…"'}
+_SIZES_OF_SEQUENCES = (
+    "data.sequence_length",
+    "data.packing",
+    "data.validation_fraction",
+    "model.max_sequence",
+)
+
+
 class Conversion(FrozenModel):
     """A converted config.
 
@@ -83,6 +93,7 @@ def convert_config(
     _READERS[found](state)
     _keep_fp8_possible(state)
     _extend_positions_to_data(state)
+    _note_default_model_and_data(state)
     settings = {target: state.settings[target] for target in sorted(state.settings, key=_setting_sort_key)}
     run = Run.parse(_nested_tables(settings), source=f"what {name} says")
     return Conversion(
@@ -138,6 +149,15 @@ def _extend_positions_to_data(state: ConversionState) -> None:
     if isinstance(length, int) and length > most and "model.hf" not in state.settings:
         state.settings["model.max_sequence"] = length
         state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
+
+
+def _note_default_model_and_data(state: ConversionState) -> None:
+    """Adds a note if the config does not say what to train, or on what: run.toml then has the defaults."""
+    given = {target.partition(".")[0] for target in state.settings if target not in _SIZES_OF_SEQUENCES}
+    missing = [f"[{section}] {key}" for section, key in _WHAT_IS_TRAINED.items() if section not in given]
+    if missing:
+        keys = " and ".join(missing)
+        state.notes.append(f"what is trained is not in the config, so run.toml has the default: set {keys}")
 
 
 def _setting_sort_key(target: str) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from fullshard.convert.reader import (
     last_dotted_part_lower,
     parse_nonnegative_integer,
     parse_number,
+    parse_positive_integer,
 )
 from fullshard.convert.rules import (
     DTYPES,
@@ -125,10 +126,16 @@ def _convert_autocast(state: ConversionState) -> bool:
 
 
 def _convert_batch_sizes(state: ConversionState) -> None:
-    """Sets the batch sizes: train_batch_size is the microbatch × the accumulation steps × the ranks."""
+    """Sets the batch sizes: train_batch_size is the microbatch × the accumulation steps × the ranks.
+
+    Ranks that share sequences count as one.
+    """
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (state.checked_positive_integer(key) for key in keys)
-    ranks = state.ranks
+    shared = parse_positive_integer(state.get("sequence_parallel_size")) or 1
+    if shared > 1:
+        state.infer_setting("sharding.context_method", "ulysses", origin="sequence_parallel_size")
+    ranks = state.ranks and max(1, state.ranks // shared)
     given = [value for value in (micro, steps, ranks) if value]
     if total and total % math.prod(given):
         raise SpecError(
@@ -149,7 +156,7 @@ def _convert_batch_sizes(state: ConversionState) -> None:
     if total:
         state.record_setting(keys[0], "train.global_batch", value=total)
         if micro and steps and not ranks:
-            state.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
+            state.notes.append(f"its batch sizes are for {total // (micro * steps) * shared} ranks")
     if state.checked_positive_integer(keys[1]):
         state.record_setting(
             keys[1], "train.microbatch", value=micro, why="sequences per rank and microbatch"
@@ -157,7 +164,8 @@ def _convert_batch_sizes(state: ConversionState) -> None:
     if steps:
         state.record_not_needed(keys[2], "accumulation is train.global_batch / (train.microbatch × ranks)")
     if micro and not total:
-        state.infer_global_batch(micro * (steps or 1), origin=keys[2] if steps else keys[1])
+        origin = keys[2] if steps else keys[1]
+        state.infer_global_batch(micro * (steps or 1), origin=origin, model_parallel=shared)
 
 
 def _convert_optimizer(state: ConversionState) -> None:

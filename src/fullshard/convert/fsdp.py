@@ -10,6 +10,7 @@ from fullshard.convert.reader import (
     ConversionState,
     UnevaluatedExpression,
     is_true_yes_on,
+    is_variable,
     last_dotted_part_lower,
     parse_positive_integer,
 )
@@ -90,7 +91,8 @@ def convert_fsdp(state: ConversionState) -> None:
 def convert_lightning(state: ConversionState) -> None:
     """Records a verdict on every argument of a Fabric or Trainer and its strategy, or of a strategy alone."""
     nodes = state.checked_positive_integer("num_nodes") or 1
-    state.checked_positive_integer("max_steps", unset=(-1,))
+    if state.checked_positive_integer("max_steps", unset=(-1,)) or is_variable(state.get("max_steps")):
+        state.record_unsupported("max_epochs", "max_steps says the duration; nothing ends it earlier")
     devices = state.get("devices")
     each = len(devices) if isinstance(devices, list) else parse_positive_integer(devices)
     if each:

@@ -88,6 +88,8 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
     # A degree of -1, or none, means all remaining ranks.
     replicate = state.checked_positive_integer(replicate_key, unset=(-1,)) or 1
     shard = state.checked_positive_integer(shard_key, unset=(-1,)) or -1
+    # Parameters are sharded over ranks that share sequences, too.
+    shard *= parse_positive_integer(state.get("parallelism.context_parallel_degree")) or 1
     never = state.get(policy_key) == "never"
     variables = [key for key in (replicate_key, shard_key) if is_variable(state.get(key))]
     for key in variables:

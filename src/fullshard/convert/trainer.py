@@ -50,14 +50,22 @@ def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_other_names("trainer"))
     _convert_schedule(state, default_warmup=lambda steps: 0)
-    _convert_arguments(state, defaults=_DEFAULTS, microbatch=8)
+    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS, microbatch=8)
 
 
 def convert_axolotl(state: ConversionState) -> None:
     """Records a verdict on every key of an axolotl config."""
     state.rename_keys(load_other_names("trainer"))
     _convert_schedule(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
-    _convert_arguments(state, defaults=_AXOLOTL_DEFAULTS, microbatch=1)
+    _convert_arguments(state, defaults=_duration(state, epochs=1) | _AXOLOTL_DEFAULTS, microbatch=1)
+
+
+def _duration(state: ConversionState, *, epochs: int) -> dict[str, Any]:
+    """Returns the trainer's default duration in `epochs`; none if `max_steps` is set, which counts."""
+    if state.checked_positive_integer("max_steps", unset=(-1, 0)) or is_variable(state.get("max_steps")):
+        state.record_not_needed("num_train_epochs", "max_steps says the duration")
+        return {}
+    return {"train.epochs": epochs}
 
 
 def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], microbatch: int) -> None:
@@ -100,7 +108,11 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
 def _convert_strategy(state: ConversionState) -> None:
     """Sets the strategy from `fsdp`, `fsdp_config`, and axolotl's degrees of parallelism."""
     replicate, shard = "dp_replicate_size", "dp_shard_size"
-    replicas, degree = (parse_positive_integer(state.get(key)) or 1 for key in (replicate, shard))
+    sizes = (
+        parse_positive_integer(state.get(key)) or 1 for key in (replicate, shard, "context_parallel_size")
+    )
+    replicas, sharded, shared = sizes
+    degree = sharded * shared  # parameters are sharded over ranks that share sequences, too
     if replicas > 1:
         strategy = "hybrid_shard" if degree > 1 else "no_shard"
         state.record_setting(replicate, "sharding.strategy", value=strategy, why="ranks / shard_degree")

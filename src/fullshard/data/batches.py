@@ -17,10 +17,13 @@ class MicrobatchSource(Protocol):
     """A source of microbatches without a position: the samples of a step depend only on the step's number."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields the `plan.accumulation` microbatches of this rank for step `step` (from 0).
+        """Yields the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
 
-        Each is passed to the loss unchanged. For a given step, all ranks together must yield the same samples
-        for any number of ranks, so that a run resumed on a different number continues exactly.
+        rank: from 0 to `plan.data_parallel_degree` - 1; ranks that share sequences have the same data rank
+
+        Each is passed to the loss unchanged, or if ranks share sequences, this rank's part of them. For a
+        given step, all data ranks together must yield the same samples for any number of them, so that a run
+        resumed on a different number continues exactly.
         """
         ...
 
@@ -28,10 +31,14 @@ class MicrobatchSource(Protocol):
 class TrainingData(MicrobatchSource, Protocol):
     """The data of a run, as `build_data` returns it: training microbatches and held-out batches.
 
+    training_sequences: number of training sequences, of which an epoch has each once; None if unknown
     vocabulary: largest token that the data can yield, plus one; None if unknown
     validation_tokens: number of held-out tokens; 0 for no validation
     byte_entropy: entropy of the byte frequencies, nats; None if unknown or if the tokens are not bytes
     """
+
+    @property
+    def training_sequences(self) -> int | None: ...
 
     @property
     def vocabulary(self) -> int | None: ...
@@ -43,7 +50,7 @@ class TrainingData(MicrobatchSource, Protocol):
     def byte_entropy(self) -> float | None: ...
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields this rank's held-out batches, shaped as in `microbatches`; the same number on every rank."""
+        """Yields a data rank's held-out batches, shaped as in `microbatches`; equally many for each."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -55,14 +62,14 @@ class TrainingData(MicrobatchSource, Protocol):
         ...
 
     def describe(self) -> str:
-        """Returns a one-line description of the data."""
+        """Returns a description of the data: one line, and one for each warning."""
         ...
 
 
 def microbatch_sample_numbers(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
-    """Returns the numbers of the `plan.microbatch` samples in a rank's microbatch `turn`, counted from 0.
+    """Returns the numbers of the `plan.microbatch` samples in a data rank's microbatch `turn`, from 0.
 
-    All ranks together take consecutive sample numbers, microbatch after microbatch.
+    All data ranks together take consecutive sample numbers, microbatch after microbatch.
     """
-    first = (turn * plan.world_size + rank) * plan.microbatch
+    first = (turn * plan.data_parallel_degree + rank) * plan.microbatch
     return np.arange(first, first + plan.microbatch, dtype=np.int64)

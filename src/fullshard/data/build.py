@@ -1,6 +1,8 @@
 """Builds the data of a run: opens the sources of [data], tokenizes them, and packs the tokens into rows."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +20,7 @@ from fullshard.data.packing import (
     shuffle_spans,
     split_training_and_held_out,
 )
+from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.sampling import build_source_interleaving
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import Integers, TokenStore, TokenStream, memory_map_npy
@@ -42,12 +45,35 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> TrainingData:
     return build_packed_data(run, alive=alive)
 
 
+def resolve_epochs(run: Run, data: TrainingData) -> Run:
+    """Returns `run` with the number of steps that its `train.epochs` take on `data`:
+
+        steps = ceil(epochs * data.training_sequences / global_batch)
+
+    Returns `run` itself if it has no `train.epochs`. Raises DataError if `data` has no `training_sequences`.
+    """
+    section = run.train
+    if section.epochs is None:
+        return run
+    sequences = data.training_sequences
+    if not isinstance(sequences, int) or sequences < 1:
+        raise DataError(
+            "the data does not say how many sequences an epoch has.",
+            got=f"train.epochs = {section.epochs:g}, data.source = {run.data.source!r}, "
+            f"training_sequences = {sequences!r}",
+            fix=f"train.steps, or a property training_sequences of what {run.data.factory} returns",
+        )
+    # As the decimal number that was written: 0.1 epochs of 1,000 sequences are 100, not a bit more.
+    steps = math.ceil(Fraction(str(section.epochs)) * sequences / section.global_batch)
+    return run.with_overrides([f"train.steps={steps}"])
+
+
 def tokenizer_vocabulary_size(section: DataSection) -> int | None:
-    """Returns the vocabulary size of the tokenizer; None for memmaps and Python data without a tokenizer.
+    """Returns the vocabulary size of the tokenizer; None without one, if another program makes the tokens.
 
     Reads only the tokenizer, since tokenizing the data may take hours. Raises DataError, MissingExtraError.
     """
-    if section.tokenizer is None and section.source_kinds & {"memmap", "python"}:
+    if section.tokenizer is None and "other program" in section.token_makers:
         return None
     return open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
 
@@ -56,7 +82,8 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
     """Builds the data of a run whose source is not `python`. See `build_data`."""
     section, root = run.data, Path(run.data.cache)
     sources = section.sources or (section,)
-    stores = [open_token_stores(source, section, root=root, alive=alive) for source in sources]
+    blocks = BlockCache(root, limit_bytes=int(section.block_cache_gib * 2**30))
+    stores = [open_token_stores(source, section, root=root, blocks=blocks, alive=alive) for source in sources]
     every_store = [store for group in stores for store in group]
     tokenizer = _open_matching_tokenizer(section, every_store)
     weights = [source.weight for source in section.sources if source.weight is not None]
@@ -77,19 +104,18 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
 
 
 def _open_matching_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
-    """Opens the tokenizer that decodes the tokens of `stores`; None for memmaps without a tokenizer.
+    """Opens the tokenizer that decodes the tokens of `stores`; None if only another program knows them.
 
     Raises DataError if a store holds tokens that the tokenizer does not have.
     """
     if section.tokenizer is None:
-        kinds = section.source_kinds
-        if "memmap" in kinds and len(kinds) > 1:
+        if len(section.token_makers) > 1:
             raise DataError(
                 "tokens and bytes do not mix.",
-                got=f"sources {', '.join(sorted(kinds))}, and no data.tokenizer",
-                fix="data.tokenizer = the one that the memmaps were made with",
+                got="sources of tokens and sources of text, and no data.tokenizer",
+                fix="data.tokenizer = the one that the tokens were made with",
             )
-        return None if "memmap" in kinds else ByteTokenizer()
+        return None if "other program" in section.token_makers else ByteTokenizer()
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)
     for store in stores:
         if store.vocabulary_size > tokenizer.vocabulary_size:
@@ -197,6 +223,7 @@ def _build_user_data(run: Run) -> TrainingData:
         )
     members: dict[str, Any] = {
         "microbatches": None,
+        "training_sequences": None,
         "vocabulary": None,
         "validation_tokens": 0,
         "byte_entropy": None,

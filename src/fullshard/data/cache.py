@@ -6,7 +6,8 @@ settings. The digest covers content, not paths or times, so a copied or moved da
 an edited one has another. Reading terabytes at each start to compute the name would take longer than the
 start itself. So the digest of a file (XXH3-128 of its bytes) is remembered together with its size and
 modification time, and is valid as long as both are unchanged. A file modified less than two seconds before it
-was read is not remembered, because a later change could leave the same time.
+was read is not remembered, because a later change could leave the same time. A remote file is not read for
+its digest: its store reports one (ETag), or the time of its last change.
 """
 
 import errno
@@ -24,6 +25,7 @@ from typing import Any, cast
 
 import xxhash
 
+from fullshard.data.files import SourceFile
 from fullshard.errors import DataError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.system.files import atomic_replace_context, fsync_path
@@ -54,7 +56,7 @@ def make_cache_directory(directory: str | Path) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable_cache_error(root, error) from error
+        raise unwritable_cache_error(root, error) from error
     return root
 
 
@@ -86,7 +88,7 @@ def get_or_build_entry(
             draft.mkdir()
             _commit_draft(draft, entry, facts=build(draft))
         except OSError as error:
-            raise _unwritable_cache_error(root, error) from error
+            raise unwritable_cache_error(root, error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return entry
@@ -102,7 +104,7 @@ def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
         with hold_exclusive_file_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
             yield
     except OSError as error:
-        raise _unwritable_cache_error(lock.parent, error) from error
+        raise unwritable_cache_error(lock.parent, error) from error
 
 
 def file_digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
@@ -119,6 +121,16 @@ def file_digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_hea
         return [
             digest or _find_or_compute_digest(path, memory, alive=alive) for path, digest in found.items()
         ]
+
+
+def source_file_digests(
+    files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat
+) -> list[str]:
+    """Returns a text per file that determines its content: the version of a remote file, or a digest."""
+    files = list(files)
+    local = [Path(file.path) for file in files if file.version is None]
+    digests = iter(file_digests(local, root=root, alive=alive))
+    return [next(digests) if file.version is None else file.version for file in files]
 
 
 def _is_complete_entry(entry: Path) -> bool:
@@ -185,7 +197,8 @@ def _read_status_and_digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_re
     return seen, hasher.hexdigest()
 
 
-def _unwritable_cache_error(root: Path, error: OSError) -> DataError:
+def unwritable_cache_error(root: Path, error: OSError) -> DataError:
+    """Returns the error for a cache directory that cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DataError(
         f"the cache of data in {root} cannot be written.",

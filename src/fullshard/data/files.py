@@ -1,90 +1,243 @@
-"""Lists the files of data sources, in an order that is the same on every machine."""
+"""Lists and opens the files of data sources, in an order that is the same on every machine."""
 
+import bz2
 import glob
+import gzip
+import io
+import lzma
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Literal
 
-from fullshard.errors import DataError
+from fullshard.data.remote_files import is_glob, is_hidden_below, list_remote_files, open_remote_file
+from fullshard.errors import DataError, MissingExtraError
+from fullshard.system.object_store import is_remote_url, without_secrets
+
+FileKind = Literal["text", "jsonl", "parquet", "memmap"]
 
 # More than half of the standard library's bytes are tests: 12 of 31 MB remain (Python 3.11).
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+# Endings of the files that are taken from a directory. Any file may be text.
+_ENDINGS: dict[FileKind, tuple[str, ...]] = {
+    "text": ("",),
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+    "memmap": (".npy", ".bin", ".idx"),
+}
 
 
-def stdlib_file_sizes(directory: Path | None = None) -> dict[Path, int]:
-    """Returns the size in bytes of each *.py file of this interpreter's standard library (or `directory`).
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a data source.
 
-    Tests are left out. Raises DataError if the library has no *.py files, as in a zipped or frozen Python.
+    path: absolute path, or URL
+    size: bytes, as stored
+    version: text that changes whenever the content of a remote file changes; None for a local file
+    """
+
+    path: str
+    size: int
+    version: str | None = None
+
+
+def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
+    """Returns the *.py files of this interpreter's standard library (or `directory`), without the tests.
+
+    Raises DataError if the library has no *.py files, as in a zipped or frozen Python.
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
-    sizes = _non_empty_file_sizes(_iterate_python_files(root))
-    if not sizes:
+    paths = (str(path) for path in _walk_files(root, skipped=_NOT_LIBRARY) if path.suffix == ".py")
+    files = [file for file in _stat_files(sorted(paths)) if file.size]
+    if not files:
         raise DataError(
             "the standard library has no source to train on.",
             got=f"no *.py file in {root}",
             why="this Python keeps its library zipped or compiled",
             fix='data.source = "text" with data.paths = ["data/*.txt"]',
         )
-    return sizes
+    return files
 
 
-def matching_file_sizes(patterns: Sequence[str]) -> dict[Path, int]:
-    """Returns the size in bytes of each non-empty file that matches any of the globs (with `**` and `~`).
+def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[SourceFile]:
+    """Returns the non-empty files that match any of the globs (with `**` and `~`), sorted by path.
 
-    Raises DataError for a pattern without a match, for a file that cannot be read, and if all are empty.
+    A directory stands for the files of `kind` below it. A URL is looked up through fsspec. Raises DataError
+    for a pattern without a match, for a file that cannot be read, and if all are empty; MissingExtraError for
+    a compression or a store whose package is not installed; SpecError for an unusable URL.
     """
-    found: set[Path] = set()
+    found: dict[str, SourceFile] = {}
     for pattern in patterns:
-        paths = glob.glob(os.path.expanduser(pattern), recursive=True)
-        files = [Path(os.path.abspath(path)) for path in paths if not os.path.isdir(path)]
-        if not files:
-            raise DataError(
-                "data.paths has a pattern that matches no file.",
-                got=f"{pattern!r}, looked up from {Path.cwd()}",
-                fix="a path or a glob of files, such as data/**/*.txt",
-            )
-        found.update(files)
-    sizes = _non_empty_file_sizes(found)
-    if not sizes:
+        list_files = _list_remote_files if is_remote_url(pattern) else _list_local_files
+        found |= {file.path: file for file in list_files(pattern, kind)}
+    for path in found:
+        _check_codec_installed(path)
+    # Sorting by text makes the order independent of the directory in which the files lie.
+    files = [found[path] for path in sorted(found) if found[path].size]
+    if not files:
         raise DataError(
             "there is no text to train on.",
             got=f"{len(found)} files, all empty",
             fix="files with text in data.paths",
         )
-    return sizes
+    return files
 
 
-def unreadable_path_error(path: str | Path, error: OSError) -> DataError:
+def _list_local_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
+    paths = glob.glob(os.path.expanduser(pattern.removeprefix("file://")), recursive=True)
+    files = [path for path in paths if not os.path.isdir(path)]
+    if not files:
+        below = [str(path) for directory in paths for path in _walk_files(Path(directory))]
+        files = _select_files_of_kind(below, kind, pattern=pattern)
+    return _stat_files(map(os.path.abspath, files))
+
+
+def _list_remote_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
+    try:
+        found = list_remote_files(pattern)
+    except OSError as error:
+        raise unreadable_path_error(pattern, error) from error
+    selected = [*found]
+    if not is_glob(pattern) and selected != [pattern]:
+        visible = [url for url in found if not is_hidden_below(url, pattern)]
+        selected = _select_files_of_kind(visible, kind, pattern=pattern)
+    elif not found:
+        raise _no_match_error(pattern)
+    return [SourceFile(url, *found[url]) for url in selected]
+
+
+def find_source_file(path: str) -> SourceFile | None:
+    """Returns the file at a path or URL, or None if there is none. Raises DataError if it cannot be read."""
+    if is_remote_url(path):
+        try:
+            found = list_remote_files(path)
+        except OSError as error:
+            raise unreadable_path_error(path, error) from error
+        return SourceFile(path, *found[path]) if path in found else None
+    return _stat_files([path])[0] if os.path.exists(path) else None
+
+
+def is_compressed(path: str) -> bool:
+    """Returns whether the name of a file says that it is compressed."""
+    return _suffix(path) in _OPENERS
+
+
+def path_of_content(path: str) -> str:
+    """Returns the path without the ending of its compression, and without the query of a URL."""
+    return without_secrets(path).removesuffix(_suffix(path) if is_compressed(path) else "")
+
+
+def _suffix(path: str) -> str:
+    return PurePosixPath(without_secrets(path)).suffix
+
+
+@contextmanager
+def open_source_file(path: str) -> Generator[BinaryIO]:
+    """Opens a file for reading, and decompresses it if its name says so. Raises DataError, also in the block.
+
+    A compressed file has no usable `seek`.
+    """
+    opener = _OPENERS.get(_suffix(path))
+    try:
+        with open_remote_file(path) if is_remote_url(path) else open(path, "rb") as stored:
+            if opener is None:
+                yield stored
+            else:
+                with opener(stored) as plain:
+                    yield plain
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise unreadable_path_error(path, error) from error
+
+
+def unreadable_path_error(path: str | Path, error: Exception) -> DataError:
     """Returns the error for a file or directory that cannot be read."""
     return DataError(
-        f"{path} cannot be read.",
-        got=error.strerror or str(error),
-        fix="make it readable, or leave it out of data.paths",
+        f"{without_secrets(str(path))} cannot be read.",
+        got=getattr(error, "strerror", None) or str(error),
+        why=getattr(error, "why", None),
+        fix=getattr(error, "fix", None) or "make it readable, or leave it out of data.paths",
     )
 
 
-def _iterate_python_files(root: Path) -> Iterable[Path]:
+def _open_with_arrow(stored: BinaryIO, *, codec: str) -> BinaryIO:
+    import pyarrow
+
+    # Python has zstd from 3.14 on; Arrow has it everywhere, and refuses a file that is cut off.
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, mode="r"), codec))
+
+
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": partial(_open_with_arrow, codec="zstd"),
+    ".lz4": partial(_open_with_arrow, codec="lz4"),
+}
+
+
+def _check_codec_installed(path: str) -> None:
+    if _suffix(path) in (".zst", ".lz4") and find_spec("pyarrow") is None:
+        raise MissingExtraError("data", package="pyarrow", needed_for=without_secrets(path))
+
+
+def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str) -> list[str]:
+    """Returns the files of `kind` among the files below a directory. Raises DataError if there are none."""
+    if not paths:
+        raise _no_match_error(pattern)
+    found = [path for path in paths if _is_file_of_kind(path, kind)]
+    if not found:
+        endings = " or ".join(f"*{ending}" for ending in _ENDINGS[kind])
+        raise DataError(
+            f"data.paths has a directory without a file of {kind}.",
+            got=f"{without_secrets(pattern)!r}, with {without_secrets(paths[0])}",
+            why=f"{endings} would be taken, and their compressed forms",
+            fix="a directory with such files, or a glob of the files, such as data/**/*.txt",
+        )
+    return found
+
+
+def _no_match_error(pattern: str) -> DataError:
+    place = "" if is_remote_url(pattern) else f", looked up from {Path.cwd()}"
+    return DataError(
+        "data.paths has a pattern that matches no file.",
+        got=f"{without_secrets(pattern)!r}{place}",
+        fix="a path, a directory or a glob of files, such as data/**/*.txt",
+    )
+
+
+def _is_file_of_kind(path: str, kind: FileKind) -> bool:
+    # Files that Spark and others write beside their data, such as `_SUCCESS`, have no such ending.
+    name = path_of_content(path) if kind in ("text", "jsonl") else without_secrets(path)
+    return name.endswith(_ENDINGS[kind])
+
+
+def _walk_files(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterable[Path]:
+    """Yields the files below `root`, except hidden ones and those in directories named in `skipped`."""
+
     def raise_unreadable(error: OSError) -> None:
         raise unreadable_path_error(error.filename or root, error) from error
 
-    for directory, inner, files in os.walk(root, onerror=raise_unreadable):
-        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
-        yield from (Path(directory, name) for name in files if name.endswith(".py"))
+    for directory, inner, files in os.walk(root, onerror=raise_unreadable, followlinks=True):
+        inner[:] = [name for name in inner if name not in skipped and not name.startswith(".")]
+        yield from (Path(directory, name) for name in files if not name.startswith("."))
 
 
-def _non_empty_file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
-    """Returns the bytes of each non-empty file. Raises DataError for a path that is not a regular file."""
-    sizes: dict[Path, int] = {}
-    # Sorting by text makes the order independent of the directory in which the files lie.
-    for path in sorted(paths, key=Path.as_posix):
+def _stat_files(paths: Iterable[str]) -> list[SourceFile]:
+    """Returns the files with their sizes. Raises DataError for a path that is not a regular file."""
+    files: list[SourceFile] = []
+    for path in paths:
         try:
-            found = path.stat()
+            found = os.stat(path)
         except OSError as error:
             raise unreadable_path_error(path, error) from error
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{path} is not a regular file.", why="its size is not known before it is read")
-        if found.st_size:
-            sizes[path] = found.st_size
-    return sizes
+        files.append(SourceFile(path, found.st_size))
+    return files

@@ -1,7 +1,9 @@
 """PackedData: rows of tokens from memory maps, in an order that depends only on the seed and the step."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +68,11 @@ class PackedData:
         return sum(store.document_count for store in self.token_stores)
 
     @property
+    def training_sequences(self) -> int:
+        """Number of training rows in all pools."""
+        return sum(pool.training.row_count for pool in self.pools)
+
+    @property
     def training_token_count(self) -> int:
         """Number of training tokens in all pools, each counted once, excluding padding."""
         return sum(pool.training.token_count for pool in self.pools)
@@ -74,12 +81,6 @@ class PackedData:
     def validation_tokens(self) -> int:
         """Number of held-out tokens, excluding padding."""
         return sum(pool.held_out.token_count for pool in self.pools)
-
-    @property
-    def packing_efficiency(self) -> float:
-        """Fraction of the places in training rows that hold a token; the others are padding."""
-        rows = sum(pool.training.row_count for pool in self.pools)
-        return self.training_token_count / (self.sequence_length * rows)
 
     @property
     def byte_entropy(self) -> float | None:
@@ -98,7 +99,7 @@ class PackedData:
         return float(-(frequencies * np.log(frequencies)).sum())
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """Yields this rank's `plan.accumulation` microbatches of step `step` (from 0).
+        """Yields the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
 
         A microbatch holds int64 tensors (plan.microbatch, sequence_length) on the CPU, pinned if the plan is
         for CUDA:
@@ -126,7 +127,7 @@ class PackedData:
             yield self._build_batch(pieces, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """Yields this rank's share of at most `train.validate_sequences` held-out rows.
+        """Yields a data rank's share of at most `train.validate_sequences` held-out rows.
 
         The rows are spread evenly over each pool, and each pool contributes in proportion to its weight.
         Batches are shaped as in `microbatches`, and every rank yields the same number. Rows beyond the end
@@ -134,7 +135,7 @@ class PackedData:
         rows are held out.
         """
         found = self._evenly_spaced_held_out_rows(plan.run.train.validate_sequences)
-        for turn in range(-(-len(found) // (plan.world_size * plan.microbatch))):
+        for turn in range(-(-len(found) // (plan.data_parallel_degree * plan.microbatch))):
             numbers = microbatch_sample_numbers(turn, rank=rank, plan=plan).tolist()
             chosen = [found[min(number, len(found) - 1)] for number in numbers]
             pieces = [(pool.stream, pool.held_out.iterate_row_pieces(row)) for pool, row in chosen]
@@ -142,17 +143,21 @@ class PackedData:
             batch["labels"][sum(number < len(found) for number in numbers) :] = IGNORED_LABEL
             yield batch
 
-    def summary_figures(self) -> dict[str, object]:
-        """Returns the figures that `fullshard data prepare` prints."""
+    def summary_figures(self) -> dict[str, Any]:
+        """Returns the figures that `fullshard data prepare` prints.
+
+        efficiency: fraction of the places in training rows that hold a token; the others are padding
+        """
         return {
             "source": " + ".join(store.name for store in self.token_stores),
             "documents": self.document_count,
             "records left out": sum(store.skipped for store in self.token_stores),
             "skip_messages": [text for store in self.token_stores for text in store.skip_messages],
+            "warnings": [warning for store in self.token_stores for warning in store.warnings],
             "training tokens": self.training_token_count,
-            "training sequences": sum(pool.training.row_count for pool in self.pools),
+            "training sequences": self.training_sequences,
             "packing": self.packing,
-            "efficiency": self.packing_efficiency,
+            "efficiency": self.training_token_count / (self.sequence_length * self.training_sequences),
             "validation tokens": self.validation_tokens,
             "validation sequences": sum(pool.held_out.row_count for pool in self.pools),
             "sequence length": self.sequence_length,
@@ -170,7 +175,7 @@ class PackedData:
         return " ".join(map(str, numbers)) if self.tokenizer is None else self.tokenizer.decode(numbers)
 
     def describe(self) -> str:
-        """Returns a one-line description of the data."""
+        """Returns a description of the data: one line, and one for each warning."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts, entropy = self.summary_figures(), self.byte_entropy
         left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
@@ -179,7 +184,8 @@ class PackedData:
             f"{facts['source']}: {self.document_count:,} documents{left_out}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
-            f"{100 * self.packing_efficiency:.2f} % full{frequency}"
+            f"{100 * facts['efficiency']:.2f} % full{frequency}"
+            + "".join(f"\nwarning: {text}" for text in facts["warnings"])
         )
 
     def _evenly_spaced_held_out_rows(self, asked: int) -> list[tuple[ShufflePool, int]]:
@@ -195,10 +201,16 @@ class PackedData:
         batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
         if self.document_mask:
             batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
-        ends = [
-            _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
-            for i, (stream, pieces) in enumerate(rows)
-        ]
+
+        def fill_row(i: int) -> list[int]:
+            stream, pieces = rows[i]
+            return _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
+
+        if any(stream.is_remote for stream, _ in rows):  # rows wait for their downloads together
+            with ThreadPoolExecutor(len(rows), thread_name_prefix="read") as threads:
+                ends = list(threads.map(fill_row, range(len(rows))))
+        else:
+            ends = [fill_row(i) for i in range(len(rows))]
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         if self.document_mask:
             tensors["document_ends"] = _pad_to_power_of_two(ends, length=self.sequence_length)

@@ -35,7 +35,7 @@ class MicrobatchPrefetcher:
             self._executor = None
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields the microbatches of this rank for a step, see `MicrobatchSource.microbatches`."""
+        """Yields the microbatches of a data rank for a step, see `MicrobatchSource.microbatches`."""
         if self._steps == 0:
             yield from self._data.microbatches(step, rank=rank, plan=plan)
             return

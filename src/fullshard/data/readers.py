@@ -1,25 +1,37 @@
 """Reads files into records. Files are cut into parts that are read independently."""
 
-import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal
 
-from fullshard.data.files import unreadable_path_error
+from fullshard.data.conversation import drop_null_members
+from fullshard.data.files import (
+    SourceFile,
+    is_compressed,
+    open_source_file,
+    path_of_content,
+    unreadable_path_error,
+)
+from fullshard.data.json_array import first_character, read_json_array
+from fullshard.data.remote_files import open_remote_file
+from fullshard.data.row_fields import find_arrow_columns
+from fullshard.data.token_rows import iterate_list_rows
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import DataSourceFields
+from fullshard.system.disk import ExplainedOSError
+from fullshard.system.object_store import is_remote_url, without_secrets
 
 SHARD_BYTES = 1 << 20
 """Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""
 
+_REMOTE_PART_BYTES = 16 << 20
 _ROWS_AT_ONCE = 1000
 
-FileKind = Literal["text", "jsonl", "parquet"]
-Kind = FileKind | Literal["datasets"]
+RecordKind = Literal["text", "jsonl", "parquet"]
+Kind = RecordKind | Literal["json_array", "datasets"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,8 @@ class FilePart:
     """A part of a file, from `begin` to before `end`.
 
     path: the file, or the dataset's directory; empty for a dataset that is loaded by name
-    begin, end: bytes of text or jsonl, row groups of parquet, or rows of a dataset
+    begin, end: bytes of text or jsonl, row groups of parquet, or rows of a dataset; a compressed file and a
+        JSON array have one part
     size: approximate size, bytes
     last: whether this is the last part of the file
     """
@@ -38,6 +51,11 @@ class FilePart:
     end: int
     size: int
     last: bool
+
+    @property
+    def name(self) -> str:
+        """Path of the file for messages."""
+        return without_secrets(self.path)
 
 
 @dataclass(frozen=True)
@@ -63,28 +81,40 @@ class CorruptRecord:
     why: str
 
 
-def split_file_into_parts(kind: FileKind, path: Path, *, size: int) -> list[FilePart]:
-    """Cuts `path`, of `size` bytes, into parts of about SHARD_BYTES; parquet into its row groups.
+def split_file_into_parts(kind: RecordKind, file: SourceFile) -> list[FilePart]:
+    """Cuts `file` into parts of about SHARD_BYTES; parquet into its row groups.
 
     Raises DataError for a broken parquet file.
     """
+    path, size = file.path, file.size
     if kind == "parquet":
         groups = open_parquet_file(path).metadata.num_row_groups
-        return [FilePart(kind, str(path), i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
-    if path.suffix == ".gz":  # gzip cannot be read from the middle
-        return [FilePart(kind, str(path), 0, size, size, last=True)]
-    cuts = [*range(0, size, SHARD_BYTES), size]
+        return [FilePart(kind, path, i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
+    if kind == "jsonl" and _is_json_array(path):
+        return [FilePart("json_array", path, 0, size, size, last=True)]
+    if is_compressed(path):  # cannot be read from the middle
+        return [FilePart(kind, path, 0, size, size, last=True)]
+    # A part of a remote file takes a few requests, whatever its size.
+    cuts = [*range(0, size, _REMOTE_PART_BYTES if is_remote_url(path) else SHARD_BYTES), size]
     return [
-        FilePart(kind, str(path), begin, end, end - begin, end == size)
+        FilePart(kind, path, begin, end, end - begin, end == size)
         for begin, end in zip(cuts, cuts[1:], strict=False)
     ]
 
 
 def read_records(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the records of a part of a file, in order."""
-    if shard.kind in ("text", "jsonl"):
-        return (_read_part_as_one_text if shard.kind == "text" else _read_json_lines)(shard)
-    return (_read_parquet_rows if shard.kind == "parquet" else _read_dataset_rows)(shard, fields)
+    match shard.kind:
+        case "text":
+            return _read_part_as_one_text(shard)
+        case "jsonl":
+            return _read_json_lines(shard)
+        case "json_array":
+            return _read_array_of_objects(shard)
+        case "parquet":
+            return _read_parquet_rows(shard, fields)
+        case "datasets":
+            return _read_dataset_rows(shard, fields)
 
 
 def check_reader_installed(kind: str) -> None:
@@ -94,44 +124,22 @@ def check_reader_installed(kind: str) -> None:
         raise MissingExtraError("data", package=package, needed_for=f'data.source = "{kind}"')
 
 
-def absent_field_error(name: str, there: Sequence[str], *, where: str) -> DataError:
-    """Returns the error for a row at `where` that lacks the field `name` and has the fields `there`."""
-    return DataError(
-        f"there is no field {name!r} in {where}.",
-        got=f"the fields {', '.join(there) or '(none)'}",
-        fix="the one that is meant as data.text_field (messages_field, prompt_field, completion_field), "
-        "and data.records = what a row is",
-    )
-
-
-def required_field_names(fields: DataSourceFields) -> list[str]:
-    """Returns the names of the fields that are read from a row."""
-    return {
-        "messages": [fields.messages_field],
-        "completion": [fields.prompt_field, fields.completion_field],
-        "text": [fields.text_field],
-    }[fields.records]
-
-
-def _check_columns(names: Sequence[str], there: Sequence[str], *, where: str) -> None:
-    """Raises DataError if a field of `names` is not among the columns `there`."""
-    for name in names:
-        if name not in there:
-            raise absent_field_error(name, there, where=where)
-
-
-def open_parquet_file(path: Path) -> Any:
+def open_parquet_file(path: str) -> Any:
     """Opens `path` as a pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
     check_reader_installed("parquet")
     import pyarrow
     import pyarrow.parquet
 
     try:
+        if is_remote_url(path):
+            return pyarrow.parquet.ParquetFile(open_remote_file(path), pre_buffer=True)
         return pyarrow.parquet.ParquetFile(path)
     except OSError as error:
         raise unreadable_path_error(path, error) from error
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a parquet file.", got=str(error).splitlines()[0]) from error
+        raise DataError(
+            f"{without_secrets(path)} is not a parquet file.", got=str(error).splitlines()[0]
+        ) from error
 
 
 def open_dataset(path: str, fields: DataSourceFields) -> Any:
@@ -168,90 +176,162 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
 
 def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the lines that begin within the part, as one piece of the file's single document."""
-    data, skipped = _read_block_of_whole_lines(shard)
+    with open_source_file(shard.path) as file:
+        if is_compressed(shard.path):
+            data, begin = file.read(), 0
+        else:
+            data, begin = _read_block_of_whole_lines(file, shard)
     begins, text = shard.begin == 0, ""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        at = shard.begin + skipped + error.start
-        yield CorruptRecord(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
+        at = begin + error.start
+        yield CorruptRecord(lambda: f"{shard.name} at byte {at}", f"no UTF-8: {error.reason}")
         if begins and shard.last:
             return
-    yield TextRecord(text, lambda: shard.path, begins=begins, ends=shard.last)
+    yield TextRecord(text, lambda: shard.name, begins=begins, ends=shard.last)
 
 
 def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    data, skipped = _read_block_of_whole_lines(shard)
-    begin = shard.begin + skipped
-    for line in data.split(b"\n"):
+    for begin, line in _iterate_lines(shard):
         where = partial(_format_line_location, shard.path, begin)
-        begin += len(line) + 1
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # invalid JSON, invalid Unicode, or nested too deep
-            yield CorruptRecord(where, f"no JSON: {error}")
+            spread = line.strip() == b"{"
+            why = f"no JSON: {error}" + ("; an object has to be in one line" if spread else "")
+            yield CorruptRecord(where, why)
             continue
-        if isinstance(value, dict):
-            yield TextRecord(value, where)
-        else:
-            yield CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
+        yield _check_is_object(value, where)
+
+
+def _read_array_of_objects(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+    count = 0
+    with open_source_file(shard.path) as file:
+        try:
+            for count, value in enumerate(read_json_array(file), start=1):
+                yield _check_is_object(value, lambda count=count: f"{shard.name} element {count}")
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{shard.name} is not a JSON array of objects.",
+                got=f"{error}, in or after element {count + 1}",
+                why="what follows cannot be read either",
+                fix="a file that is whole, or one object per line",
+            ) from error
+
+
+def _check_is_object(value: Any, where: Callable[[], str]) -> TextRecord | CorruptRecord:
+    if isinstance(value, dict):
+        return TextRecord(value, where)
+    return CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
 
 
 def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     import pyarrow
 
-    file, row = open_parquet_file(Path(shard.path)), 0
-    names = required_field_names(fields)
-    _check_columns(names, file.schema_arrow.names, where=shard.path)
-    place = f"{shard.path} row group {shard.begin}"
+    file, row = open_parquet_file(shard.path), 0
+    place = f"{shard.name} row group {shard.begin}"
+
+    def read_first_row() -> Mapping[str, Any]:
+        batch = next(file.iter_batches(1), None)
+        return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
+
+    paths = find_arrow_columns(file.schema_arrow, fields, where=shard.name, first_row=read_first_row)
+    columns = [".".join(path) for path in paths.values()]
     try:
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=names):
-            for value in batch.to_pylist():
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
+            for value in _iterate_arrow_rows(batch, fields, paths=paths):
                 yield TextRecord(value, lambda row=row: f"{place} row {row}")
                 row += 1
+    except (ExplainedOSError, FileNotFoundError) as error:  # the store's, not the content's
+        raise unreadable_path_error(shard.path, error) from error
     except (OSError, pyarrow.ArrowException) as error:
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
 
 def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
-    names = required_field_names(fields)
-    _check_columns(names, dataset.column_names, where=str(name))
-    rows = range(shard.begin, shard.end)
-    for row, value in zip(rows, dataset.select_columns(names).select(rows), strict=True):
+    schema, rows = dataset.features.arrow_schema, range(shard.begin, shard.end)
+    paths = find_arrow_columns(schema, fields, where=str(name), first_row=lambda: dataset[0])
+    columns = list(dict.fromkeys(path[0] for path in paths.values()))
+    part = dataset.select_columns(columns).select(rows)
+    if fields.records == "tokens":
+        table = part.with_format("arrow")[:]
+        values = (v for batch in table.to_batches() for v in _iterate_arrow_rows(batch, fields, paths=paths))
+    else:  # `datasets` decodes the values of its own types
+        values = (_drop_null_struct_members(value, fields) for value in part)
+    for row, value in zip(rows, values, strict=True):
         yield TextRecord(value, lambda row=row: f"{name} row {row}")
 
 
-def _read_block_of_whole_lines(shard: FilePart) -> tuple[bytes, int]:
-    """Returns (whole lines that begin within the part, number of bytes before them of an earlier line)."""
-    path = Path(shard.path)
-    try:
-        if path.suffix == ".gz":
-            with gzip.open(path) as packed:
-                return packed.read(), 0
-        with path.open("rb") as file:
-            skipped = 0
-            if shard.begin:
-                file.seek(shard.begin - 1)
-                skipped = len(file.readline()) - 1
-            count = shard.end - shard.begin - skipped
-            if count <= 0:  # the part lies within one long line
-                return b"", skipped
-            data = file.read(count)
-            if len(data) < count:
-                raise DataError(f"{path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
-            return (data if data.endswith(b"\n") else data + file.readline()), skipped
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read.", got=str(error)) from error
+def _iterate_arrow_rows(
+    batch: Any, fields: DataSourceFields, *, paths: Mapping[str, Sequence[str]]
+) -> Iterator[Mapping[str, Any]]:
+    """Yields the rows of a pyarrow.RecordBatch. `paths` are the paths of its columns."""
+    if fields.records == "tokens":
+        return iterate_list_rows(batch, paths)
+    return (_drop_null_struct_members(row, fields) for row in batch.to_pylist())
+
+
+def _drop_null_struct_members(row: Mapping[str, Any], fields: DataSourceFields) -> Mapping[str, Any]:
+    """Returns `row`; of conversations, without null members of structs."""
+    if fields.records != "messages":
+        return row
+    return {name: drop_null_members(value) for name, value in row.items()}
+
+
+def _iterate_lines(shard: FilePart) -> Iterator[tuple[int, bytes]]:
+    """Yields (byte at which the line begins, line) for the lines that begin within the part."""
+    with open_source_file(shard.path) as file:
+        if is_compressed(shard.path):
+            begin = 0
+            for line in file:
+                yield begin, line
+                begin += len(line)
+            return
+        data, begin = _read_block_of_whole_lines(file, shard)
+    for line in data.split(b"\n"):
+        yield begin, line
+        begin += len(line) + 1
+
+
+def _read_block_of_whole_lines(file: BinaryIO, shard: FilePart) -> tuple[bytes, int]:
+    """Returns (whole lines that begin within the part, the byte at which the first of them begins)."""
+    begin = shard.begin
+    if begin:
+        file.seek(begin - 1)
+        begin += len(file.readline()) - 1
+    count = shard.end - begin
+    if count <= 0:  # the part lies within one long line
+        return b"", begin
+    data = file.read(count)
+    if len(data) < count:
+        raise DataError(f"{shard.name} changed while it was read.", got=f"{count - len(data)} bytes fewer")
+    return (data if data.endswith(b"\n") else data + file.readline()), begin
+
+
+def _is_json_array(path: str) -> bool:
+    """Returns whether a file whose ending is .json, apart from its compression, begins with a bracket.
+
+    Spark and others also write one object per line into .json files.
+    """
+    if not path_of_content(path).endswith(".json"):
+        return False
+    with open_source_file(path) as file:
+        return first_character(file) == "["
 
 
 def _format_line_location(path: str, begin: int) -> str:
-    """Returns path and number (from 1) of the line that begins at byte `begin`, for messages."""
-    opened = cast(Any, gzip.open if path.endswith(".gz") else open)
+    """Returns path and number (from 1) of the line that begins at byte `begin`, for messages.
+
+    Returns the byte for a remote file, which is not read again from its beginning.
+    """
+    if is_remote_url(path):
+        return f"{without_secrets(path)} at byte {begin}"
     lines, left = 1, begin
-    with opened(path, "rb") as file:
+    with open_source_file(path) as file:
         while left and (block := file.read(min(left, SHARD_BYTES))):
             lines += block.count(b"\n")
             left -= len(block)

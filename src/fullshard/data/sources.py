@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.cache import Heartbeat, cache_key, file_digests, get_or_build_entry
-from fullshard.data.files import matching_file_sizes, stdlib_file_sizes
+from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, source_file_digests
+from fullshard.data.chat_template import read_chat_template
+from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
 from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.progress import show_tokenization_progress
 from fullshard.data.readers import (
@@ -23,6 +25,8 @@ from fullshard.data.readers import (
     open_dataset,
     split_file_into_parts,
 )
+from fullshard.data.remote_tokens import BlockCache
+from fullshard.data.token_rows import TOKEN_LIMIT
 from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_cached_token_store
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import (
@@ -33,10 +37,14 @@ from fullshard.data.tokenizer import (
 )
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection, DataSource, DataSourceFields
+from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.process import count_usable_cores
 
 IN_MEMORY_BYTES = 64 << 20
 """Text files of at most this size together are encoded as bytes in memory, and not cached."""
+
+# Fields of a source that say where its rows are, which the content of the files stands for.
+_LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 
@@ -46,40 +54,56 @@ class _SourceFiles:
     """The files of a source before they are read.
 
     name: name for display
-    parts: parts of all files, in order
-    paths: files whose contents determine the records
+    files: files whose contents determine the records
+    split: returns the parts of all files, in order
     fingerprints: further text that determines the records
     """
 
     name: str
     kind: str
-    parts: Sequence[FilePart]
-    paths: Sequence[Path]
+    files: Sequence[SourceFile]
+    split: Callable[[], Sequence[FilePart]]
     fingerprints: Sequence[str] = ()
 
     @property
     def total_file_bytes(self) -> int:
-        return sum(part.size for part in self.parts)
+        return sum(file.size for file in self.files)
+
+    @property
+    def is_small_text(self) -> bool:
+        """True if the texts are few enough to be encoded as bytes at each start."""
+        small = self.kind == "text" and self.total_file_bytes <= IN_MEMORY_BYTES
+        return small and not any(is_compressed(file.path) or file.version for file in self.files)
 
 
 def open_token_stores(
-    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
+    source: DataSource | DataSection,
+    section: DataSection,
+    *,
+    root: Path,
+    blocks: BlockCache,
+    alive: Heartbeat,
 ) -> list[TokenStore]:
     """Returns the token stores of `source`, tokenized with the settings of `section`.
 
-    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES. Raises DataError for data that
+    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES; of remote token files, only
+    blocks are kept, in `blocks`. Raises DataError for data that
     is absent, empty, corrupt or does not hold tokens; MissingExtraError.
     """
     fields = DataSourceFields(**{name: getattr(source, name) for name in DataSourceFields.model_fields})
     if source.source == "memmap":
-        return open_memmap_stores(fields, root=root, alive=alive)
+        known = None  # only remote files need it
+        if section.tokenizer is not None and any(map(is_remote_url, fields.paths)):
+            known = open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
+        return open_memmap_stores(fields, root=root, blocks=blocks, vocabulary_size=known, alive=alive)
     check_reader_installed(source.source)
     if source.source == "datasets":
         files = _list_dataset_files(fields)
     else:
         files = _list_source_files(source.source, fields)
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read
-    largest = tokenizer.vocabulary_size - 1
+    foreign = fields.records == "tokens"
+    largest = (TOKEN_LIMIT if foreign and section.tokenizer is None else tokenizer.vocabulary_size) - 1
     settings = TokenizeSettings(
         fields=fields,
         tokenizer=section.tokenizer,
@@ -88,53 +112,73 @@ def open_token_stores(
         on_error=section.on_error,
         dtype="uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32",
         trust_remote_code=section.trust_remote_code,
+        chat_template=section.chat_template,
     )
-    if section.tokenizer is None and files.kind == "text" and files.total_file_bytes <= IN_MEMORY_BYTES:
+    if section.tokenizer is None and files.is_small_text:
         store = _tokenize_in_memory(files, settings, vocabulary=tokenizer.vocabulary_size)
     else:
-        digests = [*file_digests(files.paths, root=root, alive=alive), *files.fingerprints]
+        digests = [*source_file_digests(files.files, root=root, alive=alive), *files.fingerprints]
         facts = {"files": digests, "kind": files.kind, **_settings_cache_facts(settings)}
         processes = section.processes or count_usable_cores()
 
         def write_token_files(draft: Path) -> Mapping[str, Any]:
             facts = _tokenize_into_draft(draft, files, settings=settings, processes=processes, alive=alive)
-            return {**facts, "vocabulary": tokenizer.vocabulary_size}
+            return {**facts, "vocabulary": facts["largest"] + 1 if foreign else tokenizer.vocabulary_size}
 
         entry = get_or_build_entry(root, f"tokens-{cache_key(facts)}", build=write_token_files, alive=alive)
         store = open_cached_token_store(entry, name=files.name)
-    if not store.document_count:
-        skipped = "; ".join(store.skip_messages)
-        raise DataError(
-            f"there is no document in {files.name}.",
-            got=f"{store.skipped} records left out: {skipped}" if store.skipped else "files without a record",
-            fix="data with documents, or another data.records",
-        )
+    _check_has_trained_tokens(store, section)
     return [store]
 
 
+def _check_has_trained_tokens(store: TokenStore, section: DataSection) -> None:
+    """Raises DataError for a store without a document, or without a token that is trained on."""
+    if not store.document_count:
+        skipped = "; ".join(store.skip_messages)
+        raise DataError(
+            f"there is no document in {store.name}.",
+            got=f"{store.skipped} records left out: {skipped}" if store.skipped else "files without a record",
+            fix="data with documents, or another data.records",
+        )
+    if not store.trained_token_count:
+        raise DataError(
+            f"no token of {store.name} is trained on.",
+            got=f"{len(store.tokens)} tokens, data.train_on = {section.train_on!r}",
+            fix="data with answers to train on, or another data.train_on, data.roles or data.labels_field",
+        )
+
+
 def _list_source_files(source: Source, fields: DataSourceFields) -> _SourceFiles:
-    sizes = stdlib_file_sizes() if source == "stdlib" else matching_file_sizes(fields.paths)
     kind = "text" if source == "stdlib" else source
     assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into parts"
-    more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
+    files = list_stdlib_files() if source == "stdlib" else list_matching_files(fields.paths, kind=kind)
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return _SourceFiles(
-        name=source if source == "stdlib" else f"{next(iter(sizes)).name}{more}",
+        name=source if source == "stdlib" else f"{without_secrets(files[0].path).rpartition('/')[2]}{more}",
         kind=kind,
-        parts=[part for path, size in sizes.items() for part in split_file_into_parts(kind, path, size=size)],
-        paths=[*sizes],
+        files=files,
+        split=lambda: [part for file in files for part in split_file_into_parts(kind, file)],
     )
 
 
 def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
-    parts, files, fingerprints = list[FilePart](), list[Path](), list[str]()
+    parts, files, fingerprints = list[FilePart](), list[SourceFile](), list[str]()
     for path in fields.paths or ("",):
+        if is_remote_url(path):
+            raise DataError(
+                f'data.source = "datasets" does not read {without_secrets(path)}.',
+                why="datasets maps the files of a directory into memory",
+                fix='data.source = "parquet" or "jsonl" with this URL, or a copy on a disk',
+            )
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
-        rows, own = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
+        rows = len(dataset)
+        paths = [Path(file["filename"]) for file in dataset.cache_files]
+        own = [SourceFile(str(path), path.stat().st_size) for path in paths]
         files += own
         # The fingerprint covers operations since the files were written, such as a selection.
         fingerprints += [str(dataset._fingerprint), str(rows)]  # noqa: SLF001
-        size = sum(file.stat().st_size for file in own) or rows
+        size = sum(file.size for file in own) or rows
         step = max(1, rows * SHARD_BYTES // max(size, 1))
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
@@ -142,8 +186,8 @@ def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
     return _SourceFiles(
         name=fields.name or ", ".join(Path(path).name for path in fields.paths),
         kind="datasets",
-        parts=parts,
-        paths=files,
+        files=files,
+        split=lambda: parts,
         fingerprints=fingerprints,
     )
 
@@ -159,6 +203,7 @@ def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, voca
         begins=offsets[:-1],
         ends=offsets[1:],
         loss_mask=None,
+        trained_token_count=facts["trained"],
         vocabulary_size=vocabulary,
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
@@ -184,6 +229,8 @@ def _tokenize_into_draft(
 
         offsets, facts = _tokenize_to_callback(files, settings, processes=processes, write=write_task_tokens)
     np.save(draft / OFFSETS, offsets)
+    if facts["trained"] == facts["tokens"]:
+        (draft / TRAINED).unlink(missing_ok=True)
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
@@ -191,14 +238,24 @@ def _tokenize_to_callback(
     files: _SourceFiles, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
-    ends, count, skipped, messages = [np.zeros(1, dtype=np.int64)], 0, 0, list[str]()
-    for one in tokenize_tasks(_group_parts_into_tasks(files.parts), settings, processes=processes):
+    ends, counts, messages = [np.zeros(1, dtype=np.int64)], Counter[str](), list[str]()
+    largest = -1
+    for one in tokenize_tasks(_group_parts_into_tasks(files.split()), settings, processes=processes):
         write(one)
-        ends.append(one.ends + count)
-        count += len(one.tokens)
-        skipped += one.skipped
+        ends.append(one.ends + counts["tokens"])
+        trained = one.tokens.size if one.loss_mask is None else int(one.loss_mask.sum())
+        counts.update(tokens=one.tokens.size, trained=trained, skipped=one.skipped, unended=one.unended)
+        largest = max(largest, int(one.tokens.max(initial=0)))
         messages += one.skip_messages
-    facts = {"tokens": count, "skipped": skipped, "skip_messages": messages[:5]}
+    facts = {
+        "tokens": 0,
+        "trained": 0,
+        "skipped": 0,
+        "unended": 0,
+        **counts,
+        "largest": largest,
+        "skip_messages": messages[:5],
+    }
     return np.unique(np.concatenate(ends)), facts
 
 
@@ -216,10 +273,9 @@ def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
 
 def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
-    fields = settings.fields.model_dump(mode="json")
     facts: dict[str, Any] = {
-        "fields": {name: value for name, value in fields.items() if name.endswith("field")},
-        "records": settings.fields.records,
+        "version": 3,
+        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
         "train_on": settings.train_on if settings.fields.records != "text" else "all",
         "on_error": settings.on_error,
         "eos_token": settings.eos_token,
@@ -231,6 +287,8 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
         facts["tokenizers"] = version("tokenizers")
     if settings.fields.records == "messages":
         facts["transformers"] = version("transformers")
+        if settings.chat_template is not None:
+            facts["chat_template"] = read_chat_template(settings.chat_template)
         if settings.trust_remote_code and settings.tokenizer is not None:
             beside = sorted(locate_tokenizer_file(settings.tokenizer).parent.glob("*.py"))
             facts["code"] = [cache_key({"text": file.read_text(encoding="utf-8")}) for file in beside]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,17 @@ from numpy.typing import NDArray
 from fullshard.data.cache import read_manifest
 
 Integers = NDArray[Any]
+
+
+class SlicedTokens(Protocol):
+    """An array of tokens, of which slices are read: in memory, mapped, or remote."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> Integers: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,24 +34,40 @@ class TokenStore:
     tokens: tokens of all documents
     begins, ends: document i is tokens[begins[i]:ends[i]]
     loss_mask: mask of the tokens that are trained on; None if all are
+    trained_token_count: number of tokens that are trained on
     vocabulary_size: largest possible token plus one
     skipped: number of records left out
     skip_messages: messages about the first few records left out
+    unended: number of conversations whose last answer has nothing that ends the turn
     """
 
     name: str
     key: str | None
-    tokens: Integers
+    tokens: SlicedTokens
     begins: Integers
     ends: Integers
     loss_mask: Integers | None
+    trained_token_count: int
     vocabulary_size: int
     skipped: int = 0
     skip_messages: tuple[str, ...] = ()
+    unended: int = 0
 
     @property
     def document_count(self) -> int:
         return len(self.begins)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about tokens that train a model otherwise than expected."""
+        if not self.unended:
+            return []
+        return [
+            f"{self.unended:,} of {self.document_count:,} conversations of {self.name} end without a token "
+            "that ends the assistant's turn, so that the model does not learn to stop. Write one behind the "
+            'content in the chat template, such as {{ eos_token }}: data.chat_template = "<file>.jinja" is '
+            "used in place of the tokenizer's template"
+        ]
 
 
 TOKENS, OFFSETS, TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
@@ -57,9 +84,11 @@ def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
         begins=offsets[:-1],
         ends=offsets[1:],
         loss_mask=memory_map_numbers(entry / TRAINED, "uint8") if (entry / TRAINED).exists() else None,
+        trained_token_count=facts["trained"],
         vocabulary_size=facts["vocabulary"],
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
+        unended=facts["unended"],
     )
 
 
@@ -84,6 +113,11 @@ class TokenStream:
     @property
     def joined_store_names(self) -> str:
         return " + ".join(store.name for store in self.stores)
+
+    @cached_property
+    def is_remote(self) -> bool:
+        """True if reading tokens may wait for a network."""
+        return not all(isinstance(store.tokens, np.ndarray) for store in self.stores)
 
     @cached_property
     def store_begins(self) -> list[int]:

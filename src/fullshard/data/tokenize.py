@@ -20,15 +20,23 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.chat_template import ChatTemplate, UntokenizableRecordError
+from fullshard.data.chat_template import ChatTemplate
+from fullshard.data.conversation import read_conversation
 from fullshard.data.readers import (
     CorruptRecord,
     FilePart,
     TextRecord,
-    absent_field_error,
     read_records,
-    required_field_names,
 )
+from fullshard.data.row_fields import (
+    ABSENT,
+    UntokenizableRecordError,
+    absent_field_error,
+    lines_to_write,
+    look_up_field,
+    used_field_names,
+)
+from fullshard.data.token_rows import TOKEN_LIMIT, read_token_row
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import DataSourceFields
@@ -48,6 +56,7 @@ _SERVE = "from fullshard.data.tokenize import serve_tasks; serve_tasks()"
 class TokenizeSettings:
     """Settings for converting records to tokens.
 
+    chat_template: see `DataSection`
     dtype: dtype of the tokens
     trust_remote_code: see `DataSection`
     """
@@ -59,10 +68,13 @@ class TokenizeSettings:
     on_error: Literal["stop", "skip"]
     dtype: str
     trust_remote_code: bool = False
+    chat_template: str | None = None
 
     @property
     def needs_loss_mask(self) -> bool:
-        """True if only a part of each record's tokens is trained on."""
+        """True if only a part of each record's tokens may be trained on."""
+        if self.fields.records == "tokens":
+            return True
         return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
 
 
@@ -76,6 +88,7 @@ class TokenizedTask:
     loss_mask: mask of the tokens that are trained on; None if all are
     skipped: number of records left out
     skip_messages: messages about the first few records left out
+    unended: number of conversations whose last answer has nothing that ends the turn
     """
 
     size: int
@@ -84,6 +97,7 @@ class TokenizedTask:
     loss_mask: Mask | None
     skipped: int
     skip_messages: list[str]
+    unended: int
 
 
 class TaskTokenizer:
@@ -92,11 +106,18 @@ class TaskTokenizer:
     def __init__(self, settings: TokenizeSettings) -> None:
         self.settings = settings
         self._tokenizer = open_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
-        self._chat: ChatTemplate | None = None
+        self._encode_row: Callable[[TextRecord], tuple[Tokens, Mask]] | None = None
+        if settings.fields.records == "tokens":
+            self._encode_row = self._read_tokens
         if settings.fields.records == "messages":
             assert settings.tokenizer is not None, "messages without a tokenizer are refused by the spec"
-            self._chat = ChatTemplate(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-        self._skipped = 0
+            self._chat = ChatTemplate(
+                settings.tokenizer,
+                template=settings.chat_template,
+                trust_remote_code=settings.trust_remote_code,
+            )
+            self._encode_row = self._encode_conversation
+        self._skipped, self._unended = 0, 0
         self._skip_messages: list[str] = []
 
     def tokenize_task(self, task: Task) -> TokenizedTask:
@@ -105,7 +126,7 @@ class TaskTokenizer:
         A corrupt record is skipped and counted, or raises DataError if `on_error` is "stop". Raises DataError
         for a text that the tokenizer does not take.
         """
-        self._skipped, self._skip_messages = 0, []
+        self._skipped, self._unended, self._skip_messages = 0, 0, []
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
         records = self._read_task_records(task)
@@ -122,6 +143,7 @@ class TaskTokenizer:
             loss_mask=np.concatenate(masks) if self.settings.needs_loss_mask else None,
             skipped=self._skipped,
             skip_messages=self._skip_messages,
+            unended=self._unended,
         )
 
     def _read_task_records(self, task: Task) -> Iterator[TextRecord]:
@@ -132,13 +154,12 @@ class TaskTokenizer:
                 else:
                     yield record
 
-    def _skip_or_raise(self, where: Callable[[], str], why: str) -> None:
+    def _skip_or_raise(self, where: Callable[[], str], why: str, *, lines: Sequence[str] = ()) -> None:
+        """Counts a record that cannot be read, or raises DataError, with settings `lines` that fit it."""
         if self.settings.on_error == "stop":
-            raise DataError(
-                f"a record cannot be read: {where()}.",
-                got=why,
-                fix='mend it, or data.on_error = "skip", which leaves such records out and counts them',
-            )
+            fix = 'mend it, or data.on_error = "skip", which leaves such records out and counts them'
+            fix = lines_to_write(lines) if lines else fix
+            raise DataError(f"a record cannot be read: {where()}.", got=why, fix=fix)
         self._skipped += 1
         if len(self._skip_messages) < _REPORTED_RECORDS:
             self._skip_messages.append(f"{where()}: {why}")
@@ -146,16 +167,14 @@ class TaskTokenizer:
     def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
         """Yields (record, tokens, mask of the trained tokens), without the records that are skipped."""
         good: list[tuple[TextRecord, list[str]]] = []
-        train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         for record in batch:
             try:
-                if self._chat is not None:
-                    messages = self._record_field(record, self.settings.fields.messages_field)
-                    yield record, *self._chat.encode_conversation(messages, train_on=train_on)
-                else:
+                if self._encode_row is None:
                     good.append((record, self._record_texts(record)))
+                else:
+                    yield record, *self._encode_row(record)
             except UntokenizableRecordError as error:
-                self._skip_or_raise(record.where, str(error))
+                self._skip_or_raise(record.where, str(error), lines=error.lines)
         for (record, _), (*prompt, last) in zip(good, self._encode_texts_by_record(good), strict=True):
             before = self._tokenizer.tokens_before_document if record.begins else ()
             after = self._tokenizer.tokens_after_document if record.ends else ()
@@ -164,6 +183,22 @@ class TaskTokenizer:
             if self.settings.needs_loss_mask:
                 trained[: len(tokens) - len(last) - len(after)] = False
             yield record, tokens, trained
+
+    def _encode_conversation(self, record: TextRecord) -> tuple[Tokens, Mask]:
+        assert self._chat is not None, "opened for messages"
+        fields = self.settings.fields
+        messages = self._record_field(record, fields.messages_field)
+        conversation = read_conversation(record.value, messages, fields=fields)
+        train_on = "assistant" if self.settings.train_on == "assistant" else "all"
+        encoded = self._chat.encode_conversation(conversation, train_on=train_on)
+        self._unended += not encoded.has_end_of_turn
+        return encoded.tokens, encoded.trained
+
+    def _read_tokens(self, record: TextRecord) -> tuple[Tokens, Mask]:
+        fields, known = self.settings.fields, self.settings.tokenizer is not None
+        tokens = self._record_field(record, fields.tokens_field)
+        size = self._tokenizer.vocabulary_size if known else TOKEN_LIMIT
+        return read_token_row(record.value, tokens, fields=fields, vocabulary_size=size)
 
     def _encode_texts_by_record(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
         try:
@@ -183,19 +218,20 @@ class TaskTokenizer:
         if isinstance(record.value, str):
             return [record.value]
         texts: list[str] = []
-        for name in required_field_names(self.settings.fields):
+        for name in used_field_names(self.settings.fields).required:
             text = self._record_field(record, name)
             if not isinstance(text, str):
-                raise UntokenizableRecordError(f"{name!r} is not text but {type(text).__name__}")
+                kind = "null" if text is None else type(text).__name__
+                raise UntokenizableRecordError(f"{name!r} is not text but {kind}")
             texts.append(text)
         return texts
 
     def _record_field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
-        if name in row:
-            return row[name]
+        if (found := look_up_field(row, name)) is not ABSENT:
+            return found
         if self.settings.on_error == "stop":
-            raise absent_field_error(name, [*row], where=record.where())
+            raise absent_field_error(name, row, where=record.where())
         raise UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
 
 

@@ -1,1 +1,1 @@
-"""Agreement of ranks on errors, local parts of DTensors, and loopback sockets."""
+"""Agreement of ranks, local parts of DTensors, parts of sequences, collectives for gloo, and loopback."""

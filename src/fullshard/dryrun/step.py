@@ -14,15 +14,19 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.dryrun.allocator import AllocatorPeak, simulate_allocator
 from fullshard.dryrun.events import compute_peak_moment
 from fullshard.dryrun.ranks import disable_collectives, fake_process_group, use_lazy_chunks
 from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
+from fullshard.models.context_parallel import use_context_parallel
 from fullshard.models.decoder import DecoderModel
+from fullshard.models.tensor_parallel import use_tensor_parallel
 from fullshard.sharding.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
 from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
+from fullshard.sharding.mesh import build_tensor_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
@@ -73,7 +77,11 @@ def run_dry_step(
     plan = _uncompiled_cpu_plan(plan)
     with fake_process_group(plan.world_size, rank=rank), _patch_torch_for_dry_run(recorder):
         with use_lazy_chunks():
-            prepared = prepare_sharding(model, plan, units=units, stands_for=recorder.device)
+            use_context_parallel(model, plan, rank=rank)
+            split = None
+            if plan.tensor_parallel > 1:
+                split = use_tensor_parallel(model, plan, rank=rank, group=build_tensor_group(plan).group_name)
+            prepared = prepare_sharding(model, plan, units=units, stands_for=recorder.device, split=split)
             apply_recompute_and_fsdp(model, prepared)
         disable_collectives(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -109,7 +117,7 @@ def _run_fake_step(
         recorder.start_phase(f"microbatch {index + 1}")
         if isinstance(model, FSDPModule) and plan.accumulation > 1:
             _set_gradient_sync(model, plan, last=index == plan.accumulation - 1)
-        given = batch(plan)  # kept until the next batch is created, as in training
+        given = cut_sequences(batch(plan), plan)  # kept until the next batch is created, as in training
         value = loss(model, given)
         total = value[0] if isinstance(value, tuple) else value
         (total * 1.0).backward()
@@ -150,7 +158,8 @@ def _uncompiled_cpu_plan(plan: Plan) -> Plan:
 
 
 def _gradient_blocks(model: nn.Module, recorder: StorageEventRecorder) -> set[int]:
-    return recorder.track_and_get_blocks(p.grad for p in model.parameters() if p.grad is not None)
+    kept = getattr(model, "gradient_buffers", list[Tensor])()
+    return recorder.track_and_get_blocks([*kept, *(p.grad for p in model.parameters() if p.grad is not None)])
 
 
 def _build_dry_run_result(

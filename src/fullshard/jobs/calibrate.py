@@ -1,5 +1,6 @@
 """The work of each rank of `fullshard calibrate`: measures this machine or cluster with all ranks."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -12,17 +13,19 @@ from fullshard.calibration.collectives import measure_link, measure_matmul_slowd
 from fullshard.calibration.device import RateMeter
 from fullshard.calibration.drive import read_plus_write_bandwidth
 from fullshard.calibration.sample_steps import measure_sample_steps, measure_step_overhead
+from fullshard.distributed.agreement import all_gather_object
 from fullshard.profiler.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.calibration import Calibration, CalibrationSettings
 from fullshard.spec.catalog import find_catalog_entry_of_chip
 from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
-from fullshard.spec.rates import read_default_rate_figures
 from fullshard.spec.run import Run
+from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
+_UNALIGNED = 2
 _STEPS, _HOST_ADAM = 42, 4
 
 
@@ -42,8 +45,19 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     seconds: approximate duration
     drive: a directory on the drive to measure
     """
-    started = time.monotonic()
-    shares = _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
+    started, before = time.monotonic(), ProcessorSeconds.now()
+    shares = (
+        _MATMUL
+        + _UNALIGNED
+        + _ATTENTION
+        + _MEMORY
+        + _OPTIMIZER
+        + _LAUNCH
+        + 2 * _UNIT
+        + _COPIES
+        + _LINKS
+        + _STEPS
+    )
     share = seconds / shares
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
@@ -60,6 +74,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
         "host_bytes_per_second": meters.measure_round_trip_copy_rate(meter, seconds=_COPIES * share),
         "disk_bytes_per_second": read_plus_write_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
         "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * share),
+        "calibration_load": _load_by_other_programs(ProcessorSeconds.now().since(before)),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **links,
     }
@@ -74,6 +89,14 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     hardware = Hardware.model_validate(known.model_copy(update=updated).model_dump())
     took = time.monotonic() - started
     return Calibration(hardware=hardware, fit_errors=errors, steps=steps, took_seconds=took)
+
+
+def _load_by_other_programs(own: ProcessorSeconds) -> float:
+    """Returns the fraction of the processors that other programs used, on the busiest machine. Collective."""
+    machines: dict[str, list[ProcessorSeconds]] = {}
+    for host, seconds in all_gather_object((socket.gethostname(), own)):
+        machines.setdefault(host, []).append(seconds)
+    return max(map(other_programs_fraction, machines.values()))
 
 
 def _measure_rates(meter: RateMeter, *, share: float) -> Rates:
@@ -95,7 +118,7 @@ def _measure_rates(meter: RateMeter, *, share: float) -> Rates:
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
         unit_seconds=measure_unit_hook_seconds(mesh, seconds=_UNIT * share),
         step_seconds=measure_step_overhead(mesh, seconds=_UNIT * share),
-        unaligned_matmul=read_default_rate_figures().matmul.unaligned if meter.kind == "cuda" else 1.0,
+        unaligned_matmul=meters.measure_unaligned_matmul(meter, dtypes[-1], seconds=_UNALIGNED * share),
     )
 
 

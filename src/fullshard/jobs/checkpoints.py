@@ -1,10 +1,11 @@
 """Checkpoints written during a run, synchronously or in the background."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
@@ -14,15 +15,32 @@ from fullshard.training.resume import make_checkpoint_location
 from fullshard.training.state import TrainState
 
 
+class RecordEvent(Protocol):
+    """A function that records an event of the run: `fullshard.jobs.run_log.RunLog.record_event`."""
+
+    def __call__(self, event: str, *, step: int, details: Mapping[str, object]) -> object: ...
+
+
 class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
-    """Saves checkpoints of a run into `directory`, and passes a message about each save to `say`. Collective.
+    """Saves checkpoints of a run into `directory`. Collective.
+
+    say: prints a message about each save
+    record: records an event for each save; by default, none are recorded
 
     last: the newest checkpoint that was written
     failed: the error of a failed save, which ends the run, if `checkpoint.on_failure` is `stop`
     """
 
-    def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
-        self._directory, self._plan, self._say = make_checkpoint_location(directory, plan), plan, say
+    def __init__(
+        self,
+        directory: str | Path,
+        plan: Plan,
+        *,
+        say: Callable[[str], None],
+        record: RecordEvent = lambda event, *, step, details: None,
+    ) -> None:
+        self._directory, self._plan = make_checkpoint_location(directory, plan), plan
+        self._say, self._record = say, record
         section = plan.run.checkpoint
         options = section.model_dump(include={"keep", "keep_every", "layout", "read_back"})
         self._save_now = partial(save, directory=self._directory, plan=plan, **options)
@@ -42,11 +60,12 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         there is no state to train on.
         """
         state.wait_for_updates()
+        started = time.perf_counter()
         try:
             if self._background is not None:
                 self._background.save(state)
             else:
-                self._report_saved(self._save_now(state), step=state.step)
+                self._report_saved(self._save_now(state), step=state.step, started=started)
         except CheckpointError as error:
             self._report_save_failure(error, step=state.step)
 
@@ -57,21 +76,25 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         """
         state.wait_for_updates()
         self.wait_for_saves()
+        started = time.perf_counter()
         try:
             path = self._save_now(state)
         except CheckpointError as error:
             if isinstance(cause := error.__cause__, OffloadError):
                 raise type(cause)(error.what, got=error.got, why=error.why, fix=error.fix) from error
             raise
-        self._report_saved(path, step=state.step)
+        self._report_saved(path, step=state.step, started=started)
 
     def report_finished_saves(self) -> None:
         """Reports the background saves that finished since the last call."""
         for ended in self._background.outcomes() if self._background is not None else ():
             if ended.path is not None:
-                took, waited = format_seconds(ended.seconds), format_seconds(ended.stalled_seconds)
-                how = f" in {took}, while training waited {waited}"
-                self._report_saved(ended.path, step=ended.step, how=how)
+                took, waited = ended.seconds, ended.stalled_seconds
+                self._say(
+                    f"step {ended.step}: saved {ended.path} in {format_seconds(took)}, while training waited "
+                    f"{format_seconds(waited)}"
+                )
+                self._record_saved(ended.path, step=ended.step, seconds=took, stalled_seconds=waited)
             if ended.error is not None:
                 self._report_save_failure(ended.error, step=ended.step)
 
@@ -81,12 +104,20 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
             self._background.wait()
             self.report_finished_saves()
 
-    def _report_saved(self, path: Path | str, *, step: int, how: str = "") -> None:
+    def _report_saved(self, path: Path | str, *, step: int, started: float) -> None:
+        """Reports a checkpoint for which training waited since `started`, a time of `perf_counter`."""
+        seconds = time.perf_counter() - started
+        self._say(f"step {step}: saved {path}")
+        self._record_saved(path, step=step, seconds=seconds, stalled_seconds=seconds)
+
+    def _record_saved(self, path: Path | str, *, step: int, seconds: float, stalled_seconds: float) -> None:
         self.last = path
-        self._say(f"step {step}: saved {path}{how}")
+        details = {"path": str(path), "seconds": seconds, "stalled_seconds": stalled_seconds}
+        self._record("save", step=step, details=details)
 
     def _report_save_failure(self, error: CheckpointError, *, step: int) -> None:
         stops = self._plan.run.checkpoint.on_failure == "stop"
         self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training continues'}\n{error}")
+        self._record("save_failed", step=step, details={"error": str(error)})
         if stops:
             self.failed = error

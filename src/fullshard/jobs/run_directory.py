@@ -16,12 +16,20 @@ from fullshard.errors import CheckpointError, SpecError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
 from fullshard.jobs.run_lock import convert_os_errors, hold_run_lock, make_run_directory
 from fullshard.spec.plan import Plan
+from fullshard.spec.run_files import (
+    CHECKPOINTS,
+    EVENTS,
+    EXPORT,
+    LAUNCH,
+    MEASUREMENT,
+    METRICS,
+    PLAN,
+    TRACKERS,
+)
 
-CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
-METRICS, MEASUREMENT, EXPORT = "metrics.jsonl", "measurement.json", "model.safetensors"
-_WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, MEASUREMENT, EXPORT}
+_WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, EVENTS, MEASUREMENT, EXPORT, TRACKERS}
 # A run's own directories, including those of trackers and schedulers.
-_DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "logs"}
+_DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "trackers", "logs"}
 _REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
 # Programs, settings and texts that people write.
 _USER_SUFFIXES = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}

@@ -27,8 +27,13 @@ def hold_run_lock(root: Path, *, patience_seconds: float = 0.0) -> AbstractConte
 def check_unlocked(root: Path) -> None:
     """Raises TrainError if another process holds the lock of the directory `root`. Writes nothing."""
     with convert_os_errors(root):
-        if holder := find_lock_holder(root / _LOCK):
+        if holder := find_run_lock_holder(root):
             raise _lock_held_error(root, holder)
+
+
+def find_run_lock_holder(root: Path) -> str | None:
+    """Returns the process that trains in the directory `root`, or None. Writes nothing. Raises OSError."""
+    return find_lock_holder(root / _LOCK)
 
 
 def check_writable(root: Path) -> None:

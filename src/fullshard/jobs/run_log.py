@@ -1,20 +1,21 @@
-"""The log of a run's steps on rank 0: progress on the terminal, `metrics.jsonl`, and trackers."""
+"""The log of a run on rank 0: progress on the terminal, `metrics.jsonl`, `events.jsonl`, and trackers."""
 
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
 from fullshard.errors import SpecError, TrainError
+from fullshard.jobs.event_log import EventLog
 from fullshard.jobs.progress import Progress, StepMetrics, show_progress
-from fullshard.jobs.run_directory import METRICS
-from fullshard.jobs.trackers import Tracker, check_trackers_installed, open_trackers
+from fullshard.jobs.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
+from fullshard.spec.run_files import METRICS
 from fullshard.system.files import atomic_replace_context, open_regular_file
 from fullshard.training.loop import Step
 
@@ -77,7 +78,7 @@ class MetricsLog:
 
 
 class RunLog:
-    """Records finished steps. Does nothing on ranks other than 0. Create it with `open_run_log`."""
+    """Records finished steps, and events. Does nothing on ranks other than 0. See `open_run_log`."""
 
     def __init__(
         self,
@@ -86,9 +87,10 @@ class RunLog:
         peak_tokens_per_second: float | None = None,
         progress: Progress | None = None,
         metrics: MetricsLog | None = None,
-        trackers: Iterable[Tracker] = (),
+        events: EventLog | None = None,
+        trackers: Iterable[TrackerThread] = (),
     ) -> None:
-        self._every, self._peak = every, peak_tokens_per_second
+        self._every, self._peak, self._events = every, peak_tokens_per_second, events
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
 
     def record_step(
@@ -121,16 +123,28 @@ class RunLog:
         )
         if self._metrics is not None:
             self._metrics.write_step(metrics)
+        if step.skipped:
+            self.record_skip(step)
         if step.index % self._every == 0 or validation_loss is not None:
-            self._trackers = [
-                one
-                for one in self._trackers
-                if self._try_tracker_call(lambda one=one: one.log(step.index, metrics.measured_values()))
-            ]
+            for one in self._trackers:
+                one.log(step.index, metrics.measured_values())
+        self._print_tracker_messages()
         if self._progress is not None:
             self._progress.show_step_if_due(metrics)
         if validation_loss is not None:
             self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
+
+    def record_event(
+        self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None
+    ) -> None:
+        """Appends an event to events.jsonl. See `fullshard.spec.event.RunEvent` for kinds and details."""
+        if self._events is not None:
+            self._events.record(event, step=step, details=details)
+
+    def record_skip(self, step: Step) -> None:
+        """Appends the event of a step that updated nothing."""
+        details = {"loss": step.loss, "grad_norm": step.grad_norm}
+        self.record_event("spike" if step.spike else "skip", step=step.index, details=details)
 
     def print_message(self, text: str) -> None:
         """Prints `text` on standard error, for an event between steps such as a saved checkpoint."""
@@ -143,19 +157,15 @@ class RunLog:
             self._metrics.drop_steps_after(last_step)
 
     def close_trackers(self, *, exit_code: int = 0) -> None:
-        """Closes the trackers, and passes them the `exit_code` of the run."""
-        for one in self._trackers:
-            self._try_tracker_call(lambda one=one: one.close(exit_code=exit_code))
+        """Closes the trackers, and passes them the `exit_code` of the run. Waits at most CLOSE_SECONDS."""
+        close_trackers(self._trackers, exit_code=exit_code)
+        self._print_tracker_messages()
         self._trackers.clear()
 
-    def _try_tracker_call(self, act: Callable[[], None]) -> bool:
-        """Calls `act`, and returns whether it succeeded. A TrainError is printed, and the run continues."""
-        try:
-            act()
-        except TrainError as error:
-            self.print_message(f"{error}\n  the run continues without it; metrics.jsonl has everything")
-            return False
-        return True
+    def _print_tracker_messages(self) -> None:
+        for one in self._trackers:
+            if (message := one.take_message()) is not None:
+                self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
 
 
 @contextmanager
@@ -174,9 +184,10 @@ def open_run_log(
     flops_per_token, peak: values from which MFU is computed
     file: destination of the progress; standard error by default
 
-    Raises MissingExtraError on all ranks if a tracker is not installed, SpecError if one does not start.
+    Raises an error on all ranks if a tracker is not installed, and SpecError if one of a new run does not
+    start.
     """
-    steps, every = run.train.steps, run.log.every
+    steps, every = run.train.step_count, run.log.every
     check_trackers_installed(run.log.trackers)
     if rank != 0:
         yield RunLog(every=every)
@@ -188,9 +199,14 @@ def open_run_log(
         closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics,
         show_progress(steps=steps, every=every, world_size=world_size, file=file or sys.stderr) as shown,
     ):
-        trackers = open_trackers(run, after_step=after_step)
+        trackers = open_trackers(run, after_step=after_step, say=shown.print_line)
         log = RunLog(
-            every=every, peak_tokens_per_second=at_peak, progress=shown, metrics=metrics, trackers=trackers
+            every=every,
+            peak_tokens_per_second=at_peak,
+            progress=shown,
+            metrics=metrics,
+            events=EventLog(run.run.dir, say=shown.print_line),
+            trackers=trackers,
         )
         exit_code = 1
         try:

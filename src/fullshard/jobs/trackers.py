@@ -1,146 +1,213 @@
-"""Experiment trackers that receive a run's figures: tensorboard, wandb and mlflow, each an optional extra."""
+"""Experiment trackers of a run: finding them, starting them, and sending them figures from a thread.
 
-import importlib
+A tracker is code from outside, which may be slow or raise any exception. See `docs/trackers.md`.
+"""
+
 import importlib.util
-import os
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from threading import Condition, Thread
+from types import TracebackType
+from typing import Self
 
-from fullshard.errors import INTERRUPTED_EXIT_CODE, MissingExtraError, SpecError, TrainError
+from fullshard.errors import FullshardError, MissingExtraError, SpecError
+from fullshard.jobs.tracker import Tracker, TrackerStart
+from fullshard.jobs.tracker_extras import MlflowTracker, TensorboardTracker, WandbTracker
 from fullshard.spec.run import Run
+from fullshard.spec.run_files import TRACKERS
+from fullshard.system.files import write_file_atomically
+
+_EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = {
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
+GROUP = "fullshard.trackers"  # group of the entry points of other packages' trackers
+MOST_WAITING = 1000  # steps that wait for a slow tracker, before steps are left out
+CLOSE_SECONDS = 30.0
+"""Time that trackers have at the end of a run. Schedulers kill a process soon after SIGTERM."""
 
 
-class Tracker(Protocol):
-    """A destination for the figures of a run's steps. Created on rank 0 only."""
+class CaughtError:
+    """Context that ends any exception of a tracker's code in its block, and keeps it in `error`.
+
+    This is the one place where exceptions of every kind are caught: those of other people's trackers are not
+    known, and none of them may end a run.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+    @property
+    def text(self) -> str:
+        return str(self.error) if isinstance(self.error, FullshardError) else repr(self.error)
+
+
+class TrackerThread:
+    """Sends figures to a tracker on a thread, so that a slow or broken tracker neither delays nor ends a run.
+
+    The thread ends with the first exception of the tracker. If MOST_WAITING steps wait, further ones are left
+    out. Both are reported by `take_message`.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker = name, tracker
+        self._changed = Condition()  # guards all that follows
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
+        self._exit_code: int | None = None
+        self._message: str | None = None
+        self._is_late = False
+        # A daemon, so that a tracker that hangs cannot keep the process from ending.
+        self._thread = Thread(target=self._run, name=f"fullshard-{name}", daemon=True)
+        self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the values of a step. Raises TrainError if the tracker is not reachable."""
+        """Hands over the values of a step, without waiting. Does nothing if the tracker has failed."""
+        if not self._thread.is_alive():
+            return
+        with self._changed:
+            if len(self._waiting) < MOST_WAITING:
+                self._waiting.append((step, values))
+            elif not self._is_late:
+                self._is_late = True
+                self._message = f"{self._name} is slow: it lacks steps from step {step} on"
+            self._changed.notify()
 
-    def close(self, *, exit_code: int = 0) -> None:
-        """Sends remaining data, and how the run ended: finished if `exit_code` is 0. Raises TrainError."""
+    def take_message(self) -> str | None:
+        """Returns a message about a problem, once."""
+        with self._changed:
+            message, self._message = self._message, None
+        return message
+
+    def start_closing(self, *, exit_code: int) -> None:
+        """Lets the thread close the tracker after the steps that wait."""
+        with self._changed:
+            self._exit_code = exit_code
+            self._changed.notify()
+
+    def wait_until_closed(self, *, seconds: float) -> None:
+        """Waits for the thread, for at most `seconds`."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            with self._changed:
+                waiting = len(self._waiting)
+                self._message = f"{self._name} did not end within {CLOSE_SECONDS:g} s; {waiting} steps wait"
+
+    def _run(self) -> None:
+        with CaughtError() as caught:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._exit_code is not None)
+                    if not self._waiting:
+                        break
+                    step, values = self._waiting.popleft()
+                self._tracker.log(step, values)
+            self._tracker.close(exit_code=self._exit_code or 0)
+        if caught.error is not None:
+            with self._changed:
+                self._message = f"{self._name} failed: {caught.text}"
 
 
 def check_trackers_installed(names: Sequence[str]) -> None:
-    """Raises MissingExtraError for the first of the named packages that is not installed. Imports none."""
+    """Raises an error for the first of the named trackers that is not installed. Imports none of them.
+
+    The error is a MissingExtraError for an extra of fullshard, else a SpecError.
+    """
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise MissingExtraError(name, package=name, needed_for=f'log.trackers = ["{name}"]')
+        if name in _EXTRAS:
+            if importlib.util.find_spec(name) is None:
+                raise MissingExtraError(name, package=name, needed_for=f'log.trackers = ["{name}"]')
+        elif name not in (others := entry_points(group=GROUP).names):
+            raise SpecError(
+                f"log.trackers: there is no tracker {name!r}.",
+                got=f'log.trackers = ["{name}"]',
+                why=f"there are {', '.join([*_EXTRAS, *sorted(others)])}",
+                fix=f"a package with the entry point {name!r} in the group {GROUP!r}: docs/trackers.md",
+            )
 
 
-def open_trackers(run: Run, *, after_step: int = 0) -> list[Tracker]:
-    """Creates the trackers that `run.log.trackers` names, which must be installed.
+def open_trackers(
+    run: Run, *, after_step: int = 0, say: Callable[[str], object] = print
+) -> list[TrackerThread]:
+    """Starts the trackers that `run.log.trackers` names, which must be installed.
+
+    Each continues the record of the run's earlier attempts, whose identifiers are in `trackers.json`.
 
     after_step: the step after which the run resumes, or 0
+    say: gets a message about each tracker that a resumed run continues without, because it does not start
 
-    Raises SpecError if a tracker does not start.
+    Raises SpecError if a tracker of a new run does not start, and if `trackers.json` cannot be written.
     """
-    makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorboardTracker(run, after_step=after_step),
-        "wandb": lambda: WandbTracker(run),
-        "mlflow": lambda: MlflowTracker(run),
-    }
-    return [makers[name]() for name in run.log.trackers]
-
-
-class TensorboardTracker:
-    """Writes event files into `<run.dir>/tensorboard`. Steps that a resumed run repeats are shown once."""
-
-    def __init__(self, run: Run, *, after_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        directory = Path(run.run.dir, "tensorboard")
+    path = Path(run.run.dir, TRACKERS)
+    before = _read_run_ids(path)
+    run_ids, opened = dict(before), list[TrackerThread]()
+    for name in run.log.trackers:
+        with CaughtError() as caught:
+            tracker = _make_tracker(name, run, after_step=after_step, run_id=before.get(name))
+            if tracker.run_id is not None:
+                run_ids[name] = tracker.run_id
+            opened.append(TrackerThread(name, tracker))
+        if caught.error is not None and after_step:
+            say(f"{name} does not start: {caught.text}\n  the run resumes without it")
+        elif caught.error is not None:
+            close_trackers(opened, exit_code=1)
+            fix = "leave it out of log.trackers"
+            error = SpecError(f"the tracker {name} does not start.", got=caught.text, fix=fix)
+            raise caught.error if isinstance(caught.error, FullshardError) else error from caught.error
+    if run_ids != before:
         try:
-            self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
+            write_file_atomically(path, json.dumps(run_ids, indent=1) + "\n")
         except OSError as error:
-            raise SpecError(f"tensorboard cannot write to {directory}.", got=error.strerror) from error
-        settings = "\n".join(f"    {name} = {value}" for name, value in _iterate_settings(run))
-        self._writer.add_text("run", settings)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self, *, exit_code: int = 0) -> None:
-        del exit_code  # event files have no place for it
-        self._writer.close()
+            close_trackers(opened, exit_code=1)
+            raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
+    return opened
 
 
-class WandbTracker:
-    """Logs to a run of the wandb project `fullshard` (or WANDB_PROJECT), with files in `<run.dir>/wandb`."""
-
-    def __init__(self, run: Run) -> None:
-        wandb = importlib.import_module("wandb")
-        Path(run.run.dir).mkdir(parents=True, exist_ok=True)
-        try:
-            self._run: Any = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "fullshard"),
-                name=Path(run.run.dir).name,
-                dir=run.run.dir,
-                config=dict(_iterate_settings(run)),
-                settings=wandb.Settings(console="off"),  # the terminal is ours
-            )
-        except wandb.errors.Error as error:
-            fix = "wandb login, or WANDB_MODE=offline"
-            raise SpecError("wandb will not start.", got=str(error), fix=fix) from error
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self, *, exit_code: int = 0) -> None:
-        self._run.finish(exit_code=exit_code)
+def close_trackers(trackers: Iterable[TrackerThread], *, exit_code: int) -> None:
+    """Closes the trackers at the same time, and waits for at most CLOSE_SECONDS in all."""
+    trackers = list(trackers)
+    for one in trackers:
+        one.start_closing(exit_code=exit_code)
+    end = time.monotonic() + CLOSE_SECONDS
+    for one in trackers:
+        one.wait_until_closed(seconds=max(0.0, end - time.monotonic()))
 
 
-class MlflowTracker:
-    """Logs to a run of the mlflow experiment `fullshard` (or MLFLOW_EXPERIMENT_NAME).
-
-    The data is stored at MLFLOW_TRACKING_URI, or else in `<run.dir>/mlflow.db`.
-    """
-
-    def __init__(self, run: Run) -> None:
-        mlflow = importlib.import_module("mlflow")
-        self._entities: ModuleType = importlib.import_module("mlflow.entities")
-        self._failure: type[Exception] = mlflow.exceptions.MlflowException
-        directory = Path(run.run.dir).absolute()
-        directory.mkdir(parents=True, exist_ok=True)
-        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
-        try:
-            self._client: Any = mlflow.MlflowClient(tracking_uri=address)
-            self._run_id: str = self._create_mlflow_run(run)
-        except self._failure as error:
-            fix = "MLFLOW_TRACKING_URI=<address of a server>"
-            raise SpecError("mlflow will not start.", got=str(error), fix=fix) from error
-
-    def _create_mlflow_run(self, run: Run) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fullshard")
-        found = self._client.get_experiment_by_name(name)
-        experiment_id = self._client.create_experiment(name) if found is None else found.experiment_id
-        run_id = self._client.create_run(experiment_id, run_name=Path(run.run.dir).name).info.run_id
-        settings = [self._entities.Param(name, str(value)) for name, value in _iterate_settings(run)]
-        for first in range(0, len(settings), 100):  # a server accepts at most this many at once
-            self._client.log_batch(run_id, params=settings[first : first + 100])
-        return run_id
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        now = round(time.time() * 1000)
-        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
-        try:
-            self._client.log_batch(self._run_id, metrics=metrics)
-        except self._failure as error:
-            raise TrainError("mlflow does not take the metrics.", got=str(error)) from error
-
-    def close(self, *, exit_code: int = 0) -> None:
-        status = {0: "FINISHED", INTERRUPTED_EXIT_CODE: "KILLED"}.get(exit_code, "FAILED")
-        try:
-            self._client.set_terminated(self._run_id, status)
-        except self._failure as error:
-            raise TrainError("mlflow does not take the end of the run.", got=str(error)) from error
+def _make_tracker(name: str, run: Run, *, after_step: int, run_id: str | None) -> Tracker:
+    start = TrackerStart(
+        name=Path(run.run.dir).name,
+        run_directory=Path(run.run.dir),
+        settings={
+            f"{section}.{key}": value
+            for section, fields in run.model_dump(mode="json").items()
+            for key, value in fields.items()
+        },
+        after_step=after_step,
+        run_id=run_id,
+    )
+    if name in _EXTRAS:
+        return _EXTRAS[name](start)
+    [found, *_] = entry_points(group=GROUP, name=name)
+    return found.load()(start)
 
 
-def _iterate_settings(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yields (`section.key`, value) for every setting of the Run."""
-    for section, fields in run.model_dump(mode="json").items():
-        for key, value in fields.items():
-            yield f"{section}.{key}", value
+def _read_run_ids(path: Path) -> dict[str, str]:
+    """Returns the identifier of each tracker's record; none if the file is absent or not readable."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {name: one for name, one in entries if isinstance(one, str)}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported later, with gc enabled
@@ -16,14 +15,15 @@ from fullshard.checkpoint import location_of
 from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
-from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
-from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError, TrainError
+from fullshard.distributed.agreement import all_gather_object
+from fullshard.distributed.sequence_parts import cut_sequences
+from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
-from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
 from fullshard.jobs.peak_bytes import gather_highest_peak
-from fullshard.jobs.run_directory import EXPORT, LAUNCH, MEASUREMENT, PLAN, RunDirectory, open_run_directory
+from fullshard.jobs.run_directory import RunDirectory
 from fullshard.jobs.run_log import RunLog, open_run_log
+from fullshard.jobs.run_start import open_directory_on_rank_zero
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.decoder import DecoderModel
@@ -41,6 +41,7 @@ from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.measurement import MatmulPeak, Measurement, PeakBytes, StepSeconds, Throughput
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
+from fullshard.spec.run_files import EXPORT, MEASUREMENT, PLAN
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
 from fullshard.system.files import write_file_atomically
@@ -140,7 +141,7 @@ def _prepare_job(
     # Before anything is allocated or written. Tokenizing may take hours, and so reports to the watchdog.
     data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
     where.enter(RunPhase.STARTING)
-    directory = _open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
+    directory = open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = _plan_without_prediction(run, ranks)  # nodes have left or joined: same settings, current ranks
     model = build_model(run)
@@ -168,7 +169,7 @@ def _prepare_job(
     rank, size, step = ranks.rank, ranks.world_size, state.step
     run_log = open_run_log(run, rank=rank, world_size=size, after_step=step, flops_per_token=flops, peak=peak)
     log = stack.enter_context(run_log)
-    saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message)
+    saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
     job = _TrainJob(
         plan=plan,
         ranks=ranks,
@@ -190,12 +191,12 @@ def _prepare_job(
 
 
 def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
-    """Prints a summary of the run, and whether it resumes.
+    """Prints a summary of the run, and whether it resumes, and records both as events.
 
     left: offloaded state on the drive that the run cannot use
     read: message about the weights that were read
     """
-    directory, log, step, steps = job.directory, job.log, job.state.step, job.plan.run.train.steps
+    directory, log, step, steps = job.directory, job.log, job.state.step, job.plan.run.train.step_count
     if directory.previous_run:
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
     unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
@@ -205,41 +206,13 @@ def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | Non
     for text in (unused, _start_summary_text(job), read):
         if text is not None:
             log.print_message(text)
+    log.record_event("plan", details={"plan": job.plan.model_dump(mode="json")})
+    if resume or directory.previous_attempt is not None:
+        log.record_event("resume", step=step, details={"ranks": job.ranks.world_size})
     if (attempt := directory.previous_attempt) is not None:
         log.print_message(attempt.resume_message(job.ranks.world_size, step=step, steps=steps))
     elif resume:
         log.print_message(f"resumed at step {step} of {steps}")
-
-
-def _open_directory_on_rank_zero(
-    stack: ExitStack, plan: Plan, *, ranks: RankInfo, resume: bool
-) -> RunDirectory:
-    """Opens the run's directory on rank 0, and returns it on all ranks. Collective.
-
-    Raises PlanError if the plan is for another number of ranks, unless this launch had an earlier attempt.
-    """
-    run = plan.run
-    launch = LaunchId.merge_ranks(all_gather_object(LaunchId.from_environment()))
-    if plan.world_size != ranks.world_size:
-        record = Path(run.run.dir, LAUNCH)
-        if run_on_rank_zero(lambda: launch.find_earlier_attempt(record), doing=f"reading {record}") is None:
-            raise PlanError(
-                f"the plan is for {plan.world_size} ranks.",
-                got=f"{ranks.world_size} ranks",
-                fix=f"start {plan.world_size}, or make a plan for {ranks.world_size}",
-            )
-    found: list[RunDirectory] = []
-    if ranks.rank == 0:
-        own = open_run_directory(
-            Path(run.run.dir),
-            resume=resume,
-            launch=launch,
-            saved_to=run.checkpoint.dir,
-            kept=run.offload.is_on_drive,
-            offload_path=run.offload.path,
-        )
-        found.append(stack.enter_context(own))
-    return run_on_rank_zero(lambda: found[0], doing="opening the run's directory")
 
 
 def _start_summary_text(job: _TrainJob) -> str:
@@ -248,6 +221,7 @@ def _start_summary_text(job: _TrainJob) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     replicas = f"{plan.replicate_degree} × " if plan.replicate_degree > 1 else ""
     accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
+    split = f" × {plan.tensor_parallel} (to a matmul)" if plan.tensor_parallel > 1 else ""
     of_them = f" ({format_count(trained)} trained)" if trained < parameters else ""
     scales = find_weight_scales(model)
     emulated = " (emulated: multiplied in fp32)" if plan.device == "cpu" else ""
@@ -255,7 +229,7 @@ def _start_summary_text(job: _TrainJob) -> str:
     in_fp8 = f"{fp8_mode}: {fp8_summary_text(scales.shares)}\n" if scales is not None else ""
     return (
         f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over "
-        f"{replicas}{plan.shard_degree} {plan.device} rank{'s' if plan.world_size > 1 else ''}, "
+        f"{replicas}{plan.shard_degree}{split} {plan.device} rank{'s' if plan.world_size > 1 else ''}, "
         f"{plan.precision.param} compute; "
         f"{plan.run.train.global_batch} × {plan.run.data.sequence_length} tokens a step{accumulated}\n"
         f"{in_fp8}{job.data.describe()}"
@@ -276,7 +250,7 @@ def _train_steps(job: _TrainJob) -> bool:
 
 def _iterate_and_record_steps(job: _TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
-    metered = min(job.first_step + _METERED, job.plan.run.train.steps)
+    metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
     profiled = _profiled_step_indices(job)
     job.slowed = {metered, *profiled}
     while True:
@@ -300,7 +274,7 @@ def _iterate_and_record_steps(job: _TrainJob) -> bool:
             steps = _iterate_steps(job)
             continue
         _record_validate_and_save(job, step)
-        if step.stopping and step.index < job.plan.run.train.steps:
+        if step.stopping and step.index < job.plan.run.train.step_count:
             return True
 
 
@@ -322,6 +296,9 @@ def _try_roll_back(job: _TrainJob, step: Step) -> bool:
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
+    job.log.record_skip(step)
+    figures = {"loss": step.loss, "grad_norm": step.grad_norm}
+    job.log.record_event("rollback", step=step.index, details={"to_step": job.state.step, **figures})
     job.log.drop_steps_after(job.state.step)
     job.log.print_message(f"{met}; back to step {job.state.step}, and past the batches since")
     return True
@@ -331,7 +308,7 @@ def _profiled_step_indices(job: _TrainJob) -> range:
     """Returns the indices of the steps to profile; none, unless at least one more step follows them."""
     first = job.first_step + _PROFILED_FROM
     steps = range(first, first + job.plan.run.log.profile_steps)
-    return steps if steps.stop <= job.plan.run.train.steps else range(0)
+    return steps if steps.stop <= job.plan.run.train.step_count else range(0)
 
 
 def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
@@ -342,7 +319,7 @@ def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
     _record_last_step(job)
     job.unrecorded_compile_seconds = _report_compilation(job, step)
     job.last = job.unrecorded = step
-    train_section, last = job.plan.run.train, step.index == job.plan.run.train.steps
+    train_section, last = job.plan.run.train, step.index == job.plan.run.train.step_count
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
         job.validation = validation_loss(job.state.model, _iterate_validation_batches(job), loss=job.loss)
@@ -397,9 +374,9 @@ def _report_compilation(job: _TrainJob, step: Step) -> float:
 
 def _iterate_validation_batches(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
     """Yields the validation batches. Reports each one to the watchdog, for which it is progress."""
-    for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
+    for batch in job.data.validation(rank=job.plan.data_rank(job.ranks.rank), plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
-        yield batch
+        yield cut_sequences(batch, job.plan)
 
 
 def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
@@ -407,7 +384,9 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save_last(job.state)
     else:
-        job.log.print_message(f"all {job.plan.run.train.steps} steps are done already; nothing was trained")
+        job.log.print_message(
+            f"all {job.plan.run.train.step_count} steps are done already; nothing was trained"
+        )
     job.state.phase.enter(RunPhase.FINISHING)
     if interrupted:
         job.log.print_message(
@@ -426,6 +405,16 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
             saved = location_of(job.checkpoints.last, key_file=job.plan.run.checkpoint.key_file)
             export(saved, root / EXPORT)
             job.log.print_message(f"exported {root / EXPORT}")
+    _record_end(job, interrupted=interrupted)
+
+
+def _record_end(job: _TrainJob, *, interrupted: bool) -> None:
+    if interrupted:
+        job.log.record_event("stop", step=job.state.step, details={"saved": True})
+    else:
+        loss = None if job.last is None else job.last.loss
+        details = {"loss": loss, "validation_loss": job.validation}
+        job.log.record_event("end", step=job.state.step, details=details)
 
 
 def _sample_text_or_none(job: _TrainJob) -> str | None:
@@ -440,7 +429,8 @@ def _sample_text_or_none(job: _TrainJob) -> str | None:
     prompt = job.data.encode(SAMPLE_PROMPT)
     if not prompt:
         return None
-    tokens = generate(model, prompt, tokens=count, window=job.plan.run.data.sequence_length)
+    window, multiple = job.plan.run.data.sequence_length, job.plan.tensor_parallel
+    tokens = generate(model, prompt, tokens=count, window=window, multiple=multiple)
     return job.data.decode(tokens)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fullshard.errors import LaunchError
-from fullshard.launch.attempts import RankOutcome, RestartBudget
+from fullshard.launch.attempts import RankOutcome, RestartBudget, RestartOrEnd
 from fullshard.launch.environment import set_default_log_levels
+from fullshard.launch.event_log import LaunchEventLog
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import LaunchRequest
@@ -47,13 +48,14 @@ def run_attempts(request: LaunchRequest, *, ranks: int) -> int:
     set_default_log_levels(os.environ)
     attempts = RestartBudget(restarts=request.run.run.restarts)
     launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
+    events = LaunchEventLog(request.run.run.dir, own={"launch": launch})
     heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with record_signals(*heard) as signals, _silence_torchelastic_logs():
         while True:
             with temporary_private_directory() as directory:
                 request.save(directory)
                 agent = _build_local_agent(directory, ranks, launch=launch)
-                watch = _RankMonitor(agent, directory, signals=signals)
+                watch = _RankMonitor(agent, directory, signals=signals, events=events)
                 with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
                     ended = watch.run_until_ranks_end(thread)
             conclusion = attempts.decide_restart_or_end(
@@ -61,9 +63,21 @@ def run_attempts(request: LaunchRequest, *, ranks: int) -> int:
             )
             for text in conclusion.messages:
                 _print_to_stderr(text)
+            _record_conclusion(conclusion, events, attempts=attempts)
             if conclusion.exit_code is not None:
                 return conclusion.exit_code
             request = request.model_copy(update={"command_started": time.time()})
+
+
+def _record_conclusion(conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget) -> None:
+    """Records the failure of an attempt, its restart, or that its ranks were ended without time to save."""
+    if conclusion.fault is not None:
+        rank, failure = conclusion.fault
+        events.record_fault(failure, rank=rank)
+    elif conclusion.messages:
+        events.record("stop", {"saved": False})
+    if conclusion.exit_code is None:
+        events.record("restart", {"count": attempts.done, "allowed": attempts.restarts})
 
 
 def _build_local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
@@ -93,8 +107,16 @@ class _RankMonitor:
     the ranks.
     """
 
-    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: RecordedSignals) -> None:
+    def __init__(
+        self,
+        agent: "LocalElasticAgent",
+        directory: Path,
+        *,
+        signals: RecordedSignals,
+        events: LaunchEventLog,
+    ) -> None:
         self._agent = agent
+        self._events = events
         self._directory = directory
         self._ranks = agent.get_worker_group().spec.local_world_size
         self._signals = signals
@@ -141,6 +163,7 @@ class _RankMonitor:
         for pid in self._rank_pids().values():
             with suppress(ProcessLookupError):  # it has exited in the meantime
                 os.kill(pid, signal.SIGTERM)
+        self._events.record("signal", {"signal": number.name})
 
     def _sigkill_ranks(self) -> None:
         for rank, pid in self._rank_pids().items():

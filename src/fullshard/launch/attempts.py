@@ -47,10 +47,12 @@ class RestartOrEnd:
 
     messages: messages for standard error
     exit_code: exit code of the launch; None to restart the ranks
+    fault: number of the rank that failed first, and its failure; None if none failed of itself
     """
 
     messages: tuple[str, ...]
     exit_code: int | None
+    fault: tuple[int, FailureReport] | None = None
 
 
 @dataclass
@@ -83,7 +85,7 @@ class RestartBudget:
             return RestartOrEnd((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + interrupted_by)
         exit_code: int | None = failure.exit_code
         if not self.restarts:
-            return RestartOrEnd((text,), exit_code)
+            return RestartOrEnd((text,), exit_code, found)
         if self.done == self.restarts:
             said = f"not restarted: it was already, {self.restarts} times (run.restarts)"
         elif not can_restart_help(failure):
@@ -95,7 +97,7 @@ class RestartBudget:
             self.done += 1
             said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
             exit_code = None
-        return RestartOrEnd((text, said), exit_code)
+        return RestartOrEnd((text, said), exit_code, found)
 
 
 def can_restart_help(failure: FailureReport) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.launch.environment import prepare_rank_environment
+from fullshard.launch.event_log import OwnFaultRecorder
 from fullshard.launch.gc import freeze_imports_in_gc
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import LaunchRequest
@@ -49,7 +50,7 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
 
     try:
-        with _redirect_stdout_to_stderr():
+        with _redirect_stdout_to_stderr(), OwnFaultRecorder(request.run.run.dir):
             record(request.call_job)()
     except SystemExit:  # `call_job` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE

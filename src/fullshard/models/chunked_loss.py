@@ -8,6 +8,11 @@ same matmuls as whole logits. Gradients of parameters in half precision are summ
 [Note: a chunk stands for all]
 A trace (see `fullshard.tracing.trace`) runs one chunk and multiplies its work, so that its structure does not
 depend on the size of the microbatch. So no chunk is longer than a sequence, and all have as many rows.
+
+[Note: divided vocabulary]
+If the head's vocabulary is divided over ranks, each rank computes its own part of each chunk's logits. The
+softmax needs two sums over these ranks per chunk, of one number per row, and the loss one in all. Without
+chunks, all rows are one chunk.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -22,11 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from fullshard.distributed.vocabulary_part import VocabularyPart
 from fullshard.models.deferred_logits import (
     DeferredLogits,
     HeadCall,
     count_logits,
     defer_head,
+    find_divided_head,
     find_head,
     replace_forward,
 )
@@ -84,18 +91,19 @@ def chunked_cross_entropy(
     labels: int64 (microbatch, sequence), the token that each position predicts; -100 does not count
     weights: factors of the loss of each label, of the shape of `labels`; unset, 1
     chunk_rows: rows of logits computed at once, at most a sequence; 0 computes them whole. "auto" is 2,048
-        if the logits of a sequence take more than 64 MiB in fp32, else 0. In fp16 they are always whole,
-        because small gradients would vanish before they are scaled.
+        if a rank's logits of a sequence take more than 64 MiB in fp32, else 0. In fp16 they are always
+        whole, because small gradients would vanish before they are scaled.
     """
-    head, length = find_head(model) if chunk_rows else None, labels.shape[-1]
+    head, length = find_head(model), labels.shape[-1]
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
+    divided = None if head is None else find_divided_head(head)
     if head is not None and chunk_rows == "auto":
-        worthwhile = 4 * length * count_logits(head) > _WORTHWHILE_BYTES
-        chunk_rows = AUTO_ROWS if worthwhile else 0
-    if head is None or not chunk_rows:
+        count = count_logits(head) if divided is None else divided.part.largest
+        chunk_rows = AUTO_ROWS if 4 * length * count > _WORTHWHILE_BYTES else 0
+    if head is None or not (chunk_rows or divided):
         output = call()
         return _whole_loss(getattr(output, "logits", output), targets), output
-    rows = min(int(chunk_rows), length)
+    rows = min(int(chunk_rows), length) if chunk_rows else labels.numel()
     finish = partial(_call_head_for_loss, targets=targets, rows=rows)
     with defer_head(model, head, finish=finish) as found:
         call()
@@ -128,13 +136,15 @@ def _whole_loss(logits: Tensor, targets: _Targets) -> Tensor:
 def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tensor:
     """Calls the head as a module, so that its hooks run, with the loss in place of its forward."""
     head, forward = call.head, call.head.forward
+    divided = find_divided_head(head)
 
     def compute_loss(hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float16:
             return _whole_loss(call.apply_steps(forward(hidden)), targets)
         own = [parameter for parameter in head.parameters() if parameter.requires_grad]
         trained = dict.fromkeys((*own, *call.trained))
-        work = _ChunkWork(lambda chunk: call.apply_steps(forward(chunk)), targets, rows)
+        logits_of, part = (forward, None) if divided is None else (divided.forward, divided.part)
+        work = _ChunkWork(lambda chunk: call.apply_steps(logits_of(chunk)), targets, rows, part)
         return _ChunkedCrossEntropy.apply(work, hidden, *trained)
 
     with replace_forward(head, compute_loss):
@@ -142,11 +152,15 @@ def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tens
 
 
 class _ChunkWork(NamedTuple):
-    """Inputs of a chunked loss that have no gradient: how to compute logits, labels, rows of a chunk."""
+    """Inputs of a chunked loss that have no gradient: how to compute logits, labels, rows of a chunk.
+
+    part: this rank's part of the vocabulary; None for all. See [Note: divided vocabulary].
+    """
 
     logits_of: Callable[[Tensor], Tensor]
     targets: _Targets
     rows: int
+    part: VocabularyPart | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -166,7 +180,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(bool(inputs)):
                 logits = work.logits_of(chunk)
             edge = get_gradient_edge(logits) if inputs else None
-            loss, gradient = _loss_and_gradient(logits, work.targets.rows(part), wanted=bool(inputs))
+            targets = work.targets.rows(part)
+            loss, gradient = _loss_and_gradient(logits, targets, part=work.part, wanted=bool(inputs))
             total += loss
             del logits
             if edge is None:
@@ -178,6 +193,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     hidden_gradient[part] = found.pop(0)
                 while found:  # each is freed once it is added
                     sums[-len(found)] += found.pop(0)
+        if work.part is not None:
+            work.part.sum_over_parts(total)
         ctx.gradients = _in_dtypes_of(needed, sums)
         if hidden_gradient is not None:
             ctx.gradients.insert(0, hidden_gradient.view_as(hidden))
@@ -202,18 +219,28 @@ def _loss_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _loss_and_gradient(logits: Tensor, targets: _Targets, *, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the summed loss, and if `wanted`, its gradient of the logits (rows, vocabulary)."""
+def _loss_and_gradient(
+    logits: Tensor, targets: _Targets, *, part: VocabularyPart | None, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the summed loss, and if `wanted`, its gradient of the logits (rows, vocabulary or `part`).
+
+    With `part`, the loss is the sum over the labels in this part.
+    """
     labels, weights = targets
-    counted = labels != IGNORED_LABEL
-    target = torch.where(counted, labels, 0).unsqueeze(1)
-    log_softmax = torch.log_softmax(logits.detach(), dim=-1, dtype=_loss_dtype(logits))
-    each = torch.where(counted, log_softmax.gather(1, target).squeeze(1), 0.0)
+    counted = here = labels != IGNORED_LABEL
+    if part is None:
+        target = torch.where(counted, labels, 0).unsqueeze(1)
+        log_softmax = torch.log_softmax(logits.detach(), dim=-1, dtype=_loss_dtype(logits))
+    else:
+        tokens, here = part.local_tokens(labels)
+        target = tokens.unsqueeze(1)
+        log_softmax = part.log_softmax(logits, dtype=_loss_dtype(logits))
+    each = torch.where(here, log_softmax.gather(1, target).squeeze(1), 0.0)
     total = -(each if weights is None else each * weights).sum()
     if not wanted:
         return total, None
     softmax = log_softmax.exp_()
-    softmax.scatter_add_(1, target, softmax.new_full((1, 1), -1.0).expand_as(target))
+    softmax.scatter_add_(1, target, here.unsqueeze(1).to(softmax.dtype).neg_())
     softmax.masked_fill_(~counted.unsqueeze(1), 0.0)
     if weights is not None:
         softmax.mul_(weights.unsqueeze(1))

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.models.context_attention import ContextParallel
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.spec.model_section import DecoderConfig
 
@@ -46,7 +47,12 @@ class RotateByPosition(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with fewer key/value heads than query heads. GQA: arXiv:2305.13245."""
+    """Causal self-attention with fewer key/value heads than query heads. GQA: arXiv:2305.13245.
+
+    context: how attention reaches the keys of other ranks; None if each rank has whole sequences
+    """
+
+    context: ContextParallel | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -65,7 +71,12 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         q, k = rotary(q, positions), rotary(k, positions)
-        return self.output(attend_causally(QueryKeyValue(q, k, v), mask).flatten(2))
+        inputs = QueryKeyValue(q, k, v)
+        if self.context is None:
+            y = attend_causally(inputs, mask)
+        else:
+            y = self.context.attend_causally(inputs, mask, training=self.training)
+        return self.output(y.flatten(2))
 
 
 class FeedForward(nn.Module):

@@ -23,7 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
+from fullshard.distributed.vocabulary_part import VocabularyPart
+
 Step = Callable[[Tensor], Tensor]
+_DIVIDED = "_fullshard_divided_head"
 
 
 class WholeLogitsWarning(UserWarning):
@@ -165,6 +168,24 @@ class _StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stands_for"], name)
+
+
+@dataclass(frozen=True)
+class DividedHead:
+    """A head whose vocabulary is divided over ranks. `forward` computes this rank's part of the logits."""
+
+    part: VocabularyPart
+    forward: Callable[[Tensor], Tensor]
+
+
+def set_divided_head(head: nn.Module, divided: DividedHead) -> None:
+    """Marks `head`, so that losses can do without whole logits. Its own forward returns whole logits."""
+    head.__dict__[_DIVIDED] = divided
+
+
+def find_divided_head(head: nn.Module) -> DividedHead | None:
+    """Returns how the vocabulary of `head` is divided; None if it is not."""
+    return head.__dict__.get(_DIVIDED)
 
 
 def count_logits(head: nn.Module) -> int:

@@ -9,12 +9,14 @@ arithmetic on their ends, so that the host never waits for the device.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullshard.distributed.sequence_parts import bounds_of_documents
 from fullshard.models.document_attention_cpu import attend_document_by_document
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -41,11 +43,15 @@ def document_bounds(ends: Tensor, *, sequence_length: int) -> Tensor | None:
     """
     if ends.is_cuda and not _has_varlen_kernel(ends.device):
         return None
-    rows = torch.arange(len(ends), device=ends.device, dtype=torch.int32) * sequence_length
-    bounds = F.pad((ends + rows[:, None]).flatten(), (1, 0)).view(1, 1, 1, -1)
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.maybe_mark_dynamic(bounds, 3)  # compiled blocks are not compiled again for another size
+    bounds = bounds_of_documents(ends, sequence_length=sequence_length)
+    mark_size_as_dynamic(bounds)
     return bounds
+
+
+def mark_size_as_dynamic(bounds: Tensor) -> None:
+    """Keeps compiled blocks from being compiled again for another number of documents."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.maybe_mark_dynamic(bounds, 3)
 
 
 def is_document_bounds(mask: Tensor) -> bool:
@@ -66,13 +72,20 @@ def attend_causally(inputs: QueryKeyValue, mask: Tensor | None) -> Tensor:
 
 
 def attend_within_documents(
-    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None = None, window: int | None = None
+    inputs: QueryKeyValue,
+    bounds: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    begins: Sequence[int] = (0,),
 ) -> Tensor:
-    """Returns causal attention within documents, (batch, sequence, heads, head_dim).
+    """Returns causal attention within documents, (batch, queries, heads, head_dim).
 
     bounds: see [Note: document bounds]
     scale: factor of the scores; unset, 1 / sqrt(head_dim)
     window: number of last tokens that a token attends to, itself included; unset, all of its document
+    begins: where each of as many equal pieces of the queries begins in its row; by default the queries are
+        those of whole rows, as the keys are
 
     On the CPU, attention is computed document by document. A GPU computes it in
     `torch.nn.attention.varlen.varlen_attn`, in half precision and up to 256 channels, and otherwise with a
@@ -83,33 +96,55 @@ def attend_within_documents(
     if missing > 0:  # the kernels take one head_dim; latent attention (MLA) has narrower values
         inputs = inputs._replace(value=F.pad(value, (0, missing)))
     if query.is_cuda:
-        y = attend_on_cuda(inputs, bounds, scale=scale, window=window)
+        y = attend_on_cuda(inputs, bounds, scale=scale, window=window, begins=begins)
     elif missing < 0:
-        y = _attend_with_mask(inputs, bounds, scale=scale, window=window)
+        y = _attend_with_mask(inputs, bounds, scale=scale, window=window, begins=begins)
     else:
-        y = attend_document_by_document(*inputs, bounds, scale, window)[0]
+        y = attend_document_by_document(*inputs, bounds, scale, window, list(begins))[0]
     return y[..., :channels]
 
 
 def attend_on_cuda(
-    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None
+    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None, begins: Sequence[int]
 ) -> Tensor:
     """Computes `attend_within_documents` by the operations that a GPU uses."""
-    rows, _, length, channels = inputs.query.shape
-    fits = channels == inputs.value.shape[-1] <= _MOST_FLASH_CHANNELS and channels % 8 == 0
+    channels = inputs.key.shape[-1]
+    fits = inputs.query.shape[-1] == inputs.value.shape[-1] <= _MOST_FLASH_CHANNELS and channels % 8 == 0
     if inputs.query.dtype not in _HALF or not fits:
-        return _attend_with_mask(inputs, bounds, scale=scale, window=window)
+        return _attend_with_mask(inputs, bounds, scale=scale, window=window, begins=begins)
+    return attend_with_varlen_kernel(inputs, bounds, scale=scale, window=window, begins=begins)
+
+
+def attend_with_varlen_kernel(
+    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None, begins: Sequence[int]
+) -> Tensor:
+    """Computes `attend_within_documents` by torch's flash attention of sequences of any length."""
     from torch.nn.attention.varlen import varlen_attn  # it imports the compiler
 
-    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in inputs)  # (tokens, heads, head_dim)
+    rows, _, length, _ = inputs.key.shape
     options: dict[str, Any] = {}
     if inputs.is_grouped and "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
         options["enable_gqa"] = True  # older releases read it off the shapes
-    ends, seen = bounds.flatten(), (-1 if window is None else window - 1, 0)
-    y: Any = varlen_attn(
-        query, key, value, ends, ends, length, length, scale=scale, window_size=seen, **options
-    )
-    return y.unflatten(0, (rows, length))
+    seen, ends = (-1 if window is None else window - 1, 0), bounds.flatten()
+    pieces: list[Tensor] = []
+    for begin, own in zip(begins, inputs.query.chunk(len(begins), dim=2), strict=True):
+        count = own.shape[2]
+        needed = (own, *(one[:, :, : begin + count] for one in inputs[1:]))
+        query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in needed)  # (tokens, heads, head_dim)
+        places = ends, ends
+        if len(begins) > 1 or count < length:
+            # How many of the piece's queries, and of its keys, come before the end of each document. A
+            # causal kernel aligns the last query of a document with its last key.
+            row, place = ends // length, ends % length
+            places = (
+                row * count + (place - begin).clamp(0, count),
+                row * (begin + count) + place.clamp(max=begin + count),
+            )
+        y: Any = varlen_attn(
+            query, key, value, *places, count, begin + count, scale=scale, window_size=seen, **options
+        )
+        pieces.append(y.unflatten(0, (rows, count)))
+    return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
 
 
 def square_mask(bounds: Tensor, *, rows: int, length: int, window: int | None = None) -> Tensor:
@@ -139,10 +174,21 @@ def _has_varlen_kernel(device: torch.device) -> bool:
 
 
 def _attend_with_mask(
-    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None
+    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None, begins: Sequence[int]
 ) -> Tensor:
-    rows, _, length, _ = inputs.query.shape
+    rows, _, length, _ = inputs.key.shape
     mask = square_mask(bounds, rows=rows, length=length, window=window)
     return F.scaled_dot_product_attention(
-        *inputs, attn_mask=mask, scale=scale, enable_gqa=inputs.is_grouped
+        *inputs,
+        attn_mask=mask_of_queries(mask, begins=begins, queries=inputs.query.shape[2]),
+        scale=scale,
+        enable_gqa=inputs.is_grouped,
     ).transpose(1, 2)
+
+
+def mask_of_queries(mask: Tensor, *, begins: Sequence[int], queries: int) -> Tensor:
+    """Returns the rows of a square mask (…, length, length) for pieces of queries, (…, queries, length)."""
+    if queries == mask.shape[-2]:
+        return mask
+    each = queries // len(begins)
+    return torch.cat([mask[..., begin : begin + each, :] for begin in begins], dim=-2)

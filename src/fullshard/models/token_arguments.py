@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.distributed.sequence_parts import positions_within_documents
 from fullshard.errors import TrainError
-from fullshard.models.document_attention import avoid_nan_of_cudnn, document_bounds
-from fullshard.models.document_attention_hf import DOCUMENT_ATTENTION
+from fullshard.models.document_attention import (
+    avoid_nan_of_cudnn,
+    document_bounds,
+    mark_size_as_dynamic,
+)
+from fullshard.models.document_attention_hf import uses_document_attention
 
 
 def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -18,6 +23,7 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
 
     batch["positions"], batch["documents"]: int64 (microbatch, sequence)
     batch["document_ends"]: optional, int32 (microbatch, documents), see `document_bounds`
+    batch["document_bounds"]: of whole sequences, in a batch of parts of sequences, see `SequencePart`
 
     A transformers model gets `position_ids`, and a mask in the form of its attention. Any other model gets
     `positions`, `documents`, and `document_bounds` if its `forward` accepts them. Raises TrainError if it
@@ -28,7 +34,11 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
         return {}
     tokens = batch["tokens"]
     avoid_nan_of_cudnn(tokens.device, sequence_length=tokens.shape[1])
-    bounds = None if ends is None else document_bounds(ends, sequence_length=tokens.shape[1])
+    bounds = batch.get("document_bounds")
+    if bounds is not None:
+        mark_size_as_dynamic(bounds)
+    elif ends is not None:
+        bounds = document_bounds(ends, sequence_length=tokens.shape[1])
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         given = {"positions": positions, "documents": documents}
@@ -40,12 +50,12 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
     if documents is None:
         documents = torch.zeros_like(tokens)  # else the model infers documents from restarting positions
     if positions is None:
-        positions = _positions_within_documents(documents)
+        positions = positions_within_documents(documents)
     attention = str(getattr(config, "_attn_implementation", "eager"))
     if attention.startswith("flash"):  # finds the documents by restarting positions
-        arguments = {"position_ids": _positions_within_documents(documents)}
-    elif attention == DOCUMENT_ATTENTION and bounds is not None:
-        _windows_by_layer_kind(config)  # refuses layers that are not attention
+        arguments = {"position_ids": positions_within_documents(documents)}
+    elif uses_document_attention(config) and bounds is not None:
+        windows_by_layer_kind(config)  # refuses layers that are not attention
         arguments = {"position_ids": positions, "attention_mask": bounds}
     else:
         masks = _attention_masks_by_layer_kind(config, documents, attention=attention)
@@ -66,24 +76,16 @@ def _check_forward_accepts(model: nn.Module, arguments: Mapping[str, Any]) -> No
         )
 
 
-def _positions_within_documents(documents: Tensor) -> Tensor:
-    """Returns (batch, sequence): for each token, the number of earlier tokens of its document."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
-
-
 def _attention_masks_by_layer_kind(config: Any, documents: Tensor, *, attention: str) -> Any:
     """Returns one mask for all layers, or a dict with one mask per kind of layer, as the models expect."""
     masks = {
         kind: _document_attention_mask(documents, attention=attention, window=window)
-        for kind, window in _windows_by_layer_kind(config).items()
+        for kind, window in windows_by_layer_kind(config).items()
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _windows_by_layer_kind(config: Any) -> dict[str, int | None]:
+def windows_by_layer_kind(config: Any) -> dict[str, int | None]:
     """Returns the sliding window of each kind of layer, None for no window. Raises TrainError for others."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())

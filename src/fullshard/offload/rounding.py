@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard.offload.philox import RoundingSeed, random_halfwords
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
@@ -111,8 +111,11 @@ def _has_triton() -> bool:
 
 
 def shard_index(parameter: Tensor) -> int:
-    """Returns the rank's index along the mesh axis that shards the parameter, or 0 if none does."""
+    """Returns the rank's index among those that hold other parts of the parameter, or 0 if none do."""
     if not isinstance(parameter, DTensor):
         return 0
-    axes = (axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
-    return next((parameter.device_mesh.get_local_rank(axis) for axis in axes), 0)
+    mesh, index = parameter.device_mesh, 0
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():  # FSDP2's `_StridedShard` is not a Shard
+            index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+    return index

@@ -156,9 +156,12 @@ def _loss_lever(plan: Plan) -> Lever | None:
     tight = needed > prediction.capacity_bytes / 2
     if plan.run.train.loss_chunk != 0 or not tight or logits < 4 * NOTABLE * needed:
         return None
-    change = 'train.loss_chunk = "auto"'
-    text = f"{change}: the logits are {100 * logits / needed:.0f} % of the memory ({format_bytes(logits)})"
-    return Lever(change=change, gain=logits / needed, text=text)
+    share = f"{100 * logits / needed:.0f} % of the memory ({format_bytes(logits)})"
+    change, text = 'train.loss_chunk = "auto"', f"the logits are {share}"
+    if plan.run.train.loss is not None:
+        change = "fullshard.chunked_cross_entropy in train.loss"
+        text = f"{text} as its operations run eagerly; a compiled or fused loss holds fewer"
+    return Lever(change=change, gain=logits / needed, text=f"{change}: {text}")
 
 
 def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tuple[str, Run, Hardware]]:

@@ -51,6 +51,9 @@ class CandidateCosts:
         """Lists the candidates of `run` with their bounds on time. Raises PlanError if there are none."""
         if run.train.loss_chunk == "auto":  # a plan says what was traced
             run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
+        if run.sharding.context_parallel == "auto":
+            traced = {"context_parallel": spec.context_parallel, "context_method": spec.context_method}
+            run = run_with_settings(run, {"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = usable_bytes(hardware, run)
@@ -158,7 +161,7 @@ def step_seconds_with_startup(plan: Plan) -> float:
 
 
 def _steps_that_share_compiling(run: Run) -> int:
-    return run.plan.compile_steps or run.train.steps
+    return run.plan.compile_steps or run.train.step_count
 
 
 def require_prediction(plan: Plan) -> Prediction:
@@ -213,7 +216,7 @@ def attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTer
         flops_per_token=spec.flops_per_token or None,
         mfu=mfu,
         compile_seconds=COMPILE_SECONDS if plan.run.run.compile is True else 0.0,
-        is_calibrated=hardware.is_calibrated,
+        calibration=hardware.calibration,
     )
     return plan.model_copy(update={"prediction": prediction})
 

@@ -52,8 +52,8 @@ class ShardingChoice(NamedTuple):
     @property
     def frees_parameters_after_forward(self) -> bool:
         """True if unsharded parameters are freed after forward, by the rule of `Plan.from_run`."""
-        keeping = (Strategy.ZERO1, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
-        return self.reshard_after_forward is not None or self.strategy not in keeping
+        freeing = (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+        return self.reshard_after_forward is not None or self.strategy in freeing
 
 
 class MicrobatchSplit(NamedTuple):
@@ -132,7 +132,7 @@ def _iterate_for_target(
     sizes = {trace.microbatch for trace in spec.traces}  # None: any size
     for mesh in meshes:
         prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
-        batches = list(_iterate_microbatch_splits(run, mesh, world=world))
+        batches = list(_iterate_microbatch_splits(run, mesh, groups=world // run.sharding.context_degree))
         traced = [one for one in batches if not sizes.isdisjoint((None, one.microbatch))]
         for batch in traced or batches:
             double = _is_duplicate(run, mesh, batch=batch, world=world)
@@ -219,8 +219,8 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
-    if section.strategy != "auto" or run.precision.mode == "fp8":
-        return  # a named strategy is taken literally; FSDP2 gathers fp8 from all ranks' shards only
+    if section.strategy != "auto" or run.precision.mode == "fp8" or section.tensor_parallel > 1:
+        return  # a named strategy is taken literally; FSDP2 gathers fp8 and split parameters from all ranks
     for mesh in freeing:
         inner = _group_sizes(mesh.shard_degree, node=node)
         yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)
@@ -232,13 +232,14 @@ def _group_sizes(ranks: int, *, node: int) -> list[int]:
     return [size for size in sizes if size % node == 0 or node % size == 0]
 
 
-def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, world: int) -> Iterator[MicrobatchSplit]:
-    each_rank = run.train.global_batch // world
-    sizes = divisors_largest_first(each_rank) if run.train.microbatch is None else [run.train.microbatch]
+def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, groups: int) -> Iterator[MicrobatchSplit]:
+    """Yields the divisions of the sequences of one of `groups` ranks, or groups of ranks that share them."""
+    own = run.train.global_batch // groups
+    sizes = divisors_largest_first(own) if run.train.microbatch is None else [run.train.microbatch]
     if run.optimizer.in_backward:  # supports only one microbatch per step
-        sizes = [each_rank]
+        sizes = [own]
     for microbatch in sizes:
-        accumulation = each_rank // microbatch
+        accumulation = own // microbatch
         for sync in _gradient_sync_choices(run, mesh, accumulation=accumulation):
             yield MicrobatchSplit(microbatch, accumulation, sync)
 

@@ -74,7 +74,7 @@ def largest_fitting_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run)
     Nothing is offloaded, unless `run` pins an offload target.
     """
     run = _run_without_chosen_offload(run)
-    each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
+    each_rank = run.train.global_batch // (hardware.world_size // run.sharding.ranks_per_sequence or 1)
     for microbatch in divisors_largest_first(each_rank) if each_rank else []:
         best = search(spec, hardware, run_with_settings(run, {"train": {"microbatch": microbatch}})).best
         if best is not None:
@@ -125,7 +125,7 @@ def _list_node_and_rank_counts(hardware: Hardware, run: Run, *, most_nodes: int)
     most = most_nodes if hardware.across is not None else 1
     sizes = [(1, ranks) for ranks in sorted(divisors_largest_first(per_node))]
     sizes += [(nodes, per_node) for nodes in range(2, most + 1)]
-    at_once, split = run.train.microbatch or 1, run.sharding.tensor_parallel
+    at_once, split = run.train.microbatch or 1, run.sharding.ranks_per_sequence
     whole = [(nodes, ranks) for nodes, ranks in sizes if nodes * ranks % split == 0]
     return [(nodes, ranks) for nodes, ranks in whole if batch % (nodes * ranks // split * at_once) == 0]
 

@@ -136,7 +136,7 @@ def _binding_limit_and_reason(
         "reduce-scatter": time.exposed_reduce_scatter,
         "all-reduce": time.exposed_all_reduce,
         "contention with collectives": time.contention,
-        "ranks that share matmuls": time.tensor_parallel,
+        "ranks that share matmuls or sequences": time.model_parallel,
     }
     if sum(waits.values()) > NOTABLE * total:
         name, longest = max(waits.items(), key=lambda one: one[1])

@@ -206,9 +206,13 @@ class GradientMemoryReplay:
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
+        if size.bucket:
+            # Added to the bucket; cast at the end of backward, if it is not of the master dtype.
+            is_cast = last and size.gradient != size.reduce_output
+            ledger.unfinished += size.gradient if is_cast else 0
+            return
         unsharded = size.unsharded_reduction
-        keeps = unsharded is not None and size.replicate_degree > 1  # no sums of reduced microbatches
-        if not last and (keeps or not self.plan.sync_each_microbatch):
+        if not last and not self.plan.sync_each_microbatch:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             return
         if unsharded is not None:
@@ -242,7 +246,7 @@ class GradientMemoryReplay:
         self.ledger.update_peaks(live)
 
     def _reduce_unsharded(self, index: int, live: LiveBytes, *, fresh: int, how: UnshardedReduction) -> None:
-        """Replays the reduction of a unit that is not sharded."""
+        """Replays the reduction of a unit that is not sharded and has no bucket."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         taken = live._replace(gradients=live.gradients - fresh)
         if not size.trained_parameters:
@@ -250,7 +254,7 @@ class GradientMemoryReplay:
         if unit.whole and fresh:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             live = taken
-        extra = how.packing_kept if unit.whole else how.packing
+        extra = 0 if unit.whole else how.packing
         ledger.in_flight += extra
         ledger.update_peaks(live)
         ledger.in_flight -= extra
@@ -259,11 +263,6 @@ class GradientMemoryReplay:
         is_new = not unit.has_gradient
         unit.has_gradient = True
         ledger.reduced += size.reduce_output
-        if not how.is_immediate and size.gradient != size.reduce_output:
-            ledger.chunks += size.reduce_output
-            ledger.unfinished += size.gradient
-            ledger.update_peaks(taken)
-            return
         ledger.reduced += how.finishing
         ledger.update_peaks(taken)
         ledger.reduced -= how.finishing + size.reduce_output

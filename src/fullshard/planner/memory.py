@@ -19,13 +19,14 @@ reduce        a unit's gradients are copied into one buffer of R bytes (in the r
               buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
               until the end of backward, beside its cast.
 not sharded   units of shard degree 1 are used and reduced without these copies, as
-              `sharding.unsharded_units` says: nothing is allocated for parameters that need no cast, and
-              the buffer, or over one replica autograd's gradients, becomes the gradients of the shards.
+              `sharding.unsharded_units` says: nothing is allocated for parameters that need no cast.
+              Gradients of all microbatches are added up in buckets, which are allocated all the time and
+              become the gradients of the shards. Over one replica, autograd's gradients become those.
 without sync  gradients stay unsharded, in the reduce dtype, until the last microbatch.
 in backward   with `optimizer.in_backward` a unit is updated once it is reduced; its gradients are freed.
 
 Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's are replaced
-(`sharding.collectives`). The random state that recompute saves for each block (5,056 bytes on the
+(`distributed.collectives`). The random state that recompute saves for each block (5,056 bytes on the
 CPU) is not counted.
 """
 
@@ -54,7 +55,8 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
     # between are equal, so one represents them.
     for index in range(min(plan.accumulation, 3)):
         last = index == min(plan.accumulation, 3) - 1
-        adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
+        adds = index > 0 and not (plan.sync_each_microbatch or replay.adds_to_buckets)
+        adds = adds and bool(replay.trace.accumulating)
         replay.replay_microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
     return replay.replay_update_and_return_peak()
 
@@ -101,7 +103,10 @@ class _StepMemoryReplay:
         on_compute = plan.world_size == 1 and all(size.unsharded_reduction is not None for size in sizes)
         self.ledger = MemoryLedger(reduces_on_compute_stream=on_compute)
         self.gathering = UnshardMemoryReplay(sizes, self.ledger, section=section, by_position=order)
+        self.ledger.gradients = sum(self.kinds[kind].bucket for kind in spec.first_identical_unit_indices)
         self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
+        # Then no gradient of autograd waits for a later microbatch.
+        self.adds_to_buckets = all(size.bucket for size in sizes if size.trained)
         self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
 
     def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:

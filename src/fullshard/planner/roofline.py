@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import Kernel, TracePhase
+from fullshard.spec.model import Kernel, KernelKind, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -18,6 +18,9 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
     "bf16": ("bf16", "fp16", "tf32", "fp32"),
     "fp16": ("fp16", "bf16", "tf32", "fp32"),
 }
+
+
+COLLECTIVE_KINDS: tuple[KernelKind, ...] = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 class PhaseSecondsAndLaunches(NamedTuple):
@@ -34,8 +37,10 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
 
     The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
     that tensor cores cannot load in vectors. Elementwise launches count bytes only.
-    `split`: number of ranks that share the work.
+    Collectives take none here: see `planner.context_parallel`. `split`: number of ranks that share the work.
     """
+    if kernel.kind in COLLECTIVE_KINDS:
+        return 0.0
     moved = memory_seconds(kernel.bytes.value_at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
         return moved

@@ -256,6 +256,7 @@ def format_plan(plan: Plan) -> str:
         f"recompute={plan.run.recompute.mode}, prefetch={prefetch.mode}{depth}"
         + (", compiled" if plan.run.run.compile is True else "")
         + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
+        + (f", context_parallel={plan.context_parallel}" if plan.context_parallel > 1 else "")
         + (f", offload={plan.run.offload.tier}" if plan.run.offload.offloads_optimizer else "")
     )
 
@@ -325,7 +326,7 @@ def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str
         more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
         if more.across is None:  # without a link between nodes, add ranks to the one node
             more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)
-        ranks = more.world_size // run.sharding.tensor_parallel
+        ranks = more.world_size // run.sharding.ranks_per_sequence
         batch = -(-run.train.global_batch // ranks) * ranks
         wider = run_with_settings(run, {"train": {"global_batch": batch}})
         divides = batch % (ranks * (run.train.microbatch or 1)) == 0

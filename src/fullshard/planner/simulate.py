@@ -322,17 +322,19 @@ def simulate_second_step(  # signature: as `StepSimulation`
     *,
     works: tuple[MicrobatchWork, MicrobatchWork],
     accumulation: int,
+    simulation: type[StepSimulation] = StepSimulation,
 ) -> None:
     """Simulates a step after an equal one, so that frozen shards are still in the host's buffers.
 
-    `works`: the work of the first microbatch, and of each later one.
+    works: the work of the first microbatch, and of each later one
+    simulation: the class that simulates the step
     """
     found = BufferedUnits()
     if any(cost.frozen_on_disk for cost in costs):
         before = StepSimulation(replace(streams), costs, policy)
         before.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
         found.frozen += before.in_buffers.frozen
-    last = StepSimulation(streams, costs, policy, in_buffers=found)
+    last = simulation(streams, costs, policy, in_buffers=found)
     last.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
 
 

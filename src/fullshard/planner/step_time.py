@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group_layout
+from fullshard.planner.context_parallel import context_seconds_by_phase
 from fullshard.planner.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -38,7 +39,12 @@ from fullshard.planner.offload import (
 )
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.schedule import build_schedule
-from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, simulate_second_step
+from fullshard.planner.simulate import (
+    EventOrderSettings,
+    MicrobatchWork,
+    StepSimulation,
+    simulate_second_step,
+)
 from fullshard.planner.streams import StreamClocks
 from fullshard.planner.tensor_parallel import tp_seconds_by_phase
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
@@ -101,11 +107,16 @@ WorkKey = tuple[int, int, bool, int]
 
 @dataclass
 class StepTimePredictor:
-    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`."""
+    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`.
+
+    clocks, simulation: classes that simulate a step; `planner.spans` has some that record it
+    """
 
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
+    clocks: type[StreamClocks] = StreamClocks
+    simulation: type[StepSimulation] = StepSimulation
     _work: dict[WorkKey, MicrobatchWork] = field(default_factory=dict[WorkKey, MicrobatchWork])
     _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
 
@@ -118,11 +129,11 @@ class StepTimePredictor:
     def predict_time(self, plan: Plan) -> TimeTerms:
         """Returns the predicted seconds of one step of `plan`, term by term."""
         units = self.unit_costs(plan)
-        slow = self._simulate_streams(plan, units=units)
+        slow = self.simulate_streams(plan, units=units)
         if units.norm is None and not has_activation_copies(units.trace.phases):
             return self._time_terms(plan, slow)
         fast = units._replace(costs=units.without_host, norm=None, ahead=0)
-        streams = self._simulate_streams(plan, units=fast, moves_nothing=True)
+        streams = self.simulate_streams(plan, units=fast, moves_nothing=True)
         terms = self._time_terms(plan, streams)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
         end = max(slow.compute, self._host_busy_ticks(plan, shards_read=slow.shards_read).disk)
@@ -136,7 +147,7 @@ class StepTimePredictor:
         if units.norm is None:
             return None
         reads = plan.run.offload.is_on_drive and plan.run.offload.offloads_parameters
-        shards_read = self._simulate_streams(plan, units=units).shards_read if reads else 0
+        shards_read = self.simulate_streams(plan, units=units).shards_read if reads else 0
         return predict_offload_terms(
             plan,
             list(zip(units.sizes, units.counts, strict=True)),
@@ -154,8 +165,9 @@ class StepTimePredictor:
         turns = self._microbatch_work(plan, trace, adds=False).program.repeats
         return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
-    def _simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
-        streams = StreamClocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
+    def simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
+        """Returns the streams at the end of a step's last backward. `moves_nothing`: no activations."""
+        streams = self.clocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
         policy = EventOrderSettings(
             prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,
@@ -169,7 +181,8 @@ class StepTimePredictor:
         works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        simulate_second_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
+        again, kind = plan.accumulation, self.simulation
+        simulate_second_step(streams, units.costs, policy, works=works, accumulation=again, simulation=kind)
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
@@ -259,7 +272,8 @@ class StepTimePredictor:
             program = build_schedule(self.spec, trace, phases=phases)
             firsts = program.first_model_unit_per_traced
             axis = tp_seconds_by_phase(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
-            sent = tuple(map(to_ticks, axis))
+            shared = context_seconds_by_phase(self.spec, phases, plan=plan, hardware=self.hardware)
+            sent = tuple(to_ticks(one + other) for one, other in zip(axis, shared, strict=True))
             lengths = tuple(
                 (to_ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)
@@ -318,7 +332,7 @@ class StepTimePredictor:
 
     def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:
         units = self.unit_costs(plan)
-        sent = _sum_tensor_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
+        sent = _sum_model_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
         recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
@@ -333,7 +347,7 @@ class StepTimePredictor:
             exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / TICKS,
             engine=streams.copied / TICKS,
             contention=self.hardware.contention * overlapped / TICKS,
-            tensor_parallel=sent / TICKS,
+            model_parallel=sent / TICKS,
             optimizer=units.update / TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
@@ -379,15 +393,15 @@ def _update_accesses_per_element(plan: Plan) -> float:
 
 
 def _sum_compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
-    """Returns the ticks of all phases of a microbatch, without tensor-parallel collectives."""
+    """Returns the ticks of all phases of a microbatch, without those of `MicrobatchWork.sent`."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
         for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.repeats, strict=True)
     )
 
 
-def _sum_tensor_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
-    """Returns the ticks per step in which computing waits for tensor-parallel collectives."""
+def _sum_model_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
+    """Returns the ticks per step in which computing waits for ranks that share matmuls or sequences."""
     return sum(
         sent * turns * times
         for work, times in zip(works, (1, accumulation - 1), strict=True)

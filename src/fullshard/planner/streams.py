@@ -39,6 +39,7 @@ from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.groups import UNIT_BUFFERS
 
 Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
+HostStream = Literal["disk", "updating", "host_in", "host_out", "host_sum"]
 
 
 @dataclass(slots=True)
@@ -167,9 +168,18 @@ class StreamClocks:
         if waits:
             self.stall_compute_until(self.activation_copy, "host")
         if out:
-            self.activation_copy = self.host_out = max(self.host_out, self.compute) + out
+            self.activation_copy = self.run_on_stream("host_out", out, after=self.compute)
         if back:
-            self.activation_copy = self.host_in = max(self.host_in, self.compute) + back
+            self.activation_copy = self.run_on_stream("host_in", back, after=self.compute)
+
+    def run_on_stream(self, stream: HostStream, length: int, *, after: int) -> int:
+        """Runs `length` ticks of work on a stream of the host or the drive, and returns when it ends.
+
+        The work starts after the stream's queued work, and not before tick `after`.
+        """
+        end = max(getattr(self, stream), after) + length
+        setattr(self, stream, end)
+        return end
 
     def copy_on_reduce_stream(self, length: int) -> None:
         """Runs a copy on the reduce-scatter stream, after the compute stream's queued work."""
@@ -236,26 +246,25 @@ def simulate_shard_fetch(
     ready = 0
     if reads_frozen:
         streams.shards_read += cost.frozen_on_disk
-        ready = streams.disk = max(streams.disk, streams.fetched) + cost.fetch_frozen
+        ready = streams.run_on_stream("disk", cost.fetch_frozen, after=streams.fetched)
     if updates and cost.update:
-        streams.disk += cost.update_disk
+        streams.run_on_stream("disk", cost.update_disk, after=streams.disk)
         if streams.serial:  # only the drive works in parallel
             streams.stall_compute_until(streams.disk, "host")
             ready = _stall_for_host_work(streams, cost.update_in + cost.update_out + cost.update + cost.back)
         else:
             ready = max(ready, _simulate_offloaded_update(streams, cost))
             if cost.back:
-                ready = streams.host_in = max(streams.host_in, ready) + cost.back
+                ready = streams.run_on_stream("host_in", cost.back, after=ready)
     if reads:
         streams.shards_read += cost.shards_on_disk
-        ready = streams.disk = max(streams.disk, streams.fetched, ready) + cost.fetch_disk
+        ready = streams.run_on_stream("disk", cost.fetch_disk, after=max(streams.fetched, ready))
     if not cost.fetch:
         return ready
     if streams.serial:
         streams.stall_compute_until(ready, "host")
         return _stall_for_host_work(streams, cost.fetch)
-    streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
-    return streams.host_in
+    return streams.run_on_stream("host_in", cost.fetch, after=max(ready, streams.fetched))
 
 
 def touch_lru_buffer(unit: int, buffers: list[int]) -> bool:
@@ -268,14 +277,12 @@ def touch_lru_buffer(unit: int, buffers: list[int]) -> bool:
 def _simulate_offloaded_update(streams: StreamClocks, cost: UnitCost) -> int:
     """Updates a group's state, and returns the tick at which the result is in host memory."""
     if not cost.update_in:
-        streams.updating = max(streams.updating, streams.disk) + cost.update
-        return streams.updating
+        return streams.run_on_stream("updating", cost.update, after=streams.disk)
     # Pieces are copied out while others are copied in: when the last is in, about one piece is left to copy
     # out. Gradients have left before. Contention with activations that leave meanwhile is ignored.
-    into = streams.host_in = max(streams.host_in, streams.disk) + cost.update_in
-    busy = streams.updating + max(cost.update, cost.update_out)
-    streams.updating = max(busy, into + cost.update)
-    return streams.updating
+    into = streams.run_on_stream("host_in", cost.update_in, after=streams.disk)
+    busy = max(cost.update, cost.update_out)
+    return streams.run_on_stream("updating", busy, after=into + cost.update - busy)
 
 
 def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bool) -> None:
@@ -286,9 +293,9 @@ def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bo
         _stall_for_host_work(streams, cost.leave + (cost.add if adds else 0))
         return
     done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
-    streams.host_out = max(streams.host_out, done) + cost.leave
+    streams.run_on_stream("host_out", cost.leave, after=done)
     if adds:
-        streams.host_sum = max(streams.host_sum, streams.host_out) + cost.add
+        streams.run_on_stream("host_sum", cost.add, after=streams.host_out)
     streams.previous_gradient_out, streams.last_gradient_out = streams.last_gradient_out, streams.host_out
 
 

@@ -20,6 +20,7 @@ Left out:
 
 - the all-reduce of the norms' gradients and of the loss (b s numbers);
 - keys and values repeated if T exceeds their heads;
+- the (T - 1) / T of the gathered inputs that training saves for backward, unless it recomputes them;
 - the input that Megatron gathers a second time for the weights' gradient, overlapped with the input's
   gradient.
 """

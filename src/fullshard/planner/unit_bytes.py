@@ -13,12 +13,10 @@ from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 
 @dataclass(frozen=True)
 class UnshardedReduction:
-    """Bytes of the reduction of a unit that is not sharded: see `sharding.unsharded_units`."""
+    """Bytes of the reduction of an unsharded unit without a bucket: see `sharding.unsharded_units`."""
 
     packing: int  # the most bytes above the unsharded gradients while they are copied or cast
-    packing_kept: int  # the same for gradients that were kept unsharded in the reduce dtype
     finishing: int  # the most bytes above the reduced gradients while they are cast to the master dtype
-    is_immediate: bool  # nothing is waited for: the gradients are there when the unit's backward ends
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class UnitBytes:
     reduce_copies: int  # copies that the CPU makes for a moment to copy gradients into `reduce_input`
     reduce_copies_of_kept: int  # the same for gradients that were kept unsharded in the reduce dtype
     reduce_output: int  # the reduce-scatter's output, 1/N of its input
+    bucket: int  # the unit's part of a buffer that stays allocated for gradients (`sharding.unsharded_units`)
     unsharded_reduction: UnshardedReduction | None  # if gradients are reduced without FSDP2's copies
     gradient: int  # gradients of the own shards in the master dtype (as reduced if they are offloaded)
     trained: int  # elements of the own shards that the optimizer updates, without padding
@@ -125,7 +124,8 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reduce_copies=copies,
         reduce_copies_of_kept=copies_of_kept,
         reduce_output=chunk * reduced,
-        unsharded_reduction=_unsharded_reduction(trained, settings, plan=plan),
+        bucket=_bucket_bytes(trained, settings, plan=plan),
+        unsharded_reduction=_unsharded_reduction(trained, settings),
         gradient=chunk * (reduced if plan.copies_gradients_to_host else master),
         trained=sum(own),
         trained_parameters=len(trained),
@@ -164,8 +164,16 @@ def _reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSetting
     return (uneven + (largest if compute != reduced else 0)) * compute, uneven * reduced
 
 
+def _bucket_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSettings, *, plan: Plan) -> int:
+    """Returns the bytes of a unit's part of a bucket: its gradients, and an element for each of them."""
+    is_immediate = settings.replicate_degree == 1 or plan.run.optimizer.in_backward
+    if is_immediate or not settings.skips_copies:
+        return 0
+    return ITEMSIZE[settings.precision.reduce] * sum(p.numel + 1 for p in trained)
+
+
 def _unsharded_reduction(
-    trained: Sequence[ParamSpec], settings: MergedUnitSettings, *, plan: Plan
+    trained: Sequence[ParamSpec], settings: MergedUnitSettings
 ) -> UnshardedReduction | None:
     if not settings.skips_copies:
         return None
@@ -178,9 +186,7 @@ def _unsharded_reduction(
         finishing = [(0, new) for _, new in finishing]
     return UnshardedReduction(
         packing=buffer or _most_bytes_while_replacing(casts),
-        packing_kept=buffer,
         finishing=_most_bytes_while_replacing(finishing),
-        is_immediate=not has_replicas or plan.run.optimizer.in_backward,
     )
 
 

@@ -14,6 +14,7 @@ from fullshard.planner.collectives import (
 )
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes
+from fullshard.spec.groups import BUCKET_BYTES
 from fullshard.spec.hardware import Hardware
 
 TICKS = 1_000_000_000_000
@@ -83,6 +84,9 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
+    # Its share of one all-reduce of several units.
+    sent = max(chunk, BUCKET_BYTES) if size.bucket else chunk
+    share = chunk / sent if sent else 1
     unsharded, pack, copied = size.unsharded, traffic_ticks(size.whole, reduced), traffic_ticks(2 * reduced)
     if size.unsharded_reduction is not None:  # nothing is copied that is neither cast nor sent
         pack, copied = pack if size.replicate_degree > 1 or not same else 0, 0
@@ -110,7 +114,9 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         cast_gradient=traffic_ticks(*cast_out),
         settle_again=traffic_ticks(*cast_out, 3 * gradient),
         add_partial=traffic_ticks(3 * chunk),
-        all_reduce=to_ticks(collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)),
+        all_reduce=to_ticks(
+            share * collective_seconds("all_reduce", sent, group=replicate, hardware=hardware)
+        ),
         keep_unsynced=0 if same else traffic_ticks(size.whole, size.whole_reduced),
         keep_again=0 if same else traffic_ticks(size.whole, 2 * size.whole_reduced),
     )

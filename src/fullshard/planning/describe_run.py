@@ -91,7 +91,8 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
     rows = plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1
     if run.data.source == "python":
         alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
-        own = Plan.from_run(run.model_copy(update={"train": alone}), world_size=1)
+        ranks = run.sharding.ranks_per_sequence
+        own = Plan.from_run_for_prediction(run.model_copy(update={"train": alone}), world_size=ranks)
         return next(iter(build_data(run).microbatches(0, rank=0, plan=own)))
     if choose_loss(run, model) is model_computed_loss:
         return example_meta_batch(model, run, rows=rows)

@@ -17,6 +17,7 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
+from fullshard.planning.context_degrees import search_context_degrees
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
@@ -44,6 +45,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
 
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
+    request = _with_resolved_epochs(request)
     if (note := warmup_warning(request.run)) is not None:
         _print_note_on_rank_0(note)
     ranks, device = _rank_count_and_device_type(request)
@@ -73,6 +75,24 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
     return request.model_copy(update={"run": plan.run, "plan": plan})
+
+
+def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
+    """Returns `request` with the number of steps that its epochs take, which needs the tokenized data."""
+    run = request.run
+    if run.train.epochs is None:
+        return request
+    with freeze_imports_in_gc():
+        from fullshard.data.build import build_data, resolve_epochs
+
+    data = build_data(run)
+    resolved = resolve_epochs(run, data)
+    _print_note_on_rank_0(
+        f"train.epochs = {run.train.epochs:g} of {data.training_sequences:,} sequences: "
+        f"train.steps = {resolved.train.step_count:,}"
+    )
+    plan = request.plan and request.plan.model_copy(update={"run": resolved})
+    return request.model_copy(update={"run": resolved, "plan": plan})
 
 
 def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:
@@ -129,8 +149,9 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        spec = _describe_on(hardware, run, model=model)
-        found = search(spec, hardware, run)
+        _, spec, found = search_context_degrees(
+            lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
+        )
     except (PlanError, SpecError, TraceError) as error:
         _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
         got = f" ({error.got})" if isinstance(error, TraceError) else ""

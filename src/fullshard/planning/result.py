@@ -19,8 +19,9 @@ from fullshard.planner.capacity import (
 )
 from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.goodput import RESTART_SECONDS, Goodput, predict_goodput
-from fullshard.planner.search import SearchResult, no_plan_fits_error, search
+from fullshard.planner.search import SearchResult, no_plan_fits_error
 from fullshard.planner.sensitivity import SensitivityLine, plan_sensitivity
+from fullshard.planning.context_degrees import ContextSearch, search_context_degrees
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
@@ -202,27 +203,55 @@ def with_assumed_length(
 ) -> PlanRequest:
     """Returns `question` with the number of steps that share the compiling.
 
-    These are the steps of the budget; without one, DEFAULT_STEPS if only a model was named, and otherwise the
-    run's own. `overridden`: the user's `section.key=value`, which count first.
+    These are the steps of the budget; without one, the run's own, or DEFAULT_STEPS if only a model was named
+    or the run counts epochs. `overridden`: the user's `section.key=value`, which count first.
     """
     keys = {text.partition("=")[0].strip() for text in overridden}
-    named = question.subject.chosen_here and "train.steps" not in keys
+    own = question.asked.train
+    named = own.steps is None or (question.subject.chosen_here and "train.steps" not in keys)
     if "plan.compile_steps" in keys or not (named or budget):
         return question
     steps = max(1, budget.tokens // question.asked.tokens_per_step) if budget else DEFAULT_STEPS
+    if own.epochs is not None and not budget:
+        print(
+            f"note: the number of steps in train.epochs = {own.epochs:g} is not known until the data is "
+            f"tokenized (fullshard data prepare prints it); here {steps:,} steps share the time of compiling",
+            file=sys.stderr,
+        )
     plan = question.asked.plan.model_copy(update={"compile_steps": min(steps, 10**9)})
     return replace(question, asked=question.asked.model_copy(update={"plan": plan}))
 
 
+def fastest_plan(question: PlanRequest) -> Plan:
+    """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
+    return _require_best_plan(_search_context_degrees(question, with_front=False).found, question)
+
+
 def choose_fastest_plan(question: PlanRequest) -> PlanResult:
-    """Searches for the fastest plan that fits. Raises PlanError, with the closest plan, if none does."""
-    spec, hardware, run = question.spec, question.hardware, question.asked
-    found = search(spec, hardware, run, with_front=True)
+    """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
+    searched = _search_context_degrees(question, with_front=True)
+    run, spec, found = searched
+    best = _require_best_plan(found, question)
+    explanation = explain_plan(found, question.hardware, spec=spec, run=run)
+    return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
+
+
+def _search_context_degrees(question: PlanRequest, *, with_front: bool) -> ContextSearch:
+    asked, hardware = question.asked, question.hardware
+    return search_context_degrees(
+        lambda run: question.spec if run == asked else question.subject.describe_model(run, hardware),
+        asked,
+        hardware=hardware,
+        with_front=with_front,
+    )
+
+
+def _require_best_plan(found: SearchResult, question: PlanRequest) -> Plan:
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
+        spec, hardware, run = question.spec, question.hardware, question.asked
         raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
-    explanation = explain_plan(found, hardware, spec=spec, run=run)
-    return PlanResult(question, found.best, found, explanation=explanation)
+    return found.best
 
 
 def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
@@ -241,7 +270,8 @@ def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "seque
     found = largest_fitting_sequence_length(
         lambda longer: question.subject.describe_model(longer, hardware), hardware, run=run, lengths=LENGTHS
     )
-    return PlanResult(question, found.plan, largest=("sequence", found.size))
+    longer = question.subject.describe_model(found.plan.run, hardware)
+    return PlanResult(replace(question, spec=longer), found.plan, largest=("sequence", found.size))
 
 
 def fewest_gpus_request(

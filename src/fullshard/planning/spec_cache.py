@@ -110,6 +110,8 @@ def build_spec_key(
         "recompute": run.recompute.model_dump(mode="json"),
         "compiled": run.compile_choices(device),
     }
+    if (ranks := run.sharding.context_degree) > 1:
+        settings["context"] = {"ranks": ranks, "method": run.sharding.context_method}
     if device == "cuda" and isinstance(run.model, HuggingFaceModel):
         settings["attention_kernel"] = attention_kernel
     if isinstance(plan, Plan):

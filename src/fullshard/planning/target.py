@@ -12,6 +12,7 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
+from fullshard.planning.context_degrees import sequences_for_sharing_ranks
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.quantities import format_count
@@ -166,6 +167,8 @@ def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:
 def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
 
+    If one sequence for each rank is too many tokens, ranks share sequences, where they may.
+
     tokens: tokens per step; None means about a million
 
     Raises PlanError if one microbatch per rank has more than twice as many tokens.
@@ -174,6 +177,14 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[in
     wanted = DEFAULT_TOKENS if tokens is None else tokens
     once = ranks * (run.train.microbatch or 1)
     sequences = max(1, round(wanted / (length * once))) * once
+    most = LARGEST_COMMON_TOKENS if tokens is None else 2 * tokens
+    if sequences * length > most:
+        shared = sequences_for_sharing_ranks(run, ranks=ranks, most_tokens=most)
+        if shared is not None:
+            return shared, (
+                f"planned with {shared:,} sequences = {format_count(shared * length)} tokens a step, each of "
+                f"which {ranks // shared} or more of the {ranks:,} ranks share"
+            )
     if tokens is None:
         return sequences, _large_step_note(sequences * length, ranks=ranks)
     if sequences * length > 2 * tokens:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
 from fullshard.spec.catalog import find_catalog_entry_of_chip, find_chip_by_device_name, link_from_catalog
-from fullshard.spec.hardware import NOT_CALIBRATED, AttentionKernel, Chip, CollectiveRate, Hardware, Link
+from fullshard.spec.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
 from fullshard.spec.hardware_text import catalog_chip_hardware
 from fullshard.spec.rates import default_cpu_rates, read_default_rate_figures
 from fullshard.system.process import count_usable_cores
@@ -213,7 +213,7 @@ def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
         within=link,
         across=link,
         overlap=0.0,  # compute and communication threads share the cores
-        source=f"{NOT_CALIBRATED}; {table.source}",
+        source=f"not calibrated; {table.source}",
     )
 
 

@@ -175,7 +175,10 @@ class _ModelAndOptimizerStorages:
         return [parameters, self.gradient_storage_bytes(), state, buffers]
 
     def gradient_storage_bytes(self) -> dict[int, int]:
-        return self._bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
+        kept = getattr(self.model, "gradient_buffers", list[Tensor])()  # see `sharding.unsharded_units`
+        return self._bytes_by_address(
+            [*kept, *(p.grad for p in self.model.parameters() if p.grad is not None)]
+        )
 
     def _bytes_by_address(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         return _storage_bytes_by_address(one for one in tensors if one.device.type == self._device_type)
@@ -210,7 +213,8 @@ class _ModelAndOptimizerStorages:
 
         sets = [
             addresses_live_at_peak(parameters),
-            {p for p, block in live.items() if block.birth in gradients and block.birth >= 0},
+            addresses_live_at_peak(own_gradients)
+            | {p for p, block in live.items() if block.birth in gradients and block.birth >= 0},
             addresses_live_at_peak(state),
             addresses_live_at_peak(buffers),
         ]

@@ -1,9 +1,10 @@
 """Profiles a step, and divides its seconds into the terms of `StepSeconds`.
 
 [Note: what counts as what]
-Profiler ranges named `fullshard::<kind>` (kinds: compute, all_gather, reduce_scatter, optimizer, data) mark
-the parts of the step, and `FSDP::...` marks FSDP2's work. Every moment of the step is assigned to one kind:
-the first in the order below among those active at that moment, or `other` if none is active.
+Profiler ranges named `fullshard::<kind>` (kinds: compute, model_parallel, all_gather, reduce_scatter,
+optimizer, data) mark the parts of the step, and `FSDP::...` marks FSDP2's work. Every moment of the step is
+assigned to one kind: the first in the order below among those active at that moment, or `other` if none is
+active.
 
 CPU    The activity of the calling thread, whether it works or waits. First the collectives (an all-reduce
        without a range lasts from its call to the thread's next operation), then the optimizer (which FSDP2
@@ -28,6 +29,7 @@ from fullshard.spec.measurement import StepSeconds
 _STEP = "fullshard::step"
 _RANGES = {
     "fullshard::compute": "compute",
+    "fullshard::model_parallel": "model_parallel",
     "fullshard::all_gather": "exposed_all_gather",
     "fullshard::reduce_scatter": "exposed_reduce_scatter",
     "fullshard::all_reduce": "exposed_all_reduce",
@@ -40,8 +42,8 @@ _ALL_REDUCE = "c10d::allreduce_"
 _RUNTIME = ("cuda", "cuLaunch", "hip")  # driver calls, whose ids are numbered separately
 _COLLECTIVES = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce")
 _KERNELS = dict(zip(("AllGather", "ReduceScatter", "AllReduce"), _COLLECTIVES, strict=True))
-HOST_ORDER = (*_COLLECTIVES, "optimizer", "engine", "data", "compute")
-DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
+HOST_ORDER = ("model_parallel", *_COLLECTIVES, "optimizer", "engine", "data", "compute")
+DEVICE_ORDER = ("compute", "optimizer", "engine", "model_parallel", *_COLLECTIVES, "data")
 
 
 class TraceEvent(NamedTuple):
@@ -181,6 +183,8 @@ def device_intervals(events: Sequence[TraceEvent]) -> list[KindInterval]:
 def _kind_of_kernel(name: str, inside: str) -> str:
     """Returns the kind of a kernel. `inside`: name of the innermost range that launched it, or empty."""
     if "nccl" in name.lower():
+        if _RANGES.get(inside) == "model_parallel":
+            return "model_parallel"
         named = next((kind for part, kind in _KERNELS.items() if part in name), None)
         if named is not None:
             return named

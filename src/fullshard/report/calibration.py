@@ -12,8 +12,10 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     hardware, rates = calibration.hardware, calibration.hardware.rates
     yield "hardware", _hardware_text(hardware)
     yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; rates per rank:"
+    yield "other programs", f"{hardware.calibration_load or 0.0:.0%} of the processors in this time"
     for dtype, curve in rates.matmul.items():
         yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
+    yield "  odd sizes", f"{rates.unaligned_matmul:.0%} of that rate, in half precision"
     for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
         for dtype, curve in curves.items():
             yield f"{label} {dtype}", _best_rate_text(curve, amount="FLOP")

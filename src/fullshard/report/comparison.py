@@ -14,7 +14,7 @@ seconds   Recompute is part of compute, contention slows compute down, and gaps 
           need it were not predicted.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from pydantic import computed_field
@@ -22,9 +22,8 @@ from pydantic import computed_field
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.plan import term_label
 from fullshard.report.table import show_table
-from fullshard.spec.hardware import NOT_CALIBRATED
 from fullshard.spec.measurement import Measurement, PeakBytes
-from fullshard.spec.prediction import Prediction
+from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.value import FrozenModel
 
 HEADER = ("", "predicted", "measured", "error")
@@ -40,7 +39,13 @@ _LABELS = {
     "mfu": "MFU",
 }
 _NOT_MEASURED_ON_CUDA = ("gradients", "units_in_flight")
-_SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce", "engine")
+_SAME_SECONDS = (
+    "model_parallel",
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "engine",
+)
 
 
 class ComparisonLine(FrozenModel):
@@ -66,7 +71,7 @@ class Comparison(FrozenModel):
     drive: tuple[ComparisonLine, ...] = ()  # bytes that a rank moves to and from its offload drive in a step
     step: tuple[ComparisonLine, ...] = ()  # seconds of one step, then `total`
     speed: tuple[ComparisonLine, ...] = ()  # tokens/s of all ranks, and MFU
-    is_calibrated: bool = True  # whether the seconds were predicted with measured rates
+    calibration: CalibrationState = "idle"  # how the rates that the seconds were predicted with were measured
 
 
 def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comparison:
@@ -77,7 +82,7 @@ def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comp
         drive=tuple(_compare_drive_traffic(prediction, measurement)),
         step=tuple(_compare_step_time(prediction, measurement)),
         speed=tuple(_compare_speed(prediction, measurement)),
-        is_calibrated=prediction.is_calibrated,
+        calibration=prediction.calibration,
     )
 
 
@@ -92,9 +97,9 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     Left out are terms that are zero on both sides, and memory below CRUMB_BYTES of the whole.
     """
     rows: list[tuple[str, ...]] = []
-    least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
-    memory = [line for line in comparison.memory if max(line.predicted or 0.0, line.measured or 0.0) >= least]
-    step = "step" if comparison.is_calibrated else f"step ({NOT_CALIBRATED})"
+    memory = drop_crumbs(comparison.memory)
+    mark = CALIBRATION_MARKS[comparison.calibration]
+    step = f"step ({mark})" if mark else "step"
     for heading, lines, show in (
         ("memory", memory, format_bytes),
         ("drive", comparison.drive, format_bytes),
@@ -106,6 +111,17 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         show = format_count if line.term == "tokens_per_second" else _format_fraction_as_percent
         rows += _format_line_cells([line], show, indent="")
     return rows
+
+
+def drop_crumbs(memory: Sequence[ComparisonLine]) -> list[ComparisonLine]:
+    """Returns the lines of memory, without those below CRUMB_BYTES of the whole."""
+    least = CRUMB_BYTES * max((line.measured or 0.0 for line in memory), default=0.0)
+    return [line for line in memory if max(line.predicted or 0.0, line.measured or 0.0) >= least]
+
+
+def line_label(line: ComparisonLine) -> str:
+    """Returns the printed label of a line."""
+    return _LABELS.get(line.term) or term_label(line.term)
 
 
 def _compare_memory(prediction: Prediction, peak: PeakBytes) -> Iterable[ComparisonLine]:
@@ -170,7 +186,7 @@ def _format_line_cells(
         if line.predicted or line.measured:
             error = line.error_percent
             yield (
-                f"{indent}{_LABELS.get(line.term) or term_label(line.term)}",
+                f"{indent}{line_label(line)}",
                 "-" if line.predicted is None else show(line.predicted),
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",

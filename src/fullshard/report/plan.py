@@ -6,9 +6,14 @@ from typing import NamedTuple, TextIO
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.certainty import Certainty
-from fullshard.spec.hardware import NOT_CALIBRATED
+from fullshard.spec.energy import RankPower
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import ActivationOffloadTerms, Prediction, fits_in_host_memory
+from fullshard.spec.prediction import (
+    CALIBRATION_MARKS,
+    ActivationOffloadTerms,
+    Prediction,
+    fits_in_host_memory,
+)
 from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
@@ -35,10 +40,11 @@ def term_label(term: str) -> str:
 
 
 class TrainingBudget(FrozenModel):
-    """A number of tokens to train on, and their price."""
+    """A number of tokens to train on, and what it costs: None if unknown."""
 
     tokens: PositiveInt
-    price_per_hour: PositiveFloat | None = None  # dollars per rank; None if unknown
+    price_per_hour: PositiveFloat | None = None  # dollars per rank
+    power: RankPower | None = None
 
     def training_seconds(self, prediction: Prediction) -> float:
         """Returns the seconds that training on the tokens takes."""
@@ -50,13 +56,17 @@ class TrainingBudget(FrozenModel):
     def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
         return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
 
+    def kilowatt_hours(self, plan: Plan, prediction: Prediction) -> float | None:
+        return self.power and self.rank_hours(plan, prediction) * self.power.watts / 1000
+
     def record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
-        """Returns tokens, seconds, rank hours and dollars as JSON values."""
+        """Returns tokens, seconds, rank hours, dollars and kWh (assumed) as JSON values."""
         return {
             "tokens": self.tokens,
             "seconds": self.training_seconds(prediction),
             "rank_hours": self.rank_hours(plan, prediction),
             "dollars": self.cost_dollars(plan, prediction),
+            "kilowatt_hours": self.kilowatt_hours(plan, prediction),
         }
 
 
@@ -88,7 +98,7 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     yield "hardware", page.hardware
     if page.rates:
         yield "  rates", page.rates
-    yield from _settings_rows(plan, page.asked)
+    yield from settings_rows(plan, page.asked)
     if page.fp8:
         yield "fp8", page.fp8
     if prediction is None:
@@ -169,7 +179,7 @@ def mesh_text(plan: Plan) -> str:
         freed = "kept gathered over the step" if plan.reshard_after_forward is False else "gathered when used"
         return f"{plan.strategy} on one rank: parameters are {freed}"
     if plan.strategy is Strategy.NO_SHARD:
-        return f"{plan.strategy}: {_format_count_of(plan.data_parallel_degree, 'replica')}"
+        return f"{plan.strategy}: {_format_count_of(plan.replicate_degree, 'replica')}"
     text = f"{plan.strategy} over {_format_count_of(plan.shard_degree, 'rank')}"
     if plan.replicate_degree > 1:
         text += f", in {plan.replicate_degree} replicas"
@@ -188,7 +198,9 @@ def recompute_text(run: Run) -> str:
     return f"{'offload, ' if section.mode == 'offload' else ''}every {every}{end} block"
 
 
-def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
+def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) lines about a plan's settings. Those that `asked` pins are marked `(as asked)`."""
+
     def mark_as_asked(text: str, *, pinned: bool) -> str:
         return f"{text}  (as asked)" if pinned else text
 
@@ -199,6 +211,12 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     if plan.tensor_parallel > 1:
         split = _format_count_of(plan.tensor_parallel, "rank")
         yield "tensor parallel", f"matmuls over {split}, and the sequence between"
+    if plan.context_parallel > 1:
+        split = _format_count_of(plan.context_parallel, "rank")
+        yield (
+            "context parallel",
+            f"each sequence over {split}; keys and values by {run.sharding.context_method}",
+        )
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there
@@ -208,7 +226,8 @@ def _settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
         when = "each" if plan.sync_each_microbatch else "once a step"
         batch += f" × {plan.accumulation} accumulated (reduced {when})"
     yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
-    ranks, length = _format_count_of(plan.data_parallel_degree, "rank"), run.data.sequence_length
+    shared = "group" if plan.context_parallel > 1 else "rank"
+    ranks, length = _format_count_of(plan.data_parallel_degree, shared), run.data.sequence_length
     tokens = format_count(sequences * length)
     yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
@@ -301,7 +320,8 @@ def _dry_run_rows(parts: Mapping[str, int], prediction: Prediction) -> Iterator[
 def _step_time_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     total = prediction.time.total
     notes = "" if prediction.has_complete_step_time else ", without its drive"
-    notes += "" if prediction.is_calibrated else f"  ({NOT_CALIBRATED})"
+    mark = CALIBRATION_MARKS[prediction.calibration]
+    notes += f"  ({mark})" if mark else ""
     yield "step", format_seconds(total) + notes
     terms = {term_label(name): seconds for name, seconds in prediction.time.terms().items()}
     yield from _bar_rows(terms, format_seconds, whole=total)
@@ -347,6 +367,23 @@ def _budget_rows(budget: TrainingBudget, plan: Plan) -> Iterator[tuple[str, str]
     if cost is not None:
         text += f" at ${budget.price_per_hour:,.2f} = ${_format_rounded(cost)}"
     yield "", text
+    energy, power = budget.kilowatt_hours(plan, prediction), budget.power
+    if energy is not None and power is not None:
+        node = f"{power.board_watts:,.0f} W boards × {power.node_over_boards:g} for their nodes"
+        building = f" × {power.pue:g} for the building" if power.pue > 1 else ""
+        yield "", f"{format_energy(energy)}: {node}{building} (assumed, not measured)"
+
+
+def format_dollars(dollars: float) -> str:
+    """Returns dollars without their sign: `1234567.8` -> `1,234,568`."""
+    return _format_rounded(dollars)
+
+
+def format_energy(kilowatt_hours: float) -> str:
+    """Returns kilowatt hours as text: `1234567` -> `1,235 MWh`."""
+    if kilowatt_hours < 10_000:
+        return f"{_format_rounded(kilowatt_hours)} kWh"
+    return f"{_format_rounded(kilowatt_hours / 1000)} MWh"
 
 
 def format_duration(seconds: float) -> str:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.errors import PlanError, ShardError
-from fullshard.sharding.collectives import replace_gloo_collectives
 from fullshard.sharding.compile import (
     CompiledForward,
     EagerBlockWarning,
@@ -39,10 +39,16 @@ from fullshard.sharding.fsdp_switches import (
 )
 from fullshard.sharding.group_gather import gather_before_backward_of_each_module
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
-from fullshard.sharding.mesh import build_mesh, build_replicated_mesh, share_post_forward_mesh
+from fullshard.sharding.mesh import (
+    build_mesh,
+    build_unsharded_mesh,
+    share_post_forward_mesh,
+    split_tensor_axis,
+)
 from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
+from fullshard.sharding.split_parameters import SplitDims, compute_with_local_parts, split_over_tensor_axis
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import (
     Predicate,
@@ -51,7 +57,7 @@ from fullshard.sharding.units import (
     find_recompute_blocks,
     find_units,
 )
-from fullshard.sharding.unsharded_units import skip_copies
+from fullshard.sharding.unsharded_units import GradientBuckets
 from fullshard.spec.plan import DeviceType, Plan, check_training_supports_run
 from fullshard.spec.run import PrefetchSection
 
@@ -80,6 +86,7 @@ def shard(
     init: Initialise | Literal["none"] | None = None,
     methods: Sequence[str] = (),
     keeper: ShardSink | None = None,
+    split: SplitDims | None = None,
 ) -> nn.Module:
     """Shards `model` in place according to `plan`, and sets its values. Returns the same module.
 
@@ -94,12 +101,13 @@ def shard(
     methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
         gathers these as for `forward`
     keeper: receives the shards if they are offloaded
+    split: how each parameter is divided over the `tp` axis, if the plan has one
 
     Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
     sharded like this; that model cannot be used any more. Warns of units that are too small or too large
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
-    prepared = prepare_sharding(model, plan, units=units, methods=methods)
+    prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
     given = collect_rank0_values(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
@@ -129,6 +137,12 @@ class PreparedSharding:
     mesh: DeviceMesh  # of sharded units
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
+    split: SplitDims  # of all parameters over the `tp` axis; empty if the mesh has none
+
+    def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
+        """Returns the mesh of a unit's parameters."""
+        is_sharded = unit.settings(self.plan).shard_degree == self.plan.shard_degree
+        return self.mesh if is_sharded else self.unsharded_mesh
 
 
 def prepare_sharding(
@@ -138,6 +152,7 @@ def prepare_sharding(
     units: Predicate | None = None,
     methods: Sequence[str] = (),
     stands_for: DeviceType | None = None,
+    split: SplitDims | None = None,
 ) -> PreparedSharding:
     """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`.
 
@@ -147,6 +162,7 @@ def prepare_sharding(
     check_training_supports_run(plan.run)
     check_switches(plan.run.fsdp, device)
     _check_not_sharded(model)
+    assert (plan.tensor_parallel > 1) == bool(split), "the matmuls are divided, or no parameter is"
     _check_methods_exist(model, methods)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
@@ -154,27 +170,35 @@ def prepare_sharding(
     repeated = find_recompute_blocks(model, section, units=found)
     mesh = unsharded_mesh = build_mesh(plan)
     if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
-        unsharded_mesh = build_replicated_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
+        unsharded_mesh = build_unsharded_mesh(plan)
     warn_of_unit_sizes(found, plan, stacklevel=3)
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated)
-    return PreparedSharding(plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8)
+    return PreparedSharding(plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {})
 
 
 def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
     """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device."""
     plan, units, device = prepared.plan, prepared.units, prepared.device
     replace_parameters_by_meta(model, units, plan=plan)
+    for unit in units if prepared.split else ():
+        split_over_tensor_axis(model, unit, split=prepared.split, mesh=prepared.mesh_of_unit(unit))
     if prepared.fp8 is not None:
         convert_linears_to_fp8(prepared.fp8, device=device)
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
     set_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    buckets = GradientBuckets(is_immediate=plan.run.optimizer.in_backward)
+    position = {module: i for i, module in enumerate(model.modules())}
     with share_post_forward_mesh():
         for unit in units:
-            is_sharded = unit.settings(plan).shard_degree == plan.shard_degree
-            mesh = prepared.mesh if is_sharded else prepared.unsharded_mesh
+            mesh, _ = split_tensor_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+            if unit.settings(plan).skips_copies:
+                first = unit.modules[0]
+                buckets.skip_copies(cast(FSDPModule, first), position=position[first])
+            _reduce_gradients_of_all_experts(unit, plan)
+    buckets.finish_at_end_of_backward(model)
     model.forward = _explain_ungathered_parameters(model.forward)
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)
@@ -197,7 +221,7 @@ def _check_not_sharded(model: nn.Module) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
             f"{name} holds DTensors already.",
-            why="tensor-parallel parameters are not supported yet",
+            why="sharding.tensor_parallel makes them itself",
             fix="shard a model of plain parameters",
         )
 
@@ -281,19 +305,24 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
         ) from error
     gather_before_backward_of_each_module(modules)
     engine_module = cast(FSDPModule, modules[0])
+    if plan.tensor_parallel > 1:
+        compute_with_local_parts(engine_module)
     if not settings.gathers_in_backward:
         engine_module.set_unshard_in_backward(False)
     apply_local_switches(engine_module, plan.run.fsdp)
     if plan.device == "cpu":
         replace_gloo_collectives(engine_module)
-    if settings.skips_copies:
-        skip_copies(engine_module)
-    # Experts that none of a rank's tokens reached have no gradient there, but the rank must still take part
-    # in their reduction.
+
+
+def _reduce_gradients_of_all_experts(unit: Unit, plan: Plan) -> None:
+    """Makes ranks take part in reducing experts that none of their tokens reached, without a gradient."""
+    if not unit.holds_experts:
+        return
+    engine_module = cast(FSDPModule, unit.modules[0])
     has_switch = hasattr(engine_module, "set_reduce_scatter_unused_params")
-    if unit.holds_experts and has_switch and not settings.skips_copies:
+    if has_switch and not unit.settings(plan).skips_copies:
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
-    elif unit.holds_experts:
+    else:
         _reduce_missing_gradients_as_zeros(engine_module)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -388,11 +389,10 @@ def _cut_local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns this rank's part of `whole`, with the placements and dtype of `parameter`. Not collective."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
-    mesh, placements, local = parameter.device_mesh, parameter.placements, whole
-    for axis, placement in enumerate(placements):
-        if placement.is_shard(0):
-            chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
-            local = chunks[rank] if rank < len(chunks) else local[:0]
+    local, mesh, placements = whole, parameter.device_mesh, parameter.placements
+    shape, offsets = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    for dim, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
+        local = local.narrow(dim, min(begin, local.shape[dim]), length)
     # A copy: a view would keep the whole tensor's storage alive.
     return dtensor_from_local_part(parameter, local.to(parameter.dtype, copy=True))
 

@@ -5,7 +5,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,7 @@ from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 
-REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
+REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
 _MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TURN_SECONDS = 0.05
@@ -216,10 +216,66 @@ def _missing_ranks_error(rank: int, world_size: int, *, got: str) -> LaunchError
 
 
 def build_mesh(plan: Plan) -> DeviceMesh:
-    """Builds the plan's mesh: axes (`dp_shard`,), or (`dp_replicate`, `dp_shard`) if the plan replicates.
+    """Builds the plan's mesh, with the axes (`dp_replicate`, `dp_shard`, `tp`).
 
-    Raises PlanError if there is no process group, or its size is not the plan's.
+    `dp_replicate` and `tp` are left out if their size is 1. Adjacent ranks are on one `tp` axis, and then on
+    one `dp_shard` axis, since their links are faster. Raises PlanError if there is no process group, or its
+    size is not the plan's.
     """
+    _check_world_size(plan)
+    replicas, shards = plan.replicate_degree, plan.shard_degree
+    return _init_mesh(plan, {REPLICATE_AXIS: replicas} if replicas > 1 else {}, shards=shards)
+
+
+def build_unsharded_mesh(plan: Plan) -> DeviceMesh:
+    """Builds the mesh of units that the plan does not shard: it replicates them, and splits their matmuls."""
+    return _init_mesh(plan, {REPLICATE_AXIS: plan.replicate_degree * plan.shard_degree}, shards=1)
+
+
+def _init_mesh(plan: Plan, axes: Mapping[str, int], *, shards: int) -> DeviceMesh:
+    sizes = {**axes, SHARD_AXIS: shards}
+    if plan.tensor_parallel > 1:
+        sizes[TENSOR_AXIS] = plan.tensor_parallel
+    return init_device_mesh(plan.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def split_tensor_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Returns the axes of `mesh` that FSDP2 shards and replicates over, and its `tp` axis, if it has one."""
+    names = mesh.mesh_dim_names
+    assert names is not None, "all our meshes have names"
+    if TENSOR_AXIS not in names:
+        return mesh, None
+    return mesh[names[:-1]], mesh[TENSOR_AXIS]
+
+
+def build_context_group(plan: Plan) -> dist.ProcessGroup:
+    """Builds the groups of ranks that share sequences, and returns this rank's. Collective.
+
+    Raises PlanError as `build_mesh` does.
+    """
+    _check_world_size(plan)
+    apart, together = plan.tensor_parallel, plan.context_parallel
+    ranks = torch.arange(plan.world_size).view(-1, together, apart).transpose(1, 2).reshape(-1, together)
+    return _build_own_group(ranks.tolist(), "context_parallel")
+
+
+def build_tensor_group(plan: Plan) -> dist.ProcessGroup:
+    """Builds the groups of adjacent ranks that share matmuls, and returns this rank's. Collective.
+
+    Raises PlanError as `build_mesh` does.
+    """
+    _check_world_size(plan)
+    ranks = torch.arange(plan.world_size).view(-1, plan.tensor_parallel)
+    return _build_own_group(ranks.tolist(), "tensor_parallel")
+
+
+def _build_own_group(ranks: list[list[int]], name: str) -> dist.ProcessGroup:
+    own, _ = dist.new_subgroups_by_enumeration(ranks, group_desc=name)
+    assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
+    return own
+
+
+def _check_world_size(plan: Plan) -> None:
     if not dist.is_initialized():
         raise PlanError(
             "there is no process group to lay a mesh over.",
@@ -231,16 +287,6 @@ def build_mesh(plan: Plan) -> DeviceMesh:
             got=f"{dist.get_world_size()} ranks",
             fix="make the plan with world_size=torch.distributed.get_world_size()",
         )
-    replicas, shards = plan.replicate_degree, plan.shard_degree
-    if replicas == 1:
-        return init_device_mesh(plan.device, (shards,), mesh_dim_names=(SHARD_AXIS,))
-    return build_replicated_mesh(plan.device, replicate_degree=replicas, shard_degree=shards)
-
-
-def build_replicated_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:
-    """Builds a mesh (`dp_replicate`, `dp_shard`). Adjacent ranks shard, since their links are faster."""
-    shape = (replicate_degree, shard_degree)
-    return init_device_mesh(device, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
 
 
 @contextmanager

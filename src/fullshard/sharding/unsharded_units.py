@@ -5,11 +5,18 @@ parameters. To reduce it, FSDP2 copies all gradients into one buffer, copies tha
 all-reduce over the replicas. Here:
 
 unshard   The parameters are used where they are, or cast into the unsharded parameters directly.
-reduce    The gradients are copied into one buffer in the reduce dtype, which is all-reduced and becomes the
-          gradients of the shards. The all-reduce runs beside the rest of backward, which waits for it at its
-          end; with an optimizer in backward, which frees gradients early, at once. Over one replica nothing
-          is copied: autograd's gradients become those of the shards, cast if the reduce dtype differs.
-no sync   Gradients of microbatches that are not the step's last stay as they are, in the reduce dtype.
+reduce    Consecutive units share a buffer of at least `BUCKET_BYTES` in the reduce dtype, which stays
+          allocated from step to step, as DDP's buckets do. The gradients of each microbatch are added to it,
+          divided by the number of replicas. In the last microbatch, its all-reduce runs beside the rest of
+          backward, which waits for it at its end. The buffer then is the gradients of the shards, which are
+          cast if the reduce dtype is not the master dtype.
+          With an optimizer in backward, which frees gradients early, each unit has a buffer of its own for a
+          moment, and waits for its all-reduce at once.
+one rank  Over one replica nothing is copied: autograd's gradients become those of the shards, cast if the
+          reduce dtype differs. Those of earlier microbatches wait in the reduce dtype.
+
+All ranks start the same all-reduces in the same order, whatever order their backward takes. A parameter
+without a gradient on a rank counts as zeros there, and has no gradient afterwards if no rank had one.
 
 `MergedUnitSettings.skips_copies` says which units this applies to; their memory is predicted accordingly.
 
@@ -17,36 +24,235 @@ The profiler's ranges have the names of FSDP2's; `profiler.trace` finds the wait
 Names with a leading underscore are private ones of FSDP2.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+from fullshard.spec.groups import bucket_slices
 
-def skip_copies(unit: FSDPModule) -> None:
-    """Makes FSDP2 use and reduce the parameters of `unit`, whose shard degree is 1, without its copies."""
-    group: Any = unit._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
-    if group is not None:
-        _UnshardedUnit(group).replace_methods()
+
+class GradientBuckets:
+    """The buffers in which a model's unsharded units are all-reduced over their replicas.
+
+    is_immediate: whether each unit is reduced by itself, and its gradients are used and freed at once
+    """
+
+    def __init__(self, *, is_immediate: bool) -> None:
+        self.is_immediate = is_immediate
+        self.units: list[_UnshardedUnit] = []
+        self._bucket_of: dict[_UnshardedUnit, _Bucket] = {}
+        self._order: list[_Bucket] = []  # in which all ranks start them
+        self._late: dict[_UnshardedUnit, _Bucket] = {}  # gradients that came after the unit's bucket started
+        self._trained: list[list[Any]] = []  # of each unit, when the buckets were made
+        self._is_filling = self._reduces = False
+        self._started = 0  # number of buckets in `_order`
+
+    def skip_copies(self, unit: FSDPModule, *, position: int) -> None:
+        """Makes FSDP2 use and reduce the parameters of `unit`, whose shard degree is 1, without its copies.
+
+        position: of the unit's first module, in the order of registration
+        """
+        group: Any = unit._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
+        if group is not None:
+            self.units.append(_UnshardedUnit(group, self, position=position))
+            self.units.sort(key=lambda unit: unit.position)
+
+    def finish_at_end_of_backward(self, model: nn.Module) -> None:
+        """Makes the end of each backward of `model` wait for the all-reduces. Called after `skip_copies`.
+
+        The model's `gradient_buffers()` then returns the buffers, for those who measure memory.
+        """
+        if not self.units:
+            return
+        cast(Any, model).gradient_buffers = self.buffers
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+                end = state._root_post_backward_final_callback
+                state._root_post_backward_final_callback = partial(self._finish_after, end)
+
+    def add_gradients(
+        self, unit: "_UnshardedUnit", pairs: list[tuple[Any, Tensor]], *, reduces: bool
+    ) -> None:
+        """Adds the gradients of `pairs` to the unit's bucket, and empties the list.
+
+        reduces: whether this is the step's last microbatch; then buckets that have all of their units start
+        """
+        if not self._is_filling:
+            self._make_buckets()
+        self._reduces |= reduces
+        if not pairs:
+            return
+        bucket = self._bucket_of[unit]
+        if bucket.all_reduce is not None:
+            bucket = self._late.setdefault(unit, _Bucket([unit]))
+        bucket.add(unit, pairs)
+        if reduces and self.is_immediate:
+            bucket.start()
+            bucket.finish(keeps_buffer=False)
+        elif reduces:
+            bucket.missing.discard(unit)
+            while self._started < len(self._order) and not self._order[self._started].missing:
+                self._start_next()
+
+    def buffers(self) -> list[Tensor]:
+        """Returns the buffers that are allocated."""
+        return [bucket.buffer for bucket in self._order if bucket.buffer is not None]
+
+    def _finish_after(self, end: Callable[[], None]) -> None:
+        """Ends a backward: calls `end`, reduces what is left, and sets the gradients of the shards."""
+        end()
+        if not self._reduces:
+            return
+        while self._started < len(self._order):
+            self._start_next()
+        late = [self._late[unit] for unit in self.units if unit in self._late]
+        for bucket in late:
+            bucket.start()
+        for bucket in (*self._order, *late):
+            bucket.finish()
+        self._late.clear()
+        self._is_filling, self._reduces, self._started = False, False, 0
+
+    def _start_next(self) -> None:
+        self._order[self._started].start()
+        self._started += 1
+
+    def _make_buckets(self) -> None:
+        """Assigns the units to buckets, unless those of the step before still fit."""
+        self._is_filling = True
+        trained = [unit.trained for unit in self.units]
+        if trained == self._trained:
+            return
+        self._trained, self._order = trained, []
+        by_kind = defaultdict[Any, list[_UnshardedUnit]](list)
+        for unit in reversed(self.units):  # about the order of backward
+            if not unit.trained or unit.replicas is None:
+                continue
+            if self.is_immediate:
+                self._bucket_of[unit] = _Bucket([unit])
+            else:
+                by_kind[unit.replicas, unit.reduce_dtype].append(unit)
+        for units in by_kind.values():
+            sizes = [unit.trained_numel * unit.reduce_dtype.itemsize for unit in units]
+            for part in bucket_slices(sizes):
+                self._order.append(_Bucket(units[part]))
+                self._bucket_of.update(dict.fromkeys(units[part], self._order[-1]))
+
+
+class _Bucket:
+    """A buffer for the gradients of some units, in the reduce dtype, divided by the number of replicas.
+
+    The buffer has a place for each trained parameter, and at its end one element for each: 1 if the rank has
+    a gradient of it.
+    """
+
+    def __init__(self, units: Sequence["_UnshardedUnit"]) -> None:
+        self.units = units
+        self.replicas, self.dtype = units[0].replicas, units[0].reduce_dtype
+        self.missing = set(units)  # those without gradients in the step's last microbatch
+        self.buffer: Tensor | None = None
+        self.places: dict[Any, Tensor] = {}  # views of the buffer, by FSDP2's parameter
+        self.filled: set[Any] = set()  # parameters that have a gradient
+        self.all_reduce: dist.Work | None = None
+
+    def add(self, unit: "_UnshardedUnit", pairs: list[tuple[Any, Tensor]]) -> None:
+        """Adds the gradients of `unit` to the buffer, and empties the list of `pairs`."""
+        if not self.filled:
+            self._allocate_unless_free(pairs[0][1].device)
+        divisor = unit.group.gradient_divide_factor or dist.get_world_size(self.replicas)
+        while pairs:
+            parameter, gradient = pairs.pop(0)
+            place = self.places[parameter]
+            # Divided before the sum over ranks, since fp16 could overflow.
+            if parameter in self.filled:
+                place.add_(gradient, alpha=1 / divisor)
+            elif gradient.dtype == self.dtype:
+                torch.div(gradient, divisor, out=place)
+            else:
+                place.copy_(gradient).div_(divisor)
+            self.filled.add(parameter)
+
+    def start(self) -> None:
+        """Starts the all-reduce. Gradients that this rank does not have count as zeros."""
+        if self.buffer is None:  # no gradient has ever arrived
+            self._allocate_unless_free(self.units[0].trained[0].sharded_param.device)
+        assert self.buffer is not None, "it is allocated"
+        has_gradient = [float(parameter in self.filled) for parameter in self.places]
+        for parameter, place in self.places.items():
+            if parameter not in self.filled:
+                place.zero_()
+        self.buffer[-len(self.places) :] = torch.tensor(has_gradient)
+        self.all_reduce = dist.all_reduce(self.buffer, group=self.replicas, async_op=True)
+
+    def finish(self, *, keeps_buffer: bool = True) -> None:
+        """Waits for the all-reduce, and sets the gradients of the sharded parameters."""
+        assert self.all_reduce is not None, "it was started"
+        assert self.buffer is not None, "it is being reduced"
+        with record_function("fullshard::all_reduce"):
+            self.all_reduce.wait()
+        self.all_reduce = None
+        if len(self.filled) < len(self.places) and not isinstance(self.buffer, FakeTensor):
+            counts = self.buffer[-len(self.places) :].tolist()
+            self.filled = {parameter for parameter, count in zip(self.places, counts, strict=True) if count}
+        # Detached: tensors of their own, which count as uses of the buffer.
+        reduced = [(one, place.detach()) for one, place in self.places.items() if one in self.filled]
+        self.filled.clear()
+        self.missing.update(self.units)
+        if not keeps_buffer:
+            self.buffer, self.places = None, {}
+        _set_gradients(reduced)
+
+    def _allocate_unless_free(self, device: torch.device) -> None:
+        """Allocates the buffer, unless there is one that no gradient uses any more."""
+        if self.buffer is not None and _storage_uses(self.buffer) == 1 + len(self.places):
+            return
+        trained = [parameter for unit in self.units for parameter in unit.trained]
+        sizes = [parameter.sharded_size.numel() for parameter in trained]
+        self.buffer = torch.empty(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
+        parts = self.buffer.split([*sizes, len(sizes)])
+        self.places = {
+            parameter: part.view(parameter.sharded_size)
+            for parameter, part in zip(trained, parts, strict=False)
+        }
 
 
 class _UnshardedUnit:
     """Methods that replace those of one of FSDP2's parameter groups."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.all_reduce: dist.Work | None = None  # the one that runs
-        self.reduced: list[tuple[Any, Tensor]] = []  # FSDP2's parameter, its gradient in the reduce dtype
-        self.finalize = group.finalize_backward
+    def __init__(self, group: Any, buckets: GradientBuckets, *, position: int) -> None:
+        self.group, self.buckets, self.position = group, buckets, position
+        group.wait_for_unshard = self._use_own_shards
+        group.post_backward = self._reduce_gradients
 
-    def replace_methods(self) -> None:
-        self.group.wait_for_unshard = self._use_own_shards
-        self.group.post_backward = self._reduce_gradients
-        self.group.finalize_backward = self._finish_reduction_and_finalize
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The process group of the replicas; None for a single replica."""
+        if not hasattr(self.group.mesh_info, "replicate_process_group"):
+            return None
+        replicas = self.group._all_reduce_process_group
+        return replicas if dist.get_world_size(replicas) > 1 else None
+
+    @property
+    def trained(self) -> list[Any]:
+        return [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(parameter.sharded_size.numel() for parameter in self.trained)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        first = self.trained[0]
+        return first.reduce_dtype or first.param_dtype or first.orig_dtype
 
     def _use_own_shards(self) -> None:
         group = self.group
@@ -62,80 +268,56 @@ class _UnshardedUnit:
 
     def _reduce_gradients(self, *unused: Any) -> None:
         """Starts the reduction of the unit's gradients, or keeps them for a later microbatch."""
-        group, replicas = self.group, _replica_group(self.group)
+        group, replicas = self.group, self.replicas
         group._training_state = type(group._training_state).POST_BACKWARD
-        self._finish_reduction()  # of a backward that was not the last of its step
+        if replicas is None:
+            self._use_gradients()
+            return
+        with record_function("FSDP::post_backward_reduce"):
+            pairs = _pop_gradients(group.fsdp_params)
+            if group.reshard_after_backward:
+                group.reshard()
+            self.buckets.add_gradients(self, pairs, reduces=group.reduce_grads and group.all_reduce_grads)
+
+    def _use_gradients(self) -> None:
+        """Makes autograd's gradients those of the sharded parameters, or keeps them."""
+        group = self.group
         with record_function("FSDP::post_backward_accumulate"):
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
-        pairs = list[tuple[Any, Tensor]]()
         with record_function("FSDP::post_backward_reshard"):
-            if syncs := group.reduce_grads and (group.all_reduce_grads or replicas is None):
-                pairs = _pop_gradients(group.fsdp_params)
+            pairs = _pop_gradients(group.fsdp_params) if group.reduce_grads else []
             if group.reshard_after_backward:
                 group.reshard()
-            for parameter in () if syncs else group.fsdp_params:
+            for parameter in () if group.reduce_grads else group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.to_accumulated_grad_if_needed()
         if not pairs:
             return
         with record_function("FSDP::post_backward_reduce"):
-            self._start_reduction(pairs, replicas)
-            if replicas is None or any(p.sharded_param._post_accumulate_grad_hooks for p, _ in self.reduced):
-                self._finish_reduction()
-
-    def _start_reduction(self, pairs: list[tuple[Any, Tensor]], replicas: dist.ProcessGroup | None) -> None:
-        """Starts the all-reduce of the gradients of `pairs` over `replicas`, and empties the list."""
-        group = self.group
-        dtype = group._reduce_dtype or pairs[0][1].dtype
-        if replicas is None:
+            dtype, reduced = group._reduce_dtype or pairs[0][1].dtype, list[tuple[Any, Tensor]]()
             while pairs:
                 parameter, gradient = pairs.pop(0)
                 own = _own_copy(gradient) if gradient.dtype == dtype else gradient.to(dtype)
-                self.reduced.append((parameter, _divide(own, group.gradient_divide_factor)))
-            return
-        gradients = [gradient for _, gradient in pairs]
-        sizes = [g.numel() for g in gradients]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=gradients[0].device)
-        parts = [part.view_as(g) for part, g in zip(buffer.split(sizes), gradients, strict=True)]
-        torch._foreach_copy_(parts, gradients)  # pyright: ignore[reportPrivateUsage]
-        self.reduced = [(parameter, part) for (parameter, _), part in zip(pairs, parts, strict=True)]
-        pairs.clear()
-        factor, op = group.gradient_divide_factor, dist.ReduceOp.AVG
-        if factor is not None or dtype not in (torch.float32, torch.bfloat16):
-            # Divided before the sum, since fp16 could overflow.
-            op, buffer = dist.ReduceOp.SUM, _divide(buffer, factor or dist.get_world_size(replicas))
-        self.all_reduce = dist.all_reduce(buffer, op=op, group=replicas, async_op=True)
-
-    def _finish_reduction(self) -> None:
-        """Waits for the all-reduce, and sets the gradients of the unit's sharded parameters."""
-        if self.all_reduce is not None:
-            with record_function("fullshard::all_reduce"):
-                self.all_reduce.wait()
-            self.all_reduce = None
-        while self.reduced:
-            parameter, value = self.reduced.pop(0)
-            sharded = parameter.sharded_param
-            gradient = value.to(parameter.orig_dtype)
-            if sharded.grad is None:
-                sharded.grad = parameter.to_sharded_dtensor(gradient)
-            else:
-                sharded.grad._local_tensor += gradient
-            del value, gradient
-            for hook in (sharded._post_accumulate_grad_hooks or {}).values():
-                hook(sharded)
-
-    def _finish_reduction_and_finalize(self) -> None:
-        self._finish_reduction()
-        self.finalize()
+                factor = group.gradient_divide_factor
+                reduced.append((parameter, own if factor in (None, 1) else own.div_(factor)))
+                del gradient, own
+            _set_gradients(reduced)
 
 
-def _replica_group(group: Any) -> dist.ProcessGroup | None:
-    """Returns the process group of the replicas; None for a single replica."""
-    if not hasattr(group.mesh_info, "replicate_process_group"):
-        return None
-    replicas = group._all_reduce_process_group
-    return replicas if dist.get_world_size(replicas) > 1 else None
+def _set_gradients(reduced: list[tuple[Any, Tensor]]) -> None:
+    """Sets or adds to the gradients of the sharded parameters, calls their hooks, and empties the list."""
+    while reduced:
+        parameter, value = reduced.pop(0)
+        sharded = parameter.sharded_param
+        gradient = value.to(parameter.orig_dtype)
+        if sharded.grad is None:
+            sharded.grad = parameter.to_sharded_dtensor(gradient)
+        else:
+            sharded.grad._local_tensor += gradient
+        del value, gradient
+        for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+            hook(sharded)
 
 
 def _use_in_place(parameter: Any) -> None:
@@ -176,13 +358,13 @@ def _pop_gradients(parameters: Sequence[Any]) -> list[tuple[Any, Tensor]]:
     return found
 
 
-def _divide(gradient: Tensor, factor: float | None) -> Tensor:
-    return gradient if factor in (None, 1) else gradient.div_(factor)
-
-
 def _own_copy(gradient: Tensor) -> Tensor:
     """Returns `gradient`, or a copy if other tensors share its memory."""
-    storage = gradient.untyped_storage()
+    return gradient.clone() if _storage_uses(gradient) > 1 else gradient
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    """Returns the number of tensors that share the memory of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
     count = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportPrivateUsage]
-    is_shared = count > 2  # `gradient`, and `storage` itself
-    return gradient.clone() if is_shared else gradient
+    return count - 1  # without `storage` itself

@@ -21,6 +21,7 @@ class CatalogChip(FrozenModel):
     memory_gib: PositiveInt
     memory_bytes_per_second: PositiveFloat
     flops_per_second: Mapping[ComputeDtype, PositiveFloat]
+    board_watts: PositiveFloat
     source: str
     matmul_flops_per_second: PositiveFloat | None = None
     matmul_source: str = ""

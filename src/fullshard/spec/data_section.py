@@ -1,5 +1,6 @@
 """[data]: settings of the training data of a run."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,12 +23,23 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 class DataSourceFields(FrozenModel):
     """Settings of one data source: its files or dataset, and the fields of its records.
 
-    `paths`: files or globs (`**` and `~` are expanded); for `datasets`, directories
+    `paths`: files, globs (`**` and `~` are expanded), or directories, which stand for the files below them;
+        also URLs (s3://bucket/data/); for `datasets`, directories that `save_to_disk` wrote
     `name`, `subset`, `split`: a dataset by name, from this machine's cache; `split` also applies to a dataset
         on disk
     `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
         list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. `completion`:
-        `prompt_field` and `completion_field`.
+        `prompt_field` and `completion_field`. `tokens`: a list of tokens in `tokens_field`. Dots
+        in the name of a field lead to a nested one.
+    `labels_field`, `loss_mask_field`, `attention_mask_field`: fields beside `tokens_field`, in rows that have
+        them. Tokens with the label -100 or the loss mask 0 are not trained on, and those with the attention
+        mask 0 are padding, which is left out.
+    `tools_field`: field with the definitions of the tools, for the chat template, in rows that have it
+    `chat_template_kwargs`: further variables of the chat template, such as { enable_thinking = false }. A row
+        may have its own in `chat_template_kwargs_field`, which take precedence.
+    `role_field`, `content_field`: names of these fields in a message. ShareGPT: `from` and `value`
+    `roles`: the template's names of roles that the data names otherwise. ShareGPT: { human = "user", gpt =
+        "assistant" }
     `dtype`: dtype of the tokens of a `memmap` .bin without an .idx. `memmap` reads .npy, .bin with an .idx
         beside it (Megatron-LM), and .bin of `dtype`.
     `eod_token`: token that ends a document in a `memmap` source; unset, each file is one document (each
@@ -40,11 +52,21 @@ class DataSourceFields(FrozenModel):
     name: str | None = None
     subset: str | None = None
     split: str = "train"
-    records: Literal["text", "messages", "completion"] = "text"
+    records: Literal["text", "messages", "completion", "tokens"] = "text"
     text_field: str = "text"
     messages_field: str = "messages"
+    tools_field: str = "tools"
+    chat_template_kwargs: Options = Field(default_factory=dict[str, Any])
+    chat_template_kwargs_field: str = "chat_template_kwargs"
+    role_field: str = "role"
+    content_field: str = "content"
+    roles: Mapping[str, str] = Field(default_factory=dict[str, str])
     prompt_field: str = "prompt"
     completion_field: str = "completion"
+    tokens_field: str = "input_ids"
+    labels_field: str = "labels"
+    loss_mask_field: str = "loss_mask"
+    attention_mask_field: str = "attention_mask"
     dtype: TokenDtype | None = None
     eod_token: NonNegativeInt | None = None
 
@@ -75,6 +97,7 @@ class DataSection(DataSourceFields):
     `factory`: `package.module:make`, called with the run; `options` are its options
     `tokenizer`: a directory or a tokenizer.json; unset, the tokens are bytes. Only `messages` load more of a
         tokenizer than its tokenizer.json.
+    `chat_template`: a Jinja file that formats `messages` in place of the tokenizer's own chat template
     `eos_token`: appended to each document; unset, the tokenizer's own
     `trust_remote_code`: true runs the Python code that comes with the tokenizer, which has your permissions
         on this machine; false refuses a tokenizer that cannot be loaded without it
@@ -85,6 +108,7 @@ class DataSection(DataSourceFields):
         prompt of `completion` records
     `on_error`: a corrupt record ends the run (`stop`), or is left out and counted (`skip`)
     `cache`: directory of the token cache
+    `block_cache_gib`: limit on the part of the cache that holds blocks of remote `memmap` files
     `processes`: number of processes that tokenize; 0 is one per core
     `prefetch_steps`: number of steps whose microbatches are prepared in the background
     """
@@ -94,6 +118,7 @@ class DataSection(DataSourceFields):
     factory: str | None = None
     options: Options = Field(default_factory=dict[str, Any])
     tokenizer: PathText | None = None
+    chat_template: PathText | None = None
     eos_token: str | None = None
     trust_remote_code: bool = False
     sequence_length: PositiveCount = 64
@@ -103,13 +128,15 @@ class DataSection(DataSourceFields):
     on_error: Literal["stop", "skip"] = "stop"
     validation_fraction: Fraction = 0.05
     cache: PathText = "~/.cache/fullshard/data"
+    block_cache_gib: PositiveScalar = 64
     processes: Processes = 0
     prefetch_steps: Count = 1
 
     @property
-    def source_kinds(self) -> set[str]:
-        """The distinct values of `source` of all data sources, such as `jsonl`."""
-        return {source.source for source in self.sources} or {self.source}
+    def token_makers(self) -> set[Literal["tokenizer", "other program"]]:
+        """Makers of the tokens: the tokenizer, bytes if there is none, or another program beforehand."""
+        made = [s.source in ("memmap", "python") or s.records == "tokens" for s in self.sources or (self,)]
+        return {"other program" if one else "tokenizer" for one in made}
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
@@ -137,6 +164,8 @@ class DataSection(DataSourceFields):
             raise ValueError(f'train_on = "{self.train_on}" needs records = "{needed}"')
         if "messages" in kinds and self.tokenizer is None:
             raise ValueError('records = "messages" needs a tokenizer, whose chat template writes them out')
+        if self.chat_template is not None and "messages" not in kinds:
+            raise ValueError('chat_template needs records = "messages"')
         if self.eos_token is not None and self.tokenizer is None:
             raise ValueError("eos_token needs a tokenizer")
         return self

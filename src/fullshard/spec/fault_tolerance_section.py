@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveScalar, Seconds
+from fullshard.system.deadlines import ANSWER_SECONDS
 
 
 class CheckpointSection(FrozenModel):
@@ -35,7 +36,7 @@ class CheckpointSection(FrozenModel):
     layout: Literal["sharded", "ranks"] = "sharded"
     on_failure: Literal["continue", "stop"] = "continue"
     read_back: bool = False
-    store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = 60.0
+    store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = ANSWER_SECONDS
     key_file: PathText | None = None
     export: bool = False
 

@@ -32,6 +32,11 @@ _NAMES = {
     ),
     "data.packing": "sample_packing pack",
     "data.train_on": "train_on_inputs completion_only_loss assistant_only_loss",
+    "data.messages_field": "field_messages conversations_field messages_key conversation_column",
+    "data.role_field": "message_field_role role_tag message_property_mappings",
+    "data.content_field": "message_field_content content_tag",
+    "data.chat_template": "chat_template_path chat_template_jinja",
+    "data.tokens_field": "input_ids_field token_field",
     "data.validation_fraction": "val_fraction val_split val_set_size validation_split test_size",
     "data.processes": "num_workers num_proc dataset_num_proc preprocessing_num_workers",
     "data.prefetch_steps": "prefetch_factor dataloader_prefetch_factor",
@@ -39,6 +44,7 @@ _NAMES = {
         "max_steps num_steps n_steps total_steps training_steps num_training_steps train_steps max_iters"
         " train_iters iters iterations num_iterations max_train_steps"
     ),
+    "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs total_epochs epoch",
     "train.microbatch, the sequences per rank, or train.global_batch, those of a step over all ranks": (
         "batch_size batchsize bs batch train_batch mini_batch_size minibatch_size"
     ),
@@ -77,6 +83,10 @@ _NAMES = {
     ),
     "sharding.tensor_parallel": (
         "tp tp_size tp_degree tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size"
+    ),
+    "sharding.context_parallel": (
+        "cp cp_size cp_degree sp_size context_parallel_size context_parallel_degree sequence_parallel_size"
+        " sequence_parallel_degree ulysses_degree ulysses_sequence_parallel_size"
     ),
     "sharding.units": "auto_wrap_policy fsdp_auto_wrap_policy wrap_policy transformer_layer_cls_to_wrap",
     "precision.mode": (

@@ -16,6 +16,7 @@ _MOST_GROUPS = 100_000
 ROUNDING_CHUNK_ELEMENTS = (
     1 << 16
 )  # that the CPU rounds stochastically at once: temporaries stay in its caches
+BUCKET_BYTES = 25 << 20  # as DDP's `bucket_cap_mb`
 _BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from their first element on
 
 
@@ -144,3 +145,17 @@ def join_groups_of_split_parameters(groups: Sequence[OffloadGroup]) -> Iterator[
         if after is None or after.names[0] != group.names[-1]:
             yield tuple(portion)
             portion = []
+
+
+def bucket_slices(sizes: Sequence[int]) -> list[slice]:
+    """Returns slices of consecutive units whose gradients are all-reduced together: `BUCKET_BYTES` or more.
+
+    sizes: bytes of each unit's gradients. The last slice may be smaller.
+    """
+    ends, filled = list[int](), 0
+    for end, size in enumerate(sizes, 1):
+        filled += size
+        if filled >= BUCKET_BYTES or end == len(sizes):
+            ends.append(end)
+            filled = 0
+    return [slice(begin, end) for begin, end in pairwise([0, *ends])]

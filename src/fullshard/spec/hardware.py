@@ -10,6 +10,7 @@ from pydantic import Field
 
 from fullshard.errors import SpecError
 from fullshard.spec.plan import DeviceType
+from fullshard.spec.prediction import CalibrationState
 from fullshard.spec.toml_file import read_toml, toml_text
 from fullshard.spec.value import (
     FrozenModel,
@@ -20,9 +21,9 @@ from fullshard.spec.value import (
     field_descriptions,
 )
 from fullshard.system.files import write_file_atomically
+from fullshard.system.load import BUSY
 
 MOST_RANKS = 2**20
-NOT_CALIBRATED = "not calibrated"  # in `Hardware.source`: rates that were not measured on this hardware
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -36,6 +37,7 @@ class Chip(FrozenModel):
     memory_bytes: memory on the chip, bytes. Vendors print GB and mean GiB; the driver keeps a few percent.
     memory_bytes_per_second: peak, bytes/s
     flops_per_second: dense matmul peak for each dtype whose peak is known, FLOP/s
+    board_watts: power that the device is rated for, watts; None if unknown
     source: the datasheet
     """
 
@@ -44,6 +46,7 @@ class Chip(FrozenModel):
     memory_bytes: int
     memory_bytes_per_second: float
     flops_per_second: Mapping[ComputeDtype, float]
+    board_watts: PositiveFloat | None = None
     source: str
 
 
@@ -195,6 +198,8 @@ class Hardware(FrozenModel):
         is the rate of torch 2.13's fused AdamW on two cores (32M fp32 parameters). Two cores of another
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: price of one chip
+    calibration_load: fraction of the processors that other programs used while the rates were measured;
+        unset if they were not measured on this hardware
     attention_kernel: kernel that torch's attention prefers in half precision: "cudnn" on Hopper and on
         Blackwell of data centres, with cuDNN above 9.15. The rates of attention are this kernel's.
     """
@@ -220,6 +225,7 @@ class Hardware(FrozenModel):
     host_memory_bytes: PositiveInt | None = None
     adam_per_second: PositiveFloat = 5.2e8
     price_per_hour: PositiveFloat | None = None
+    calibration_load: Annotated[float, Field(ge=0, le=1)] | None = None
     source: str = ""
 
     @property
@@ -227,9 +233,11 @@ class Hardware(FrozenModel):
         return self.nodes * self.ranks_per_node
 
     @property
-    def is_calibrated(self) -> bool:
-        """False if the rates are from the catalog or of another machine's core, and not measured here."""
-        return NOT_CALIBRATED not in self.source
+    def calibration(self) -> CalibrationState:
+        """How the rates were measured: not on this hardware, or while it was busy or idle otherwise."""
+        if self.calibration_load is None:
+            return "none"
+        return "busy" if self.calibration_load >= BUSY else "idle"
 
     @property
     def device_bytes_limit(self) -> int:

@@ -15,7 +15,7 @@ from fullshard.spec.catalog import (
     read_catalog_chips,
     read_catalog_links,
 )
-from fullshard.spec.hardware import CALIBRATE, NOT_CALIBRATED, AttentionKernel, Chip, Hardware, Link
+from fullshard.spec.hardware import CALIBRATE, AttentionKernel, Chip, Hardware, Link
 from fullshard.spec.rates import default_gpu_rates, read_default_rate_figures
 from fullshard.spec.toml_file import read_toml
 
@@ -64,7 +64,7 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
     memory = table.memory_use
     runs = entry.matmul_runs_of
     dated = f"runs of {runs}: compare only with machines whose rates are of the same time" if runs else ""
-    sources = (f"catalog, {NOT_CALIBRATED}", entry.matmul_source, dated, entry.attention_source)
+    sources = ("catalog, not calibrated", entry.matmul_source, dated, entry.attention_source)
     return Hardware(
         name=entry.name,
         device="cuda",  # any device with its own memory

@@ -110,6 +110,7 @@ class StepSeconds(SecondsByCause):
     """Measured seconds of one step by cause. See `fullshard.profiler.trace`.
 
     compute                 forward and backward (including recompute); on CUDA, while one of its kernels runs
+    model_parallel          waiting for ranks that share sequences, while nothing is computed
     exposed_all_gather      waiting for parameters, while nothing is computed
     exposed_reduce_scatter  waiting for gradients that are reduced over shards, while nothing is computed
     exposed_all_reduce      waiting for all-reduces over replicas, of the loss and of the norm
@@ -120,6 +121,7 @@ class StepSeconds(SecondsByCause):
     """
 
     compute: NonNegativeFloat = 0.0
+    model_parallel: NonNegativeFloat = 0.0
     exposed_all_gather: NonNegativeFloat = 0.0
     exposed_reduce_scatter: NonNegativeFloat = 0.0
     exposed_all_reduce: NonNegativeFloat = 0.0
@@ -131,7 +133,8 @@ class StepSeconds(SecondsByCause):
     @property
     def exposed_collective_seconds(self) -> float:
         """Seconds of waiting for all collectives."""
-        return self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
+        sharded = self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
+        return self.model_parallel + sharded
 
     def scaled_to(self, total: float) -> "StepSeconds":
         """Returns the terms scaled so that they sum to `total`: term · total / self.total."""

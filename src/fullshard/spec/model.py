@@ -17,6 +17,11 @@ Event = Literal[
 ]
 
 
+KernelKind = Literal[
+    "matmul", "attention", "attention_backward", "elementwise", "all_gather", "reduce_scatter", "all_to_all"
+]
+
+
 class ParamSpec(FrozenModel):
     """The name, shape and dtype size of one parameter of a model.
 
@@ -91,14 +96,16 @@ class LiveTensorBytes(NamedTuple):
 class Kernel(FrozenModel):
     """A kind of kernel launch: one operation on fixed shapes.
 
+    kind: `all_gather` and later: collectives of ranks that share sequences, in the middle of computation
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
-    bytes: bytes that one launch reads and writes in device memory
+    bytes: bytes that one launch reads and writes in device memory; of a collective, those of the tensor of
+        all ranks, or for `all_to_all`, of one rank
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     """
 
-    kind: Literal["matmul", "attention", "attention_backward", "elementwise"]
+    kind: KernelKind
     dtype: Dtype | Literal["fp8"]
     flops: LinearInMicrobatch = LinearInMicrobatch()
     bytes: LinearInMicrobatch = LinearInMicrobatch()
@@ -202,6 +209,7 @@ class ModelSpec(FrozenModel):
     active_numel: number of parameters that a token is multiplied with
     untraced: settings that were to be traced, and cannot be
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
+    context_parallel, context_method: settings by which the traced rank has a part of each sequence
     fp8: summary of which matrices are multiplied in fp8; empty if none are
     """
 
@@ -213,6 +221,8 @@ class ModelSpec(FrozenModel):
     scalars: int = 0
     buffer_bytes: int
     loss_chunk: int = 0
+    context_parallel: int = 1
+    context_method: Literal["gather", "ulysses"] = "gather"
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
     untraced: tuple[UntracedSettings, ...] = ()
@@ -260,7 +270,15 @@ class ModelSpec(FrozenModel):
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
         """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
-        run = plan.run
+        run, section = plan.run, plan.run.sharding
+        traced, asked = self.context_parallel, plan.context_parallel
+        if traced != asked or (asked > 1 and section.context_method != self.context_method):
+            raise PlanError(
+                f"the spec of {self.name} was traced with another division of sequences.",
+                got=f"sharding.context_parallel = {asked} ({section.context_method}), and a spec for "
+                f"{traced} ({self.context_method})",
+                fix="describe(model, plan) with this plan",
+            )
         return self.choose_trace(run.recompute, plan.microbatch, compiled=run.run.compile is True)
 
     @classmethod

@@ -1,9 +1,11 @@
 """Plan: all settings of a run on a number of ranks. Every runtime package reads its settings from it."""
 
+import math
 from pathlib import Path
 from typing import Literal, Self
 
 from fullshard.errors import PlanError
+from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy, UnitOverride
 from fullshard.spec.value import FrozenModel, PositiveInt
@@ -95,9 +97,11 @@ class Plan(FrozenModel):
     """The settings of a run on `world_size` = `replicate_degree` × `shard_degree` × `tensor_parallel` ranks.
 
     run: the run with every `auto` resolved
+    context_parallel: number of adjacent ranks that share each sequence. It divides `replicate_degree` ×
+        `shard_degree`, since parameters are sharded and replicated over these ranks as over all others.
     reshard_after_forward: True frees a unit's gathered parameters after its forward, False keeps them for its
         backward, and an int keeps them sharded over that many ranks in between
-    microbatch: sequences per rank in one forward pass
+    microbatch: sequences in one forward pass, of a rank or of the ranks that share them
     accumulation: microbatches per step
     sync_each_microbatch: see `TrainSection.gradient_sync`
     """
@@ -109,6 +113,7 @@ class Plan(FrozenModel):
     replicate_degree: PositiveInt
     shard_degree: PositiveInt
     tensor_parallel: PositiveInt = 1
+    context_parallel: PositiveInt = 1
     reshard_after_forward: bool | int
     precision: Precision
     microbatch: PositiveInt
@@ -118,8 +123,21 @@ class Plan(FrozenModel):
 
     @property
     def data_parallel_degree(self) -> int:
-        """Number of ranks with their own sequences."""
-        return self.world_size // self.tensor_parallel
+        """Number of ranks, or of groups of ranks, with their own sequences."""
+        return self.world_size // (self.tensor_parallel * self.context_parallel)
+
+    def data_rank(self, rank: int) -> int:
+        """Returns which of the `data_parallel_degree` parts of each batch a rank has."""
+        return rank // (self.tensor_parallel * self.context_parallel)
+
+    @property
+    def averaging_ranks(self) -> int:
+        """Number of ranks over which FSDP2 averages gradients: all of those that have tokens of their own."""
+        return self.replicate_degree * self.shard_degree
+
+    def counts_tokens(self, rank: int) -> bool:
+        """Returns whether a rank counts its tokens and loss: one of the ranks that share matmuls does."""
+        return rank % self.tensor_parallel == 0
 
     @property
     def copies_gradients_to_host(self) -> bool:
@@ -129,7 +147,7 @@ class Plan(FrozenModel):
     @property
     def is_prediction_only(self) -> bool:
         """True if the plan can be predicted, but not run yet."""
-        return self.run.sharding.tensor_parallel > 1
+        return _unsupported_with_tensor_parallel(self.run) is not None
 
     @classmethod
     def from_run(
@@ -153,9 +171,12 @@ class Plan(FrozenModel):
         """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
         run = _resolve_auto_settings(run)
         tensor = run.sharding.tensor_parallel
-        ranks = _data_parallel_degree(world_size, tensor)
+        context = run.sharding.context_degree
+        ranks = _count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
+        groups = _count_groups(ranks, context, key="context_parallel", shared="a sequence")
+        _check_sequence_is_divisible(run)
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
-        microbatch, accumulation = _microbatch_and_accumulation(run, ranks)
+        microbatch, accumulation = _microbatch_and_accumulation(run, groups)
         _check_optimizer_in_backward(run, microbatch=microbatch, accumulation=accumulation)
         mode = run.precision.mode
         if mode == "auto":
@@ -171,6 +192,7 @@ class Plan(FrozenModel):
             replicate_degree=replicate,
             shard_degree=shard,
             tensor_parallel=tensor,
+            context_parallel=context,
             reshard_after_forward=_choose_reshard_after_forward(run, shard),
             precision=Precision.from_mode(mode, run),
             microbatch=microbatch,
@@ -220,7 +242,7 @@ class MergedUnitSettings(FrozenModel):
             reshard = plan.strategy is not Strategy.ZERO1
         if own.reshard_after_forward is not None:
             reshard = own.reshard_after_forward
-        replicas = plan.data_parallel_degree if unsharded else plan.replicate_degree
+        replicas = plan.replicate_degree * (plan.shard_degree if unsharded else 1)
         degree = 1 if unsharded else plan.shard_degree
         precision = Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision
         return cls(
@@ -242,14 +264,31 @@ class MergedUnitSettings(FrozenModel):
 
 def check_training_supports_run(run: Run) -> None:
     """Raises PlanError for settings that `fullshard plan` can predict, but training does not support yet."""
-    if run.sharding.tensor_parallel > 1:
+    if unsupported := _unsupported_with_tensor_parallel(run):
         raise PlanError(
             "this is planned, not yet run.",
-            got=f"sharding.tensor_parallel = {run.sharding.tensor_parallel}",
-            why="fullshard plan predicts it; fullshard train cannot run it yet",
-            fix="sharding.tensor_parallel = 1",
+            got=f"sharding.tensor_parallel = {run.sharding.tensor_parallel}, {unsupported}",
+            why="fullshard plan predicts it; fullshard train cannot run both together yet",
+            fix="one of the two settings as by default",
         )
     check_offload_supports_optimizer(run)
+
+
+def _unsupported_with_tensor_parallel(run: Run) -> str | None:
+    """Returns the first setting of `run` that training does not combine with tensor parallel, if any."""
+    model, precision = run.model, run.precision.mode
+    unsupported = {
+        "model.python": not isinstance(model, DecoderConfig | HuggingFaceModel),
+        f'offload.tier = "{run.offload.tier}"': run.offload.tier not in ("auto", "none"),
+        f'precision.mode = "{precision}"': precision in _FP8,
+        f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
+        "optimizer.in_backward = true": run.optimizer.in_backward,
+        f"adapter.rank = {run.adapter.rank}": run.adapter.rank > 0,
+        "sharding.reshard_after_forward": run.sharding.reshard_after_forward is not None,
+    }
+    if run.sharding.tensor_parallel == 1:
+        return None
+    return next((setting for setting, is_set in unsupported.items() if is_set), None)
 
 
 def check_offload_supports_optimizer(run: Run) -> None:
@@ -264,23 +303,47 @@ def check_offload_supports_optimizer(run: Run) -> None:
         )
 
 
-def _data_parallel_degree(world_size: int, tensor_parallel: int) -> int:
-    if world_size % tensor_parallel:
+def _count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
+    """Returns the number of groups of `degree` ranks. Raises PlanError if they are not whole."""
+    if ranks % degree:
         raise PlanError(
-            f"{world_size} ranks cannot be laid out in groups of {tensor_parallel}.",
-            got=f"sharding.tensor_parallel = {tensor_parallel}, {world_size} ranks",
-            why="each group of ranks that share the matmuls must be whole",
-            fix=f"sharding.tensor_parallel = one of {_divisors(world_size)}",
+            f"{ranks} ranks cannot be laid out in groups of {degree}.",
+            got=f"sharding.{key} = {degree}, {ranks} ranks",
+            why=f"each group of ranks that share {shared} must be whole",
+            fix=f"sharding.{key} = one of {_divisors(ranks)}",
         )
-    return world_size // tensor_parallel
+    return ranks // degree
+
+
+def _check_sequence_is_divisible(run: Run) -> None:
+    section, length = run.sharding, run.data.sequence_length
+    pieces, parts = section.context_degree * section.pieces_per_rank, section.ranks_per_sequence
+    if length % parts and section.tensor_parallel > 1:
+        each = math.lcm(pieces, parts)
+        raise PlanError(
+            f"sequences of {length:,} tokens cannot be divided over {parts} ranks.",
+            got=f"data.sequence_length = {length}, sharding.tensor_parallel = {section.tensor_parallel}, "
+            f"sharding.context_parallel = {section.context_degree}",
+            why="the ranks that share a matmul share the sequence between matmuls",
+            fix=f"data.sequence_length = {max(length // each, 1) * each} or {(length // each + 1) * each}",
+        )
+    if length % pieces:
+        raise PlanError(
+            f"sequences of {length:,} tokens cannot be cut into {pieces} equal pieces.",
+            got=f"data.sequence_length = {length}, sharding.context_parallel = {section.context_parallel}, "
+            f"{section.pieces_per_rank} to each rank",
+            fix=f"data.sequence_length = {max(length // pieces, 1) * pieces} or "
+            f"{(length // pieces + 1) * pieces}",
+        )
 
 
 def _resolve_auto_settings(run: Run) -> Run:
-    """Returns `run` with a default for each `auto` of compile, strategy, recompute, prefetch and offload."""
+    """Returns `run` with a default for each `auto` of compile, sharding, recompute, prefetch and offload."""
     hybrid = run.sharding.shard_degree is not None
+    strategy = Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD
     plain: dict[str, dict[str, object]] = {
         "run": {"compile": False},
-        "sharding": {"strategy": Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD},
+        "sharding": {"strategy": strategy, "context_parallel": 1},
         "recompute": {"mode": "none"},
         "prefetch": {"mode": "implicit"},
         "offload": {"tier": "none", "update": "host"},
@@ -319,12 +382,14 @@ def _microbatch_and_accumulation(run: Run, world_size: int) -> tuple[int, int]:
     once = world_size * (pinned or 1)
     if batch % once:
         below, above = batch // once * once, (batch // once + 1) * once
+        degree = run.sharding.context_degree * world_size // math.gcd(batch, world_size)
+        shared = "" if below or pinned else f", or sharding.context_parallel = {degree}"
         ranks = f"{world_size} ranks" + (f" × microbatch {pinned} = {once} at once" if pinned else "")
         raise PlanError(
             f"a global batch of {batch} sequences cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
-            fix=f"train.global_batch = {f'{below} or {above}' if below else above}",
+            fix=f"train.global_batch = {f'{below} or {above}' if below else above}" + shared,
         )
     microbatch = pinned or batch // world_size
     return microbatch, batch // (world_size * microbatch)
@@ -343,7 +408,7 @@ def _check_optimizer_in_backward(run: Run, *, microbatch: int, accumulation: int
 def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:
     strategy, ranks = run.sharding.strategy, run.sharding.reshard_after_forward
     if ranks is None:
-        return strategy in (Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+        return strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
     if shard_degree % ranks or ranks in (1, shard_degree):
         proper = [degree for degree in _divisors(shard_degree) if degree not in (1, shard_degree)]
         one_of = f"sharding.reshard_after_forward = one of {proper}"

@@ -6,6 +6,11 @@ from pydantic import Field
 
 from fullshard.spec.value import FrozenModel, Large, NonNegativeFloat, PositiveFloat, PositiveInt
 
+# How rates were measured: not on this hardware, or while the machine was busy or idle otherwise.
+CalibrationState = Literal["none", "busy", "idle"]
+# Marks of seconds that are predicted with such rates.
+CALIBRATION_MARKS = {"none": "not calibrated", "busy": "calibrated on a busy machine", "idle": ""}
+
 
 class MemoryTerms(FrozenModel):
     """Predicted bytes of live tensors on one rank at the peak of a step. See `fullshard.planner.memory`.
@@ -75,7 +80,7 @@ class TimeTerms(SecondsByCause):
     exposed_all_reduce      waiting for all-reduces over replicas, and of the loss
     engine                  copies in and out of the collectives' buffers
     contention              slowdown of compute by collectives that run beside it
-    tensor_parallel         collectives between the matmuls of a block: compute waits for each
+    model_parallel          collectives of ranks that share matmuls or sequences: compute waits for each
     optimizer               clipping and the update
     offload                 extra seconds compared with an infinitely fast host and drive: the exposed part of
                             copies (including activations) and of the update on the host
@@ -89,7 +94,7 @@ class TimeTerms(SecondsByCause):
     exposed_all_reduce: NonNegativeFloat = 0.0
     engine: NonNegativeFloat = 0.0
     contention: NonNegativeFloat = 0.0
-    tensor_parallel: NonNegativeFloat = 0.0
+    model_parallel: NonNegativeFloat = 0.0
     optimizer: NonNegativeFloat = 0.0
     offload: NonNegativeFloat = 0.0
     stragglers: NonNegativeFloat = 0.0
@@ -154,7 +159,7 @@ class Prediction(FrozenModel):
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`
     mfu: model FLOP utilisation; None if the chip's peak is unknown
     compile_seconds: seconds of compiling before the first step, which are not in `time`
-    is_calibrated: whether the hardware's rates, on which `time` depends, were measured
+    calibration: how the hardware's rates, on which `time` depends, were measured; see `Hardware.calibration`
     """
 
     hardware: str
@@ -170,7 +175,7 @@ class Prediction(FrozenModel):
     flops_per_token: PositiveFloat | None = None
     mfu: PositiveFloat | None = None
     compile_seconds: NonNegativeFloat = 0.0
-    is_calibrated: bool = True
+    calibration: CalibrationState = "idle"
 
     @property
     def total_reserved_bytes(self) -> int:

@@ -17,14 +17,12 @@ from fullshard.spec.model_section import DecoderConfig, ModelSection
 from fullshard.spec.plan_section import PlanSection
 from fullshard.spec.small_files import TomlError, parse_toml
 from fullshard.spec.toml_file import read_toml
+from fullshard.spec.train_section import OptimizerSection, ScheduleSection, TrainSection
 from fullshard.spec.value import (
-    NUMBER,
     Count,
-    Fraction,
     FrozenModel,
     NonNegativeInt,
     NonNegativeScalar,
-    Options,
     PathText,
     PositiveCount,
     PositiveInt,
@@ -75,83 +73,6 @@ def parse_strategy(name: object) -> object:
     raise ValueError(f"a strategy is one of {', '.join(Strategy)} (or {', '.join(STRATEGY_ALIASES)})")
 
 
-class TrainSection(FrozenModel):
-    """Settings of batch sizes, duration, loss and validation. Gradient accumulation follows from them.
-
-    `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
-    `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
-        `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
-        `auto` is `last_microbatch` for zero1 and no_shard, else `every_microbatch`.
-    `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.training.loss`);
-        unset, next-token loss for models that predict it, else the model's own loss
-    `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
-        logits never exist as a whole. 0 computes all rows at once. `auto` is 2,048 if the logits of a
-        sequence take more than 64 MiB in fp32, else 0.
-    `wait_each_step`: on GPUs, reads the loss and norm of each step before the update, and raises and stops in
-        that step. Otherwise the GPU decides, and the host reads the figures one step later, so that the GPU
-        is not idle between steps. The parameters are the same, bit for bit. See docs/design/step.md.
-    """
-
-    renamed = {"accumulate_sync": "gradient_sync", "warmup_steps_untimed": "untimed_warmup_steps"}
-
-    steps: PositiveCount = 200
-    global_batch: PositiveCount = 24
-    microbatch: PositiveCount | None = None
-    gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
-    loss: str | None = None
-    loss_chunk: Literal["auto"] | Count = "auto"
-    validate_every: Count = 100
-    validate_sequences: PositiveCount = 240
-    max_skipped_steps: PositiveCount = 10
-    untimed_warmup_steps: Count = 5
-    wait_each_step: bool = False
-
-
-class OptimizerSection(FrozenModel):
-    """Settings of the optimizer and its hyperparameters.
-
-    `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
-        `torch.optim.Optimizer` (which takes `options`)
-    `clip_norm`: the largest global gradient norm; 0 disables clipping
-    `in_backward`: updates each unit as soon as its gradient is reduced and then frees that gradient, so that
-        the gradients of all units never exist at once. It needs steps of one microbatch, and excludes
-        settings that depend on the whole gradient: clipping, a loss scale, `fault_tolerance.on_spike`.
-    """
-
-    name: str = "adamw"
-    learning_rate: PositiveScalar = 3e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveScalar = 1e-8
-    weight_decay: NonNegativeScalar = 0.1
-    momentum: Fraction = 0.0
-    clip_norm: NonNegativeScalar = 1.0
-    in_backward: bool = False
-    options: Options = Field(default_factory=dict[str, Any])
-
-    @model_validator(mode="after")
-    def _check_in_backward_clipping(self) -> Self:
-        if self.in_backward and self.clip_norm:
-            raise ValueError(
-                f"in_backward = true needs clip_norm = 0, not {self.clip_norm}: "
-                "clipping needs the norm of all gradients before the first update"
-            )
-        return self
-
-
-class ScheduleSection(FrozenModel):
-    """Settings of the learning rate: linear warmup, then decay of `kind` to `min_lr_ratio` of the peak.
-
-    `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
-    """
-
-    renamed = {"final_ratio": "min_lr_ratio"}
-
-    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: Count = 20
-    min_lr_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
-    decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
-
-
 class UnitOverride(FrozenModel):
     """Settings for the units whose name matches `match` (a shell pattern: `blocks.0`, `*.experts`).
 
@@ -197,7 +118,12 @@ class ShardingSection(FrozenModel):
         instead of all (ZeRO++ hpZ); it divides the shard degree
     `tensor_parallel`: splits each block's matmuls, and the sequence between them, over this many adjacent
         ranks (Korthikanti et al., arXiv:2205.05198). The other settings apply to the remaining ranks.
-        `fullshard plan` predicts its cost; `train` does not run it yet.
+        See docs/tensor-parallel.md for the models and settings that it works with.
+    `context_parallel`: divides the tokens of each sequence over this many adjacent ranks, so that activations
+        take that much less memory. Parameters are sharded over these ranks as over all others. `auto` is 1
+        unless a plan with whole sequences does not fit in device memory.
+    `context_method`: how attention reaches the keys of other ranks: `gather` gathers them; `ulysses`
+        exchanges tokens for heads, which the number of ranks must divide
     """
 
     renamed = {"reshard_to": "reshard_after_forward"}
@@ -206,7 +132,24 @@ class ShardingSection(FrozenModel):
     shard_degree: PositiveCount | None = None
     reshard_after_forward: PositiveCount | None = None
     tensor_parallel: PositiveCount = 1
+    context_parallel: PositiveCount | Literal["auto"] = "auto"
+    context_method: Literal["gather", "ulysses"] = "gather"
     units: UnitSection = UnitSection()
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Number of ranks that have parts of the same sequences, or of their matmuls."""
+        return self.tensor_parallel * self.context_degree
+
+    @property
+    def context_degree(self) -> int:
+        """Number of ranks that have parts of the same sequences; 1 if it is left open."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel
+
+    @property
+    def pieces_per_rank(self) -> int:
+        """Number of pieces of each sequence that a rank has: see `fullshard.distributed.sequence_parts`."""
+        return 2 if self.context_degree > 1 and self.context_method == "gather" else 1
 
     @model_validator(mode="before")
     @classmethod
@@ -331,12 +274,23 @@ class LogSection(FrozenModel):
     `every`: steps between log lines
     `profile_steps`: steps profiled for the table of where the time goes, from the fourth on; excluded from
         speed figures. A shorter run has no table.
+    `trackers`: `tensorboard`, `wandb`, `mlflow` (each an extra), or the name of an entry point in the group
+        `fullshard.trackers` of another package. See docs/trackers.md.
     """
 
     every: PositiveCount = 10
     profile_steps: Count = 2
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    trackers: tuple[str, ...] = ()
     sample_tokens: Count = 160
+
+
+def _reject_mps(device: object) -> object:
+    """Returns `device`. Raises ValueError for Apple's GPUs, which are known but cannot be used."""
+    if device == "mps":
+        raise ValueError(
+            "FSDP2 does not run on Apple's GPUs, because torch.mps has no streams: use cpu (auto there)"
+        )
+    return device
 
 
 class RunSetupSection(FrozenModel):
@@ -351,7 +305,7 @@ class RunSetupSection(FrozenModel):
 
     dir: PathText = "runs/default"
     seed: NonNegativeInt = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_reject_mps)] = "auto"
     ranks: Processes = 0
     restarts: Count = 0
     compile: bool | Literal["auto"] = "auto"
@@ -467,6 +421,10 @@ class Run(FrozenModel):
         return self
 
 
+# A setting of the command line replaces the other one of the file, too.
+_INSTEAD_OF = {"train.steps": "epochs", "train.epochs": "steps"}
+
+
 def _apply_cli_override(data: dict[str, Any], override: str) -> str:
     """Applies an override such as `train.steps=500` to `data`, and returns its key, `train.steps`.
 
@@ -489,4 +447,6 @@ def _apply_cli_override(data: dict[str, Any], override: str) -> str:
         if not isinstance(section, dict):
             raise SpecError(f"--set {override}: {part!r} is a value, not a section.")
     section[key] = value
+    if name.strip() in _INSTEAD_OF:
+        section[_INSTEAD_OF[name.strip()]] = None
     return name.strip()

@@ -60,6 +60,7 @@ PathText = Annotated[str, AfterValidator(_reject_impossible_path)]
 # Options of a function or class outside fullshard, which checks them itself.
 Options = Annotated[dict[str, Any], AfterValidator(_validate_options_depth)]
 _SHOWN = 120
+_LIST_ERRORS = ("tuple_type", "list_type")
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -133,6 +134,8 @@ def _spec_error_from_validation(
     elif names:  # names, or another value
         others = (_reason_text(one) for one in same if not _accepted_names(one))
         reason = " or ".join((f"it is {', '.join(names)}", *(text.removeprefix("it is ") for text in others)))
+    if first["type"] in _LIST_ERRORS and isinstance(first["input"], str):
+        fix = f'["{first["input"]}"]'
     if first["type"] == "finite_number":
         fix = "a number that is neither inf nor nan"
     where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the whole'}"
@@ -157,6 +160,8 @@ def _reason_text(error: "ErrorDetails") -> str:
         return "it is an integer"
     if error["type"] in ("float_parsing", "float_type"):
         return "it is a number"
+    if error["type"] in _LIST_ERRORS:
+        return "it is a list"
     message = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     comparison = error["type"].startswith(("greater_than", "less_than"))
     return message.replace("Input should be", "it is") if comparison else message

@@ -108,8 +108,7 @@ def _group_replicated_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -
     for name, tensor in tensors.items():
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
-        group = _replicating_process_group(tensor)
-        if group is not None:
+        for group in _replicating_process_groups(tensor):
             ranks = tuple(dist.get_process_group_ranks(group))
             holders = groups.setdefault(ranks, _ReplicaGroup(ranks, group))
             holders.names.append(name)
@@ -117,18 +116,16 @@ def _group_replicated_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -
     return list(groups.values())
 
 
-def _replicating_process_group(tensor: Tensor) -> Any:
-    """Returns the process group whose ranks hold the same part of `tensor` as this rank; None if alone."""
+def _replicating_process_groups(tensor: Tensor) -> list[Any]:
+    """Returns the process groups whose ranks hold the same part of `tensor` as this rank, one per axis."""
     if not isinstance(tensor, DTensor):
-        return dist.group.WORLD
+        return [dist.group.WORLD]
     mesh = tensor.device_mesh
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    replicated = [axis for axis in axes if not tensor.placements[axis].is_shard()]
-    if not replicated:
-        return None
-    if replicated == axes and mesh.size() == dist.get_world_size():
-        return dist.group.WORLD
-    return mesh.get_group(replicated[0])
+    replicated = [axis for axis in axes if tensor.placements[axis].is_replicate()]
+    if replicated and replicated == axes and mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    return [mesh.get_group(axis) for axis in replicated]
 
 
 def _find_first_mismatch(holders: _ReplicaGroup) -> list[_MismatchedChecksum]:

@@ -14,7 +14,7 @@ from typing import Any
 # Parts of the paths of files in which a thread waits for other ranks.
 _IN_COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
-    f"{os.sep}fullshard{os.sep}sharding{os.sep}collectives.py",
+    f"{os.sep}fullshard{os.sep}distributed{os.sep}",
 )
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 

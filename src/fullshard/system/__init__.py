@@ -1,1 +1,1 @@
-"""Files and the terminal: durable writes, direct I/O, checks before a command overwrites files. No torch."""
+"""Files, object stores and the terminal: durable writes, checks before files are overwritten. No torch."""

@@ -1,6 +1,8 @@
 """Load of this machine by other programs, which measurements must know of."""
 
 import os
+from pathlib import Path
+from typing import NamedTuple
 
 BUSY = 0.15  # fraction of the processors from which rates that are measured beside it are notably too low
 
@@ -17,8 +19,41 @@ def busy_processor_fraction() -> float:
     return min(1.0, load / (os.cpu_count() or 1))
 
 
-def busy_machine_text(fraction: float) -> str | None:
-    """Returns a warning about measurements at this load; None if the machine is not busy."""
-    if fraction < BUSY:
-        return None
-    return f"while other programs used {100 * fraction:.0f} % of the processors: rates may be too low"
+class ProcessorSeconds(NamedTuple):
+    """Seconds of processor time since the machine and this process started, or between two such moments.
+
+    machine: seconds of all programs
+    available: seconds that all processors had, idle or not; 0 on systems that do not report both
+    process: seconds of this process and of those that it has waited for
+    """
+
+    machine: float
+    available: float
+    process: float
+
+    @classmethod
+    def now(cls) -> "ProcessorSeconds":
+        """Returns the seconds until now. Reads /proc/stat, which only Linux has."""
+        own = os.times()
+        try:
+            ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split()[1:9]]
+        except (OSError, ValueError):
+            ticks = [0] * 8
+        seconds = [tick / os.sysconf("SC_CLK_TCK") for tick in ticks]
+        idle = seconds[3] + seconds[4]  # idle, and waiting for drives
+        return cls(sum(seconds) - idle, sum(seconds), sum(own[:4]))
+
+    def since(self, earlier: "ProcessorSeconds") -> "ProcessorSeconds":
+        return ProcessorSeconds(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+
+def other_programs_fraction(processes: list[ProcessorSeconds]) -> float:
+    """Returns the processors that programs besides `processes` used, as a fraction of all of one machine.
+
+    processes: seconds of each process of one machine in the same period
+
+    Returns 0 on systems that do not report the time of all processors.
+    """
+    available = max(one.available for one in processes)
+    others = max(one.machine for one in processes) - sum(one.process for one in processes)
+    return min(1.0, max(0.0, others / available)) if available > 0 else 0.0

@@ -12,7 +12,7 @@ IsKind = Callable[[Path], bool]
 _STEP = re.compile(r"step-[0-9]{8,}")
 _DATA = "*.distcp"
 # Files that a run writes into its directory, and those that identify a directory as a run's.
-_RECORDS = {"launch.json", "metrics.jsonl", "measurement.json", "plan.json", ".lock"}
+_RECORDS = {"launch.json", "metrics.jsonl", "events.jsonl", "measurement.json", "plan.json", ".lock"}
 _SIGNS = ("launch.json", "metrics.jsonl")
 # No file of fullshard's that a command replaces is larger than this, so larger ones are not read.
 _LARGEST_BYTES = 64 << 20

@@ -6,7 +6,7 @@ model is described for a GPU, they call the fused operations instead, whose outp
 device.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -86,10 +86,17 @@ def _efficient_attention_takes_groups() -> bool:
 
 
 def _cuda_document_attention(  # signature: fullshard::document_attention  # noqa: PLR0913, PLR0917
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scale: float | None,
+    window: int | None,
+    begins: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     inputs = QueryKeyValue(query, key, value)
-    return attend_on_cuda(inputs, bounds, scale=scale, window=window), query.new_empty(0)
+    y = attend_on_cuda(inputs, bounds, scale=scale, window=window, begins=begins)
+    return y, query.new_empty(0)
 
 
 def _cuda_rms_norm(  # signature: aten::rms_norm

@@ -29,7 +29,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError
+from fullshard.models.context_parallel import use_context_parallel
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
@@ -74,7 +76,7 @@ from fullshard.tracing.phases import (
 )
 from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
-from fullshard.tracing.trace import LossFunction, MicrobatchTracer
+from fullshard.tracing.trace import LossFunction, MicrobatchTracer, training_mode
 
 # Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -101,7 +103,7 @@ def describe(
     microbatch and accumulation, and a traced recompute: the plan's, or all for a Run whose recompute is auto.
     On a GPU, a Run whose `run.compile` is auto is traced eager and compiled.
 
-    model: on the meta device or real; it is not changed.
+    model: on the meta device or real; it is traced in training mode (dropout is active), and is not changed.
     loss: `loss(model, batch)`, the training loss.
     batch: one microbatch, any nest of tensors with the microbatch in dim 0; only shapes and dtypes matter.
         Unset: int64 `tokens` and `labels` of (microbatch, sequence_length).
@@ -121,20 +123,23 @@ def describe(
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
     with ExitStack() as stack, disable_packing_detection(), fold_time_of_recurrent_layers():
+        stack.enter_context(training_mode(model))
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels(attention_kernel))
         traces, untraced = _trace_all_settings(study, settings, given=given)
-    length, kernels = plan.run.data.sequence_length, study.table.kernels
-    flops, active = _flops_and_parameters_per_token(traces[0], kernels, sequence_length=length)
+    kernels = study.table.kernels
+    flops, active = _flops_and_parameters_per_token(traces[0], kernels, plan=plan)
     return ModelSpec(
         name=type(model).__name__,
         device_type=device,
-        sequence_length=length,
+        sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
         units=tuple(_unit_and_parameter_specs(given, model, fp8=fp8)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         loss_chunk=study.loss_chunk,
+        context_parallel=plan.context_parallel,
+        context_method=plan.run.sharding.context_method,
         kernels=kernels,
         traces=tuple(traces),
         untraced=tuple(untraced),
@@ -188,12 +193,13 @@ def _one_rank_plan_and_settings(
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     unset = {"shard_degree": None, "reshard_after_forward": None, "tensor_parallel": 1}
     sharding = run.sharding.model_copy(update={"strategy": Strategy.FULL_SHARD, **unset})
-    # A trace covers the whole model on one device; offload and tensor parallelism are derived from it.
+    # A trace covers the whole model on one device, and with it whole sequences, unless ranks share them.
+    # Offload and tensor parallelism are derived from it.
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
     settings = list(product(recomputes, run.compile_choices(device)))
-    return Plan.from_run(alone, world_size=1, device=device), device, settings
+    return Plan.from_run(alone, world_size=sharding.context_degree, device=device), device, settings
 
 
 @dataclass
@@ -319,9 +325,7 @@ class _RecomputeTracer:
             graphs.fuse = lambda: tracer.allocations.count_as_compiled()
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
-            batch = make_fake_batch(
-                self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
-            )
+            batch = self._make_fake_part(plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
             self.loss_chunk = tracer.allocations.loss_chunk
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
@@ -337,6 +341,14 @@ class _RecomputeTracer:
             return _MicrobatchRecording(recording, accumulating, size, units)
 
         return record_microbatch, shortened
+
+    def _make_fake_part(self, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
+        """Returns the traced rank's fake batch, with its part of each sequence if ranks share sequences."""
+        whole = make_fake_batch(
+            self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
+        )
+        with fakes:
+            return whole if plan.context_parallel == 1 else SequencePart.from_plan(plan, 0).cut_batch(whole)
 
     def _build_trace(
         self,
@@ -380,9 +392,10 @@ def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[Repea
 
 
 def _flops_and_parameters_per_token(
-    trace: MicrobatchTrace, kernels: Sequence[Kernel], *, sequence_length: int
+    trace: MicrobatchTrace, kernels: Sequence[Kernel], *, plan: Plan
 ) -> tuple[float, int]:
     """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`."""
+    sequence_length = plan.run.data.sequence_length
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
     for phase, times in _forward_phases_with_counts(trace):
@@ -395,7 +408,7 @@ def _flops_and_parameters_per_token(
                 attention += flops * (2 * sequence_length / (sequence_length + 1) if kernel.causal else 1)
             elif kernel.kind == "matmul":
                 matmul += flops
-    tokens = microbatch * sequence_length
+    tokens = microbatch * sequence_length / plan.context_parallel  # of the traced rank
     return 3 * (matmul + attention) / tokens, round(matmul / tokens / 2)
 
 
@@ -436,6 +449,7 @@ def _copy_model_as_fake(
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
+        use_context_parallel(twin, plan, rank=0)
         cast_buffers(twin, plan.precision)
     if fp8 is not None:
         linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}

@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fullshard.distributed.sequence_parts import EXCHANGE, GATHER, REDUCE
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
+from fullshard.spec.model import KernelKind
 from fullshard.spec.plan import DeviceType, Dtype
 from fullshard.tracing.recurrent_layers import (
     LSTM_LAYER,
     lstm_backward_scratch_bytes,
     lstm_layer_flops,
 )
-
-KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
 KernelDtype = Dtype | Literal["fp8"]
 _DTYPE: dict[torch.dtype, KernelDtype] = {
@@ -29,6 +29,12 @@ _ATTENTION = "_scaled_dot_product_"
 # Attention within documents: on a GPU, with tensors (tokens, heads, head_dim), and on the CPU.
 _VARLEN, _DOCUMENTS = "_varlen_attn", "document_attention"
 GROUPED = "_grouped_mm"
+# Collectives of ranks that share sequences, and how many times their input's bytes they need besides results.
+_COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
+    GATHER: ("all_gather", 0),
+    REDUCE: ("reduce_scatter", 1),
+    EXCHANGE: ("all_to_all", 2),
+}
 # Operations that create or inspect tensors and launch no kernel.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
 
@@ -79,6 +85,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
+    if name in _COLLECTIVES:
+        moved = max(map(readable_tensor_bytes, (*read, *written)))
     if name == GROUPED or name.startswith(LSTM_LAYER):
         flops = _grouped_matmul_flops(call) if name == GROUPED else lstm_layer_flops(call.arguments_by_name())
         return KernelLaunch("matmul", dtype, 2 * flops if name.endswith("_layer_backward") else flops, moved)
@@ -87,7 +95,7 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         flops = int(count(*call.args, **call.kwargs, out_val=result))
         unaligned = not all(map(_has_aligned_rows, (*read, *written)))
         return KernelLaunch("matmul", dtype, flops, moved, unaligned=unaligned)
-    return KernelLaunch("elementwise", dtype, 0, moved)
+    return KernelLaunch(_COLLECTIVES.get(name, ("elementwise", 0))[0], dtype, 0, moved)
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
@@ -113,10 +121,18 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     - Attention backward within documents: the same, with room for 128 more tokens per document in fp32
       (flash attention's source).
     - Embedding backward: one fp32 row per token.
+
+    On both, collectives of ranks that share sequences hold what they send and receive in rank order.
     """
     name = call.bare_operator_name
-    if device == "cpu":
-        return _cpu_transient_bytes(call)
+    if name in _COLLECTIVES:
+        times = call.args[1] if name == GATHER else _COLLECTIVES[name][1]
+        return readable_tensor_bytes(call.args[0]) * times
+    return _cpu_transient_bytes(call) if device == "cpu" else _cuda_transient_bytes(call)
+
+
+def _cuda_transient_bytes(call: OpCall) -> int:
+    name = call.bare_operator_name
     if name.startswith(_ATTENTION) and name.endswith("backward"):
         named = call.arguments_by_name()
         query, key = named["query"], named["key"]
@@ -156,8 +172,15 @@ def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
     named, name = call.arguments_by_name(), call.bare_operator_name
     query, key = named["query"], named["key"]
     causal = name.startswith((_VARLEN, _DOCUMENTS)) or bool(named.get("is_causal", False))
-    rows, columns = (named["max_q"],) * 2 if name.startswith(_VARLEN) else (query.shape[2], key.shape[2])
-    pairs = rows * (columns + 1) // 2 if causal else rows * columns
+    if name.startswith(_VARLEN):
+        rows, columns = named["max_q"], named["max_k"]
+    else:
+        rows, columns = query.shape[2], key.shape[2]
+    if name.startswith(_DOCUMENTS):
+        each = rows // len(named["begins"])
+        pairs = sum(each * begin + each * (each + 1) // 2 for begin in named["begins"])
+    else:  # causal: the last query is aligned with the last key
+        pairs = rows * (columns - rows) + rows * (rows + 1) // 2 if causal else rows * columns
     backward = name.endswith("backward")
     flops = (10 if backward else 4) * (query.numel() // rows) * pairs
     kind: KernelKind = "attention_backward" if backward else "attention"

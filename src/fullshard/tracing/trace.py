@@ -9,8 +9,8 @@ The hooks are at the same points as those of `fully_shard`:
 A unit whose inputs have no gradient (an embedding) ends its backward with the whole backward.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -210,3 +210,15 @@ def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return values
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Generator[None]:
+    """Puts the model into training mode, as `train` does, and restores the mode of each module afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -36,11 +36,14 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: list[int], *, tokens: int, window: int) -> list[int]:
+def generate(
+    model: nn.Module, prompt: list[int], *, tokens: int, window: int, multiple: int = 1
+) -> list[int]:
     """Returns the token ids of `prompt`, followed by generated ones, which rank 0 samples. Collective.
 
     tokens: number of tokens to generate, each with a forward pass over the whole window
     window: number of most recent tokens that the model sees
+    multiple: the model gets a multiple of this many tokens, the last of which it ignores
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -48,9 +51,10 @@ def generate(model: nn.Module, prompt: list[int], *, tokens: int, window: int) -
     was_training = model.training
     model.eval()
     for _ in range(tokens):
-        seen = torch.tensor([text[-window:]], device=device)  # (1, up to window)
-        output = model(seen)
-        logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
+        seen = text[-window:]
+        unread = [0] * (-len(seen) % multiple)
+        output = model(torch.tensor([seen + unread], device=device))  # (1, up to window)
+        logits: Tensor = getattr(output, "logits", output)[0, len(seen) - 1].float().cpu()
         chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator).to(device)
         if world_size() > 1:
             dist.broadcast(chosen, src=0)

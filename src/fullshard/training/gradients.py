@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.agreement import world_size
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
+from fullshard.sharding.mesh import TENSOR_AXIS
 
 
 def list_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -40,6 +41,24 @@ def average_scalar_gradients(gradients: Sequence[Tensor]) -> None:
     dist.all_reduce(flat)
     for scalar, total in zip(scalars, flat.unbind(), strict=True):
         scalar.copy_(total / world_size())
+
+
+@torch.no_grad()
+def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
+    """Sums the gradients of parameters that all ranks of the `tp` axis have whole. In place.
+
+    Each of these ranks computes with them for its own tokens or heads alone. One all-reduce per dtype.
+    """
+    groups = defaultdict[tuple[torch.dtype, dist.ProcessGroup], list[Tensor]](list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and gradient.placements[-1].is_replicate():  # `tp` is the last axis
+            group = gradient.device_mesh.get_group(TENSOR_AXIS)
+            groups[gradient.dtype, group].append(gradient.to_local())
+    for (_, group), parts in groups.items():
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=group)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 @torch.no_grad()
@@ -76,5 +95,6 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
 def _count_replicas(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return world_size()
-    sharding_axes = (axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    # See [Note: the order of two splits] in `fullshard.sharding.split_parameters`.
+    sharding_axes = (axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
     return world_size() // math.prod(map(tensor.device_mesh.size, sharding_axes))

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fullshard.data.batches import MicrobatchSource
 from fullshard.distributed.agreement import all_ranks_have, rank
+from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
@@ -95,7 +96,8 @@ def train(
 ) -> Iterator[Step]:
     """Trains `state` from its current step to the last step of the run, and yields each step. Collective.
 
-    loss: `loss(model, microbatch)`, see `training.loss.Loss`
+    loss: `loss(model, microbatch)`, see `training.loss.Loss`. If the plan divides sequences over ranks, it
+        gets this rank's part of each microbatch, as `cut_sequences` returns it.
     should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
         is the last on all ranks
 
@@ -117,7 +119,7 @@ def train(
     state.model.train()
     state.phase.step = state.step
     with collect_garbage_between_steps() as collect_garbage:
-        while state.step < plan.run.train.steps:
+        while state.step < plan.run.train.step_count:
             launched = _launch_step(state, plan, source=source, loss=loss, should_stop=should_stop)
             if launched is None:
                 break
@@ -160,7 +162,7 @@ def _launch_step(
     if batches is None:
         return None
     timed = _TimedMicrobatches(batches, seconds=time.perf_counter() - started)
-    factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
+    factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.step_count)
     rate = plan.run.optimizer.learning_rate * factor
     result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
     state.phase.enter(RunPhase.REDUCE)
@@ -202,9 +204,14 @@ def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
 
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
     """Returns a function that maps a step to this rank's microbatches, or to None if any rank has no more."""
+
+    def cut(given: Iterable[Any]) -> Iterable[Any]:
+        return (cut_sequences(batch, plan) for batch in given)
+
     if hasattr(state.data, "microbatches"):
         batches = cast(MicrobatchSource, state.data)
-        return lambda step: batches.microbatches(step, rank=rank(), plan=plan)
+        own = plan.data_rank(rank())
+        return lambda step: cut(batches.microbatches(step, rank=own, plan=plan))
     if not isinstance(state.data, Iterable):
         raise TrainError(
             "there is no data to train on.",
@@ -216,7 +223,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
 
     warned = False
 
-    def next_microbatches(_step: int) -> list[Any] | None:
+    def next_microbatches(_step: int) -> Iterable[Any] | None:
         nonlocal warned
         own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
         if own and not warned:
@@ -224,7 +231,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
             _warn_if_batch_size_differs(own[0], plan)
         # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
         if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
-            return own
+            return cut(own)
         state.iterator = None
         return None
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
 from fullshard.spec.plan import Plan, check_offload_supports_optimizer
-from fullshard.spec.run import OptimizerSection
+from fullshard.spec.train_section import OptimizerSection
 from fullshard.training.adamw8bit import import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.stochastic_adamw import StochasticAdamW

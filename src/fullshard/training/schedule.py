@@ -2,7 +2,8 @@
 
 import math
 
-from fullshard.spec.run import Run, ScheduleSection
+from fullshard.spec.run import Run
+from fullshard.spec.train_section import ScheduleSection
 
 
 def learning_rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
@@ -33,7 +34,7 @@ def learning_rate_factor(section: ScheduleSection, *, step: int, steps: int) -> 
 
 def warmup_warning(run: Run) -> str | None:
     """Returns a warning message if `run` ends before its warmup does, or None."""
-    warmup, steps, peak = run.schedule.warmup_steps, run.train.steps, run.optimizer.learning_rate
+    warmup, steps, peak = run.schedule.warmup_steps, run.train.step_count, run.optimizer.learning_rate
     if warmup <= steps:
         return None
     highest = peak * learning_rate_factor(run.schedule, step=steps - 1, steps=steps)

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
+from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
@@ -54,6 +55,7 @@ from fullshard.training.gradients import (
     list_gradients,
     local_gradient_norms,
     local_share_of_squared_norm,
+    sum_gradients_over_tensor_axis,
 )
 from fullshard.training.loss import Loss
 from fullshard.training.optimizer import set_learning_rate
@@ -118,6 +120,7 @@ def run_step(
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(state.model, state.optimizer)
     average_scalar_gradients(gradients)
+    sum_gradients_over_tensor_axis(gradients if plan.tensor_parallel > 1 else ())
     with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
         norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
         sums[2] = local_share_of_squared_norm(norms) if norms else 0.0
@@ -125,7 +128,7 @@ def run_step(
     totals = agree()
     where.enter(RunPhase.OPTIMIZER)
     # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
-    nominal = nominal * plan.world_size / state.loss_scale.scale
+    nominal = nominal * plan.averaging_ranks / state.loss_scale.scale
     decision = decide_step(totals.numbers[:_SUMS], nominal=nominal, recent=state.recent, run=plan.run)
     result = _copy_result_to_host(decision, totals)
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
@@ -189,7 +192,7 @@ def _backward_context(
     factor = None
     if math.isfinite(loss_sum) and count != 0:
         state.run_before_update_callbacks()
-        factor = nominal * plan.world_size / count
+        factor = nominal * plan.averaging_ranks / count
     return state.in_backward.update_during_backward(factor=factor, learning_rate=learning_rate)
 
 
@@ -223,7 +226,7 @@ def _run_microbatches(
     sums: receives the loss sum and the count
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
-    nominal = 1
+    nominal, counts = 1, plan.counts_tokens(rank())
     expected = _iterate_expected_batches(microbatches, plan.accumulation, where=state.phase)
     for index, batch in enumerate(expected):
         if engine is not None and plan.accumulation > 1:
@@ -233,10 +236,11 @@ def _run_microbatches(
             value = loss(state.model, move_batch_to_device(batch, sums.device))
             total, count = _parse_loss_result(value)
         # A sum is over the tokens of the batch. A mean counts as one item.
-        tokens = plan.run.tokens_per_step // plan.world_size
+        tokens = plan.run.tokens_per_step // plan.averaging_ranks
         nominal = 1 << ((tokens if isinstance(value, tuple) else plan.accumulation) - 1).bit_length()
-        sums[0] += total.detach()
-        sums[1] += count
+        if counts:
+            sums[0] += total.detach()
+            sums[1] += count
         with updates(nominal), record_function("fullshard::compute"):
             state.phase.enter(RunPhase.BACKWARD)
             (total * (state.loss_scale.scale / nominal)).backward()

@@ -202,7 +202,7 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
     if run.data.tokenizer is not None:
         path = Path(os.path.expanduser(run.data.tokenizer))
         tokenizer = path if path.is_dir() else path.parent
-    elif run.data.source_kinds <= {"memmap", "python"}:  # tokens of the model's own tokenizer, not bytes
+    elif run.data.token_makers == {"other program"}:  # tokens of the model's own tokenizer, not bytes
         tokenizer = model
     wanted = [(tokenizer, name) for name in _TOKENIZER] + [(model, _GENERATION)]
     paths = [directory / name for directory, name in wanted if directory is not None]

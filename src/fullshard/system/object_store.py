@@ -15,20 +15,23 @@ import base64
 import errno
 import functools
 import importlib
+import io
+import logging
 import os
+import re
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from fullshard.errors import CheckpointError, MissingExtraError
+from fullshard.errors import MissingExtraError, SpecError
 from fullshard.quantities import format_seconds
-from fullshard.spec.fault_tolerance_section import CheckpointSection
+from fullshard.system.deadlines import ANSWER_SECONDS
 from fullshard.system.disk import ExplainedOSError
 
-ANSWER_SECONDS = CheckpointSection().store_seconds
 TRIES = 3  # how often bytes are sent that arrive altered
 _BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
@@ -40,13 +43,24 @@ _FOREIGN = (
     ("aiohttp", "ClientError"),
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
+    ("httpx", "HTTPError"),
 )
-_UNREACHED = {"ConnectionError", "HTTPClientError", "ClientConnectionError", "TimeoutError", "RequestTimeout"}
+_UNREACHED = {
+    "ConnectionError",
+    "HTTPClientError",
+    "ClientConnectionError",
+    "TimeoutError",
+    "RequestTimeout",
+    "TransportError",
+}
+_URL_IN_TEXT = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]+")
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
 # Their URLs begin with a bucket; those of other stores (hdfs:///data) may have no host.
 _BUCKETED = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2", "b2"}
 _ALTERED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+logger = logging.getLogger("fullshard")
 
 
 class AlteredBytesError(ExplainedOSError):
@@ -56,6 +70,23 @@ class AlteredBytesError(ExplainedOSError):
         why = "a bit changed on its way to the store, or in it"
         fix = "save again; if it stays so, another way to the store (https), or another store"
         super().__init__(_REMOTE, said, place=place, why=why, fix=fix)
+
+
+def is_remote_url(path: str) -> bool:
+    """Returns whether `path` is a URL, except a `file://` URL."""
+    return "://" in path and not path.startswith("file://")
+
+
+def without_secrets(text: str) -> str:
+    """Returns `text` with its URLs shortened: without users, passwords, and queries, which may sign a URL."""
+
+    def shorten(url: re.Match[str]) -> str:
+        protocol, _, rest = url[0].partition("://")
+        host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+        is_container = protocol in ("abfs", "abfss")  # abfs://container@account
+        return f"{protocol}://{host if is_container else host.rpartition('@')[2]}{slash}{path}"
+
+    return _URL_IN_TEXT.sub(shorten, text)
 
 
 @dataclass(frozen=True)
@@ -90,10 +121,10 @@ class ObjectStore:
     answer_seconds: float = ANSWER_SECONDS
 
     def check_url_and_package(self) -> None:
-        """Raises MissingExtraError if the store's package is missing, CheckpointError for an unusable URL."""
+        """Raises MissingExtraError if the store's package is missing, SpecError for an unusable URL."""
         protocol, _, rest = self.url.partition("://")
         if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
-            raise CheckpointError(f"{self.url} names no bucket.", fix=f"{protocol}://bucket/run")
+            raise SpecError(f"{self.url} names no bucket.", fix=f"{protocol}://bucket/run")
         assert self._file_system is not None, "fsspec gives a file system, or raises"
 
     def list_prefix(self, url: str) -> PrefixListing:
@@ -116,7 +147,8 @@ class ObjectStore:
         return self.call_backend(url, "cat_file", path, options=options, moved_bytes=moved_bytes)
 
     def object_size_bytes(self, url: str) -> int:
-        return int(self.call_backend(url, "info", self._fsspec_path(url), options={"refresh": True})["size"])
+        options = {} if url.startswith("http") else {"refresh": True}  # web servers have no listings
+        return int(self.call_backend(url, "info", self._fsspec_path(url), options=options)["size"])
 
     def put_new_object(self, url: str, *, data: bytes) -> None:
         """Creates a small object in one request, then reads it back.
@@ -199,33 +231,87 @@ class ObjectStore:
         return str(self._file_system._strip_protocol(url))
 
 
-class ObjectRangeReader:
-    """A file object for reading an object by ranges. A small read also fetches the following bytes."""
+def read_object_range(
+    store: ObjectStore, url: str, *, begin: int, end: int, pauses_seconds: Sequence[float] = ()
+) -> bytes:
+    """Returns exactly the bytes of an object from `begin` to `end`.
 
-    _AHEAD_BYTES = 1 << 20
+    pauses_seconds: time before each further try, after a read that failed. An absent object, a refusal and an
+        answer of another length are not tried again.
+    """
+    for pause in (*pauses_seconds, None):
+        try:
+            data = store.read_object(url, begin=begin, end=end)
+            break
+        except OSError as error:
+            if pause is None or isinstance(error, FileNotFoundError | PermissionError):
+                raise
+            logger.info("reading %s again in %s s: %s", without_secrets(url), pause, error)
+            time.sleep(pause)
+    else:
+        raise AssertionError("the last try returns or raises")
+    if len(data) == end - begin:
+        return data
+    raise ExplainedOSError(
+        _REMOTE,
+        f"{len(data)} bytes for a range of {end - begin}",
+        place=without_secrets(url),
+        why="it changed while it was read, or the server does not serve ranges",
+        fix="the file as it was, or a copy on a disk or in an object store",
+    )
 
-    def __init__(self, store: ObjectStore, url: str) -> None:
+
+class ObjectRangeReader(io.RawIOBase):
+    """A file object for reading an object by ranges. A small read also fetches the following bytes.
+
+    pauses_seconds: see `read_object_range`
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        url: str,
+        *,
+        ahead_bytes: int = 1 << 20,
+        pauses_seconds: Sequence[float] = (),
+    ) -> None:
         self.name = url
         self._store, self._size = store, store.object_size_bytes(url)
+        self._ahead_bytes, self._pauses_seconds = ahead_bytes, pauses_seconds
         self._position, self._begin, self._held = 0, 0, memoryview(b"")
 
-    def seek(self, position: int) -> int:
-        self._position = position
-        return position
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + position
+        return self._position
 
     def tell(self) -> int:
         return self._position
 
-    def readinto(self, target: memoryview) -> int:
+    def readinto(self, target: Any, /) -> int:
         """Reads into `target`. Returns the number of bytes, which may be less than its size; 0 at the end."""
-        wanted = max(0, min(target.nbytes, self._size - self._position))
+        into = memoryview(target).cast("B")
+        wanted = max(0, min(into.nbytes, self._size - self._position))
         at = self._position - self._begin
         if wanted and not 0 <= at < self._held.nbytes:
-            end = min(self._size, self._position + max(wanted, self._AHEAD_BYTES))
-            self._held = memoryview(self._store.read_object(self.name, begin=self._position, end=end))
+            end = min(self._size, self._position + max(wanted, self._ahead_bytes))
+            data = read_object_range(
+                self._store,
+                self.name,
+                begin=self._position,
+                end=end,
+                pauses_seconds=self._pauses_seconds,
+            )
+            self._held = memoryview(data)
             self._begin, at = self._position, 0
         part = self._held[at : at + wanted]
-        target[: part.nbytes] = part
+        into[: part.nbytes] = part
         self._position += part.nbytes
         return part.nbytes
 
@@ -248,11 +334,11 @@ def _shared_file_system(url: str, process: int) -> Any:  # fsspec has no types
     except ImportError as error:
         if url.startswith(("s3://", "s3a://")):
             raise MissingExtraError("s3", package="s3fs", needed_for=url) from error
-        raise CheckpointError(
+        raise SpecError(
             f"{url} needs a package that is not installed.", got=str(error), fix="pip install what it names"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{url} cannot be used.", got=str(error), fix="s3://bucket/run") from error
+        raise SpecError(f"{url} cannot be used.", got=str(error), fix="s3://bucket/run") from error
 
 
 @contextmanager
@@ -271,7 +357,11 @@ def _loaded_backend_exceptions() -> list[type[Exception]]:
 
 
 def _as_os_error(error: BaseException, url: str) -> OSError:
-    text = str(getattr(error, "strerror", None) or error)
+    cause = error.__cause__
+    if cause is not None and type(cause).__module__.startswith("aiohttp"):
+        # fsspec raises FileNotFoundError for every failure to find the size of a file on a web server.
+        error = error if getattr(cause, "status", None) == 404 else cause
+    text, url = without_secrets(str(getattr(error, "strerror", None) or error)), without_secrets(url)
     code, said = _s3_error_code(error), text.strip().partition("\n")[0] or type(error).__name__
     kinds = {kind.__name__ for kind in type(error).__mro__}
     reported: OSError
@@ -301,7 +391,7 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
 def _no_answer_error(said: str, url: str) -> ExplainedOSError:
     why = "the store does not answer"
     address = "for another store than AWS's own, its address in AWS_ENDPOINT_URL"
-    fix = f"the network; {address}; for a slow one, a longer checkpoint.store_seconds"
+    fix = f"the network; {address}; for a checkpoint in a slow one, a longer checkpoint.store_seconds"
     return ExplainedOSError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
 
 

@@ -1,4 +1,4 @@
-"""Collectives that replace gloo's in FSDP2 on CPU meshes, because gloo's are slow or need more memory.
+"""Collectives that replace gloo's on CPU meshes, because gloo's are slow or need more memory.
 
 Each opens a profiler range, `fullshard::<collective>`, by which `fullshard.profiler.trace` finds it.
 """
@@ -76,6 +76,24 @@ class DirectAllGather:
             last = works.pop() if async_op and works else None
             _wait_for_works(works)
         return last
+
+
+def exchange_directly(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all for gloo, whose own frees both tensors late. Returns the parts that all ranks sent this one.
+
+    sent: (ranks, ...), contiguous, with the part for each rank; the result is shaped alike
+    """
+    received = torch.empty_like(sent)
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    received[own].copy_(sent[own])
+    works: list[dist.Work | None] = []
+    with record_function("fullshard::all_to_all"):
+        for step in range(1, ranks):
+            target, source = (own + step) % ranks, (own - step) % ranks
+            works.append(dist.irecv(received[source], group=group, group_src=source))
+            works.append(dist.isend(sent[target], group=group, group_dst=target))
+        _wait_for_works(works)
+    return received
 
 
 def _wait_for_works(works: Sequence[dist.Work | None]) -> None:

@@ -1,0 +1,207 @@
+"""Reads conversations from rows in the form that chat templates take.
+
+[Note: arguments of tool calls]
+OpenAI's API gives the arguments of a tool call as JSON text. Most chat templates take a mapping instead: they
+write `arguments | tojson`, or iterate over it. So the arguments become mappings here, and text again for a
+template that needs text, see `Conversation.with_text_arguments`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from fullshard.data.row_fields import (
+    ABSENT,
+    UntokenizableRecordError,
+    is_sharegpt_message,
+    look_up_field,
+    role_names,
+    sharegpt_role_lines,
+)
+from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.small_files import parse_json
+
+Message = Mapping[str, Any]
+
+# Fields of a message that may stand in place of its content.
+_INSTEAD_OF_CONTENT = frozenset(
+    {"tool_calls", "function_call", "tool_responses", "reasoning_content", "reasoning", "thinking"}
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation for a chat template.
+
+    messages: messages with `role`, and `content` or tool calls
+    tools: definitions of the tools that the assistant may call; None without tools
+    template_kwargs: further variables of the template
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def tool_arguments(self) -> Iterator[Any]:
+        """Yields the arguments of each tool call."""
+        for message in self.messages:
+            for call in message.get("tool_calls", ()):
+                yield _function_of_call(call).get("arguments")
+
+    def with_text_arguments(self) -> "Conversation":
+        """Returns the conversation with the arguments of tool calls as JSON text."""
+
+        def encode(arguments: Any) -> str:
+            return json.dumps(arguments, ensure_ascii=False)
+
+        messages = [
+            {**message, "tool_calls": [_convert_arguments(call, encode) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in self.messages
+        ]
+        return replace(self, messages=messages)
+
+
+def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSourceFields) -> Conversation:
+    """Returns the conversation of `row`, whose field of messages is `messages`.
+
+    Raises UntokenizableRecordError for a field that cannot be part of a conversation.
+    """
+    rows = _rows_from_columns(_decode_json(messages, "the messages"))
+    if not isinstance(rows, list) or not rows:
+        raise UntokenizableRecordError(f"no list of messages, but {_type_name(rows)}")
+    _reject_unnamed_sharegpt(cast(list[Any], rows), fields)
+    kwargs = _decode_json(_look_up_optional(row, fields.chat_template_kwargs_field), "chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UntokenizableRecordError(f"chat_template_kwargs is not an object, but {_type_name(kwargs)}")
+    return Conversation(
+        [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)],
+        tools=_read_tools(_look_up_optional(row, fields.tools_field)),
+        template_kwargs={**fields.chat_template_kwargs, **cast(Mapping[str, Any], kwargs or {})},
+    )
+
+
+def drop_null_members(value: Any) -> Any:
+    """Returns `value` without the members of structs that are null; pairs of an Arrow map become a dict.
+
+    Arrow has one schema for all structs of a column, so that a member which is absent in the source is null.
+    """
+    if isinstance(value, dict):
+        members = cast(dict[str, Any], value).items()
+        return {name: drop_null_members(inner) for name, inner in members if inner is not None}
+    if isinstance(value, list):
+        items = cast(list[Any], value)
+        if items and all(isinstance(item, tuple) for item in items):
+            return drop_null_members(dict(items))
+        return [drop_null_members(item) for item in items]
+    return value
+
+
+def _reject_unnamed_sharegpt(messages: Sequence[Any], fields: DataSourceFields) -> None:
+    """Raises UntokenizableRecordError for names of ShareGPT that the settings do not map."""
+    lines, first = sharegpt_role_lines(messages, role_field=fields.role_field), messages[0]
+    if fields.role_field == "role" and is_sharegpt_message(first):
+        lines = sharegpt_role_lines(messages)
+        raise UntokenizableRecordError(
+            f"messages with the fields {', '.join(first)}, as in ShareGPT", lines=lines
+        )
+    unknown = {"human", "gpt"} - fields.roles.keys()
+    for name in role_names(messages, fields.role_field):
+        if name in unknown:
+            raise UntokenizableRecordError(
+                f"a message with the role {name!r}, as in ShareGPT", lines=lines[-1:]
+            )
+
+
+def _read_message(value: Any, number: int, *, fields: DataSourceFields) -> Message:
+    """Returns the message `value`, the `number`-th of its conversation, with `role` and `content`."""
+    if not isinstance(value, Mapping):
+        raise UntokenizableRecordError(f"message {number} is not a table of role and content")
+    message = {name: one for name, one in cast(Message, value).items() if one is not None}
+    there = ", ".join(message) or "nothing"
+    role, content = (message.pop(name, None) for name in (fields.role_field, fields.content_field))
+    if not isinstance(role, str):
+        raise UntokenizableRecordError(f"message {number} has no {fields.role_field!r}, but {there}")
+    if content is None and not _INSTEAD_OF_CONTENT & message.keys():
+        raise UntokenizableRecordError(f"message {number} has no {fields.content_field!r}, but {there}")
+    message["role"] = fields.roles.get(role, role)
+    if content is not None:
+        message["content"] = content
+    if "tool_calls" in message:
+        message["tool_calls"] = _read_tool_calls(message["tool_calls"], f"tool_calls of message {number}")
+    return message
+
+
+def _read_tool_calls(value: Any, what: str) -> list[Mapping[str, Any]]:
+    calls = _read_objects(value, what)
+    for call in calls:
+        if not isinstance(_function_of_call(call).get("name"), str):
+            raise UntokenizableRecordError(f"{what} have a call without a name")
+    return [_convert_arguments(call, lambda value: _decode_arguments(value, what)) for call in calls]
+
+
+def _read_tools(value: Any) -> list[Mapping[str, Any]] | None:
+    """Returns the definitions of the tools; None without tools, which may be given as null, [] or ""."""
+    return _read_objects(value, "tools") or None if value else None
+
+
+def _read_objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+    """Returns a list of objects. The list, or each object, may be JSON text."""
+    items = _decode_json(value, what)
+    if isinstance(items, list):
+        items = [_decode_json(item, what) for item in cast(list[Any], items)]
+        if all(isinstance(item, Mapping) for item in items):
+            return items
+    raise UntokenizableRecordError(f"{what} are not a list of objects, but {_type_name(items)}")
+
+
+def _function_of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a tool call that has its name and arguments: `function`, or the call itself."""
+    function = call.get("function")
+    return cast(Mapping[str, Any], function) if isinstance(function, Mapping) else call
+
+
+def _convert_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """Returns the tool call with `convert` applied to its arguments."""
+    function = _function_of_call(call)
+    converted = {**function, "arguments": convert(function.get("arguments"))}
+    return converted if function is call else {**call, "function": converted}
+
+
+def _decode_arguments(value: Any, what: str) -> Mapping[str, Any]:
+    """Returns the arguments of a tool call as a mapping; they may be JSON text, empty or null."""
+    arguments = _decode_json(value or {}, what)
+    if isinstance(arguments, Mapping):
+        return cast(Mapping[str, Any], arguments)
+    raise UntokenizableRecordError(
+        f"{what} have arguments that are not an object, but {_type_name(arguments)}"
+    )
+
+
+def _decode_json(value: Any, what: str) -> Any:
+    """Returns `value`, decoded if it is JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise UntokenizableRecordError(f"{what} are text that is not JSON: {error}") from error
+
+
+def _rows_from_columns(value: Any) -> Any:
+    """Returns a list of messages, for one that earlier versions of `datasets` keep as a dict of columns."""
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):  # pyright: ignore
+        columns = cast(dict[str, list[Any]], value)
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return value
+
+
+def _look_up_optional(row: Mapping[str, Any], name: str) -> Any:
+    found = look_up_field(row, name)
+    return None if found is ABSENT else found
+
+
+def _type_name(value: Any) -> str:
+    return "nothing" if value is None or value == [] else type(value).__name__

@@ -1,0 +1,238 @@
+"""Sequences whose tokens are divided over ranks: which tokens a rank has, and the collectives between them.
+
+[Note: order of pieces]
+With causal attention, later tokens attend to more keys. So a sequence may be cut into two pieces per rank:
+rank r of R has pieces r and 2R - 1 - r, and all ranks compute the same number of pairs. With one piece per
+rank, rank r has piece r.
+
+The collectives are operations of torch, with gradients and with shapes on fake tensors, so that they can be
+compiled and traced. `group` is the name of a process group (`dist.ProcessGroup.group_name`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.profiler import record_function
+
+from fullshard.distributed.agreement import rank
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
+from fullshard.errors import TrainError
+from fullshard.spec.plan import Plan
+
+_FUNCTIONAL = torch.ops._c10d_functional
+_RANGE = "fullshard::model_parallel"  # by which `fullshard.profiler.trace` finds the collectives
+GATHER, REDUCE, EXCHANGE = "gather_sequence", "reduce_sequence", "exchange_heads"
+"""Names of the operations, in the namespace `fullshard`."""
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The part of each sequence that one of `ranks` ranks has, in `pieces` pieces. [Note: order of pieces]"""
+
+    ranks: int
+    rank: int
+    pieces: int
+
+    @classmethod
+    def from_plan(cls, plan: Plan, rank: int) -> Self:
+        """Returns the part that global rank `rank` has."""
+        ranks = plan.context_parallel
+        return cls(ranks, rank // plan.tensor_parallel % ranks, plan.run.sharding.pieces_per_rank)
+
+    def begins(self, length: int) -> list[int]:
+        """Returns where this rank's pieces begin in a sequence of `length` tokens."""
+        piece = length // (self.ranks * self.pieces)
+        return [self.rank * piece, (2 * self.ranks - 1 - self.rank) * piece][: self.pieces]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of `whole` (rows, sequence, ...)."""
+        length = whole.shape[1]
+        piece = length // (self.ranks * self.pieces)
+        return torch.cat([whole[:, begin : begin + piece] for begin in self.begins(length)], dim=1)
+
+    def cut_batch(self, batch: Any) -> dict[str, Any]:
+        """Returns this rank's part of a batch of whole sequences.
+
+        batch["tokens"], batch["labels"]: (rows, sequence); labels are the next tokens, and so are cut as well
+        batch["positions"]: optional, made if it is absent
+        batch["documents"], batch["document_ends"]: optional; replaced by `document_bounds` of all tokens, see
+            `fullshard.models.document_attention`
+        Other tensors (rows, sequence, ...) are cut as well, and all else is unchanged.
+
+        Raises TrainError for any other batch, and for a length that the pieces do not divide.
+        """
+        tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+        if not isinstance(tokens, Tensor) or "labels" not in batch:
+            raise TrainError(
+                "only batches of tokens and labels can be cut into parts of sequences.",
+                got=f"{type(batch).__name__} of {', '.join(map(str, batch))}"
+                if isinstance(batch, Mapping)
+                else type(batch).__name__,
+                fix="sharding.context_parallel = 1, or batches with tokens and labels (rows, sequence)",
+            )
+        rows, length = tokens.shape
+        if length % (self.ranks * self.pieces):
+            raise indivisible_length_error(length, ranks=self.ranks, pieces=self.pieces)
+        given: dict[str, Any] = dict(batch)
+        documents, ends = given.pop("documents", None), given.pop("document_ends", None)
+        if ends is None:
+            ends = _document_ends(documents, rows=rows, length=length)
+        if given.get("positions") is None:
+            given["positions"] = positions_within_documents(
+                torch.zeros_like(tokens) if documents is None else documents
+            )
+        pinned = tokens.is_pinned()
+        for name, whole in given.items():
+            if isinstance(whole, Tensor) and whole.shape[:2] == tokens.shape:
+                own = self.cut(whole)
+                given[name] = own.pin_memory() if pinned else own
+        return given | {"document_bounds": bounds_of_documents(ends, sequence_length=length)}
+
+
+def cut_sequences(batch: Any, plan: Plan) -> Any:
+    """Returns this rank's part of a microbatch of whole sequences, as `SequencePart.cut_batch` does.
+
+    Returns `batch` unchanged if the plan does not divide sequences.
+    """
+    return batch if plan.context_parallel == 1 else SequencePart.from_plan(plan, rank()).cut_batch(batch)
+
+
+def positions_within_documents(documents: Tensor) -> Tensor:
+    """Returns (batch, sequence): for each token, the number of earlier tokens of its document."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def bounds_of_documents(ends: Tensor, *, sequence_length: int) -> Tensor:
+    """Returns the bounds of all documents of a microbatch: see `fullshard.models.document_attention`.
+
+    ends: (microbatch, documents), int32: where each document ends in its row; the last is the row's end
+    """
+    rows = torch.arange(len(ends), device=ends.device, dtype=torch.int32) * sequence_length
+    return F.pad((ends + rows[:, None]).flatten(), (1, 0)).view(1, 1, 1, -1)
+
+
+def indivisible_length_error(length: int, *, ranks: int, pieces: int) -> TrainError:
+    """Returns the error for sequences that cannot be cut into equal pieces."""
+    each = ranks * pieces
+    return TrainError(
+        f"sequences of {length:,} tokens cannot be cut into {each} equal pieces.",
+        got=f"{ranks} ranks, with {pieces} {'piece' if pieces == 1 else 'pieces'} each",
+        fix=f"data.sequence_length = {max(length // each, 1) * each:,} or {(length // each + 1) * each:,}",
+    )
+
+
+def _document_ends(documents: Tensor | None, *, rows: int, length: int) -> Tensor:
+    """Returns (rows, documents), int32: where each document ends; without numbers, rows are documents."""
+    if documents is None:
+        return torch.full((rows, 1), length, dtype=torch.int32)
+    ends = [(row[1:] != row[:-1]).nonzero().flatten() + 1 for row in documents.cpu()]
+    padded = [F.pad(own, (0, max(map(len, ends)) + 1 - len(own)), value=length) for own in ends]
+    return torch.stack(padded).to(torch.int32)
+
+
+@torch.library.custom_op(f"fullshard::{GATHER}", mutates_args=())
+def gather_sequence(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
+    """Returns whole sequences (..., sequence, channels) in order. Collective.
+
+    part: this rank's part (..., sequence / ranks, channels)
+    """
+    if part.device.type == "cpu":
+        gathered, process_group = part.new_empty((ranks, *part.shape)), group_of_name(group)
+        own = gathered[dist.get_rank(process_group)]
+        own.copy_(part)
+        with record_function(_RANGE):
+            DirectAllGather()(gathered.view(-1), own.view(-1), process_group)
+    else:
+        with record_function(_RANGE):
+            gathered = _FUNCTIONAL.all_gather_into_tensor(part.unsqueeze(0).contiguous(), ranks, group)
+            gathered = _FUNCTIONAL.wait_tensor(gathered)
+    cut = [one.chunk(pieces, dim=-2) for one in gathered]
+    return torch.cat([one[0] for one in cut] + [one[1] for one in reversed(cut) if pieces > 1], dim=-2)
+
+
+@torch.library.custom_op(f"fullshard::{REDUCE}", mutates_args=())
+def reduce_sequence(whole: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
+    """Returns this rank's part (..., sequence / ranks, channels) of the sum over ranks. Collective.
+
+    whole: (..., sequence, channels)
+    """
+    chunks = whole.chunk(ranks * pieces, dim=-2)
+    stacked = torch.stack([torch.cat([chunks[r], chunks[-1 - r]][:pieces], dim=-2) for r in range(ranks)])
+    if whole.device.type != "cpu":
+        with record_function(_RANGE):
+            reduced = _FUNCTIONAL.reduce_scatter_tensor(stacked, "sum", ranks, group)
+            return _FUNCTIONAL.wait_tensor(reduced).squeeze(0)
+    own = torch.empty_like(stacked[0])
+    with record_function(_RANGE):
+        DirectReduceScatter()(own.view(-1), stacked.view(-1), group_of_name(group), dist.ReduceOp.SUM)
+    return own
+
+
+@torch.library.custom_op(f"fullshard::{EXCHANGE}", mutates_args=())
+def exchange_heads(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:  # signature: torch's
+    """Exchanges a part of the sequence with all heads for the whole sequence with a part of the heads.
+
+    to_heads: from (batch, heads, sequence / ranks, channels) to (batch, heads / ranks, sequence, channels),
+        or else the other way round. Rank r has the r-th part of the sequence, and of the heads. Collective.
+    """
+    sent, each = torch.stack(x.chunk(ranks, dim=1 if to_heads else 2)), [1] * ranks
+    with record_function(_RANGE):
+        if x.device.type == "cpu":
+            received = exchange_directly(sent, group_of_name(group))
+        else:
+            received = _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(sent, each, each, group))
+    return torch.cat(received.unbind(), dim=2 if to_heads else 1)
+
+
+@gather_sequence.register_fake
+def _gathered_shape(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
+    return part.new_empty((*part.shape[:-2], ranks * part.shape[-2], part.shape[-1]))
+
+
+@reduce_sequence.register_fake
+def _reduced_shape(whole: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
+    return whole.new_empty((*whole.shape[:-2], whole.shape[-2] // ranks, whole.shape[-1]))
+
+
+@exchange_heads.register_fake
+def _exchanged_shape(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:  # signature: torch's
+    rows, heads, length, channels = x.shape
+    if to_heads:
+        return x.new_empty((rows, heads // ranks, length * ranks, channels))
+    return x.new_empty((rows, heads * ranks, length // ranks, channels))
+
+
+def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # signature: torch's
+    ctx.rest = inputs[1:]
+
+
+@partial(gather_sequence.register_autograd, setup_context=_save_arguments)
+def _reduce_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+    return (reduce_sequence(gradient, *ctx.rest), None, None, None)
+
+
+@partial(reduce_sequence.register_autograd, setup_context=_save_arguments)
+def _gather_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+    return (gather_sequence(gradient, *ctx.rest), None, None, None)
+
+
+@partial(exchange_heads.register_autograd, setup_context=_save_arguments)
+def _exchange_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+    ranks, to_heads, group = ctx.rest
+    return (exchange_heads(gradient, ranks, not to_heads, group), None, None, None)
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Returns the process group of this name."""
+    resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
+    return resolve(name)

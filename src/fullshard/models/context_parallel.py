@@ -1,0 +1,91 @@
+"""Models whose attention can reach the keys of other ranks (context parallel), and those that are refused."""
+
+from typing import Any, cast
+
+from torch import nn
+
+from fullshard.distributed.sequence_parts import SequencePart
+from fullshard.errors import ShardError, TrainError
+from fullshard.models.context_attention import ContextParallel
+from fullshard.models.decoder import Attention, DecoderModel
+from fullshard.models.document_attention_hf import use_document_attention
+from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.token_arguments import windows_by_layer_kind
+from fullshard.spec.plan import Plan
+
+
+def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str = "") -> None:
+    """Makes the attention of `model` reach the keys of other ranks, if the plan divides sequences over ranks.
+
+    Its batches are then the parts of sequences that global rank `rank` has.
+
+    group: name of the process group of the ranks that share a sequence; fake tensors need none
+
+    `model` is the reference decoder, or a causal language model of transformers whose attention is
+    exchangeable. Raises ShardError for any other, for models with recurrent or convolutional layers, which
+    read tokens in order, and for heads that the ranks cannot divide.
+    """
+    if plan.context_parallel == 1:
+        return
+    method = plan.run.sharding.context_method
+    context = ContextParallel(method, SequencePart.from_plan(plan, rank), group)
+    if isinstance(model, DecoderModel):
+        _check_heads(model.config.heads, model.config.kv_heads, context=context)
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.context = context
+        return
+    _check_transformers_model(model)
+    config: Any = cast(Any, model.config).get_text_config()
+    heads = config.num_attention_heads
+    _check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, context=context)
+    if not use_document_attention(model, context=context):
+        raise _unsupported_error(
+            model,
+            why="its attention is none that transformers lets other code replace",
+            fix='model.attention = "auto", or sharding.context_parallel = 1',
+        )
+
+
+def _check_heads(heads: int, kv_heads: int, *, context: ContextParallel) -> None:
+    """Raises ShardError if `ulysses` cannot give each rank as many heads. `gather` divides no heads."""
+    ranks = context.part.ranks
+    if context.method == "gather" or (heads % ranks == 0 and 0 in (kv_heads % ranks, ranks % kv_heads)):
+        return
+    raise ShardError(
+        f"the attention heads cannot be divided over {ranks} ranks.",
+        got=f'{heads} heads, {kv_heads} key/value heads, sharding.context_method = "ulysses"',
+        why="each rank computes attention for an equal number of heads",
+        fix='sharding.context_method = "gather", which divides no heads',
+    )
+
+
+def _check_transformers_model(model: nn.Module) -> None:
+    """Raises ShardError unless `model` is a causal language model whose only layers over tokens attend."""
+    if not is_causal_lm(model):
+        raise _unsupported_error(model, why="its attention is not that of a causal language model")
+    reads_in_order = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+    ]
+    if reads_in_order or getattr(model, "_is_stateful", False):
+        layer = reads_in_order[0] if reads_in_order else "its layers keep a state"
+        raise _unsupported_error(
+            model, why=f"recurrent and convolutional layers read tokens in order: {layer}"
+        )
+    try:
+        windows_by_layer_kind(cast(Any, model.config).get_text_config())
+    except TrainError as error:
+        raise _unsupported_error(model, why=error.what) from error
+
+
+def _unsupported_error(
+    model: nn.Module, *, why: str, fix: str = "sharding.context_parallel = 1"
+) -> ShardError:
+    return ShardError(
+        f"the sequences of {type(model).__name__} cannot be divided over ranks.",
+        got="sharding.context_parallel above 1",
+        why=why,
+        fix=fix,
+    )

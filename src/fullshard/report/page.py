@@ -1,0 +1,101 @@
+"""The page of `fullshard report --html`: one HTML file that makes no request to a network.
+
+Its charts are SVG that Python draws. Its one script moves a line through all charts at once. Its
+Content-Security-Policy allows no other script, and no request.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from fullshard.quantities import format_bytes, format_seconds
+from fullshard.report.bars import memory_table, seconds_table
+from fullshard.report.event_table import event_table
+from fullshard.report.markup import escape, percent_text, table
+from fullshard.report.page_charts import draw_charts
+from fullshard.report.plan import settings_rows
+from fullshard.report.run_comparison import comparison_verdict, figures_table, settings_table
+from fullshard.report.run_record import RunRecord
+from fullshard.report.settings import changed_settings
+from fullshard.report.verdict import circumstances, verdict
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+
+_GENERATOR = '<meta name="generator" content="fullshard report">'
+
+
+def render_page(runs: Sequence[RunRecord]) -> str:
+    """Returns the HTML of the page about one run, or about several runs side by side."""
+    names = ", ".join(run.name for run in runs)
+    head = f"<h1>{escape(names)}</h1>"
+    if len(runs) == 1:
+        run = runs[0]
+        head += f'<p class="verdict">{escape(verdict(run))}<p>{escape(circumstances(run))}'
+        found = [
+            ("Memory at the peak of the fullest rank", memory_table(run)),
+            ("Seconds of a step", seconds_table(run)),
+            ("Events", event_table(run)),
+            ("The plan", "" if run.plan is None else _plan_section(run.plan)),
+        ]
+    else:
+        head += f'<p class="verdict">{escape(comparison_verdict(runs))}'
+        found = [("Figures", figures_table(runs)), ("Settings that differ", settings_table(runs))]
+    sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
+    return _document(names, head + draw_charts(runs) + "".join(sections))
+
+
+def is_page(path: Path) -> bool:
+    """Returns whether the file at `path` is a page that `render_page` made, and which may be replaced."""
+    with path.open("rb") as file:
+        return _GENERATOR.encode() in file.read(1000)
+
+
+def _plan_section(plan: Plan) -> str:
+    """Returns the plan's settings, what its prediction says about it, and the settings of its run."""
+    rows = [(escape(label), escape(text)) for label, text in settings_rows(plan, Run())]
+    parts = [f"<p>{escape(_plan_reason(plan))}", table([], rows, kind="text")]
+    changed = [[escape(text) for text in row] for row in changed_settings(plan.run)]
+    if changed:
+        made = table(["setting", "value", "default"], changed, kind="text")
+        parts.append(f'<h2>Settings that are not at their defaults</h2><div class="scroll">{made}</div>')
+    return "".join(parts)
+
+
+def _plan_reason(plan: Plan) -> str:
+    prediction = plan.prediction
+    if prediction is None:
+        return "It has the plain defaults: the planner was not asked, or could not decide."
+    needed, capacity, time = prediction.required_device_bytes, prediction.capacity_bytes, prediction.time
+    memory = (
+        f"It needs {format_bytes(needed)} of {format_bytes(capacity)} ({percent_text(needed, capacity)}) on "
+        f"{prediction.hardware}; its peak is at {prediction.memory.moment}."
+    )
+    if not time.total:
+        return memory
+    waiting = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
+    return (
+        f"{memory} A step is predicted to take {format_seconds(time.total)}, of which "
+        f"{percent_text(time.compute + time.recompute, time.total)} is computing and "
+        f"{percent_text(waiting, time.total)} waiting for collectives."
+    )
+
+
+def _document(title: str, body: str) -> str:
+    style, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"{_GENERATOR}"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>{body}"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

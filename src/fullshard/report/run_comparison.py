@@ -1,0 +1,155 @@
+"""Several runs side by side: their figures, and the settings in which they differ."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.markup import cell, escape, table
+from fullshard.report.page_charts import INKS, short_names
+from fullshard.report.run_record import RunRecord
+from fullshard.report.settings import differing_settings
+from fullshard.report.verdict import recent_tokens_per_second, repeated_steps
+
+_LAST_SHARE = 1 / 20  # part of the steps that the training loss of a run is the mean of
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A row of the table of figures. `value` returns None if a run does not have the figure."""
+
+    label: str
+    value: Callable[[RunRecord], float | None]
+    show: Callable[[float], str]
+    best: Literal["lowest", "highest"] | None = None
+
+
+def comparison_verdict(runs: Sequence[RunRecord]) -> str:
+    """Returns the sentences that name the runs with the lowest loss and the highest speed."""
+    sentences: list[str] = []
+    validated = [
+        (value, name) for run, name in _named(runs) if (value := _lowest_validation(run)) is not None
+    ]
+    trained = [(value, name) for run, name in _named(runs) if (value := _last_loss(run)) is not None]
+    rates = [
+        (value, name) for run, name in _named(runs) if (value := recent_tokens_per_second(run)) is not None
+    ]
+    losses, kind = (validated, "validation") if len(validated) == len(runs) else (trained, "training")
+    if len(losses) > 1:
+        (lowest, best), (second, other), *_ = sorted(losses)
+        sentences.append(
+            f"{best} has the lowest {kind} loss, {lowest:.4f}; {other} follows with {second:.4f}."
+        )
+    if len(rates) > 1:
+        (rate, fastest), (next_rate, other), *_ = sorted(rates, reverse=True)
+        factor = f", {rate / next_rate:.2f} times {other}" if next_rate else ""
+        sentences.append(f"{fastest} is the fastest: {format_count(rate)} tokens/s{factor}.")
+    unfinished = [
+        f"{name} ({run.state}, step {run.last_step:,})"
+        for run, name in _named(runs)
+        if run.state != "finished"
+    ]
+    if unfinished:
+        sentences.append(f"Not finished: {', '.join(unfinished)}.")
+    return " ".join(sentences) or f"{len(runs)} runs."
+
+
+def figures_table(runs: Sequence[RunRecord]) -> str:
+    """Returns the table of figures, with a column for each run. The best figure of a row is bold."""
+    rows = [[escape("state"), *(escape(run.state) for run in runs)]]
+    for figure in _FIGURES:
+        values = [figure.value(run) for run in runs]
+        known = [value for value in values if value is not None]
+        best = {"lowest": min, "highest": max}.get(figure.best or "")
+        target = None if best is None or not known else figure.show(best(known))
+        if len({figure.show(value) for value in known}) < 2:
+            target = None
+        if known:
+            shown = ["–" if value is None else figure.show(value) for value in values]
+            cells = [cell(escape(text), "best" if text == target else "") for text in shown]
+            rows.append([escape(figure.label), *cells])
+    return _run_table(runs, rows, corner="")
+
+
+def settings_table(runs: Sequence[RunRecord]) -> str:
+    """Returns the table of the settings in which the runs differ, or a sentence without any."""
+    plans = [run.plan for run in runs if run.plan is not None]
+    if len(plans) < len(runs):
+        without = ", ".join(name for run, name in _named(runs) if run.plan is None)
+        return f"<p>Settings are not known for {escape(without)}: there is no plan."
+    rows = [[escape(key), *map(escape, values)] for key, values in differing_settings([p.run for p in plans])]
+    return _run_table(runs, rows, corner="setting") if rows else "<p>None: the runs have the same settings."
+
+
+def _named(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:
+    return list(zip(runs, short_names(runs), strict=True))
+
+
+def _run_table(runs: Sequence[RunRecord], rows: list[list[str]], *, corner: str) -> str:
+    """Returns a table with a column for each run, named in the colour of its curve."""
+    names = [cell(escape(name), f"c{index % INKS}") for index, name in enumerate(short_names(runs))]
+    head = [cell(f'<span class="dim">{escape(corner)}</span>', ""), *names]
+    return f'<div class="scroll">{table([], [head, *rows])}</div>'
+
+
+def _lowest_validation(run: RunRecord) -> float | None:
+    return min(run.metrics.values("validation_loss"), default=None)
+
+
+def _last_loss(run: RunRecord) -> float | None:
+    losses = run.metrics.values("loss")
+    return fmean(losses[-max(1, round(len(losses) * _LAST_SHARE)) :]) if losses else None
+
+
+def _step_seconds(run: RunRecord) -> float | None:
+    if run.measurement is not None and run.measurement.pace.step_seconds is not None:
+        return run.measurement.pace.step_seconds
+    seconds = run.metrics.values("seconds")
+    return median(seconds) if seconds else None
+
+
+def _error_of_plan(run: RunRecord) -> float | None:
+    """Returns how much longer a step took than predicted, in percent."""
+    prediction, seconds = None if run.plan is None else run.plan.prediction, _step_seconds(run)
+    if (
+        prediction is None
+        or seconds is None
+        or not prediction.has_complete_step_time
+        or not prediction.time.total
+    ):
+        return None
+    return 100 * (seconds / prediction.time.total - 1)
+
+
+def _data_share(run: RunRecord) -> float | None:
+    seconds, waited = sum(run.metrics.values("seconds")), sum(run.metrics.values("data_seconds"))
+    return 100 * waited / seconds if seconds else None
+
+
+def _peak_bytes(run: RunRecord) -> float | None:
+    if run.measurement is not None and run.measurement.peak_bytes is not None:
+        return run.measurement.peak_bytes.total
+    return max(run.metrics.values("peak_bytes"), default=None)
+
+
+_FIGURES = (
+    _Figure("last step", lambda run: run.last_step, lambda value: f"{value:,.0f}"),
+    _Figure("lowest validation loss", _lowest_validation, lambda value: f"{value:.4f}", "lowest"),
+    _Figure("training loss, mean of the last 5 %", _last_loss, lambda value: f"{value:.4f}", "lowest"),
+    _Figure("tokens/s", recent_tokens_per_second, format_count, "highest"),
+    _Figure("step", _step_seconds, format_seconds, "lowest"),
+    _Figure("step, against the plan", _error_of_plan, lambda value: f"{value:+.0f} %"),
+    _Figure(
+        "MFU",
+        lambda run: run.measurement and run.measurement.mfu,
+        lambda value: f"{100 * value:.1f} %",
+        "highest",
+    ),
+    _Figure("waiting for data", _data_share, lambda value: f"{value:.1f} %", "lowest"),
+    _Figure("peak memory of a rank", _peak_bytes, format_bytes, "lowest"),
+    _Figure("steps skipped", lambda run: len(run.metrics.skipped_steps()), lambda value: f"{value:,.0f}"),
+    _Figure("attempts", lambda run: run.attempts, lambda value: f"{value:,.0f}"),
+    _Figure("steps done again", repeated_steps, lambda value: f"{value:,.0f}"),
+    _Figure("time, all attempts", lambda run: run.wall_seconds, format_seconds),
+)

@@ -1,0 +1,179 @@
+"""Everything that a run's directory says about the run, also while it trains and after it died."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from fullshard.errors import SpecError
+from fullshard.report.metrics import StepColumns, read_metrics
+from fullshard.spec.event import RunEvent, read_events
+from fullshard.spec.measurement import Measurement
+from fullshard.spec.plan import Plan
+from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, MEASUREMENT, METRICS, PLAN
+from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
+
+RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
+T = TypeVar("T")
+
+# A launcher starts ranks again within this time; later, it must have ended, too.
+_RESTART_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The records of one run.
+
+    name: the directory, as the user wrote it
+    state: finished; stopped, on request and saved; running; restarting; failed, with an error; lost, without
+        a record of its end, like a process that was killed
+    plan: plan of the last attempt; None if it is not known
+    measurement: what the last attempt measured; None if it has not ended, or ended without
+    events: empty for a run of a version that did not write any
+    saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
+    unreadable: names of records that are there, and that this version cannot read
+    """
+
+    name: str
+    state: RunState
+    metrics: StepColumns
+    plan: Plan | None = None
+    measurement: Measurement | None = None
+    events: list[RunEvent] = field(default_factory=list[RunEvent])
+    saved_steps: tuple[int, ...] = ()
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The last recorded step; 0 if there is none."""
+        return self.metrics.last_step or 0
+
+    @property
+    def steps(self) -> int | None:
+        """Number of the run's steps; None if the plan is not known."""
+        return None if self.plan is None else self.plan.run.train.steps
+
+    @property
+    def attempts(self) -> int:
+        return max((event.attempt for event in self.events), default=1)
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """Seconds of all attempts, from each start to its last event; None without events."""
+        starts = [index for index, event in enumerate(self.events) if event.event == "start"]
+        if not starts:
+            return None
+        spans = pairwise([*starts, len(self.events)])
+        return sum((self.events[b - 1].at - self.events[a].at).total_seconds() for a, b in spans)
+
+    def of_kind(self, *kinds: str) -> list[RunEvent]:
+        """Returns the events of these kinds."""
+        return [event for event in self.events if event.event in kinds]
+
+
+def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
+    """Reads the records in `directory`.
+
+    is_running: whether a process holds the lock of the directory
+
+    Raises SpecError if it is not the directory of a run, or if its steps or events cannot be read.
+    """
+    if not directory.is_dir():
+        raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
+    try:
+        metrics, events = read_metrics(directory / METRICS), read_events(directory / EVENTS)
+    except OSError as error:
+        raise SpecError(f"{error.filename} cannot be read.", got=error.strerror) from error
+    unreadable: list[str] = []
+    measurement = _load_if_present(directory / MEASUREMENT, Measurement.load, unreadable=unreadable)
+    planned = _load_if_present(directory / PLAN, Plan.load, unreadable=unreadable)
+    if not metrics.steps and not events and measurement is None:
+        raise SpecError(
+            f"{directory} holds no run.",
+            got=f"no {METRICS}, no {EVENTS} and no {MEASUREMENT}",
+            fix="the directory that run.dir names, such as runs/default",
+        )
+    if measurement is not None and not _is_of_last_attempt(measurement, events=events, metrics=metrics):
+        measurement = None
+    return RunRecord(
+        name=str(directory),
+        state=_find_state(directory, events, is_running=is_running, now=now),
+        metrics=metrics,
+        plan=planned if measurement is not None else (_newest_planned(events) or planned),
+        measurement=measurement,
+        events=events,
+        saved_steps=_find_saved_steps(directory, events),
+        unreadable=tuple(unreadable),
+    )
+
+
+def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[str]) -> T | None:
+    """Returns the record at `path`, or None. Adds its name to `unreadable` if another version wrote it."""
+    if not path.exists():
+        return None
+    try:
+        return load(path)
+    except SpecError:
+        unreadable.append(path.name)
+        return None
+
+
+def _is_of_last_attempt(measurement: Measurement, *, events: list[RunEvent], metrics: StepColumns) -> bool:
+    """Returns whether the last attempt wrote the measurement: an attempt that died leaves an older one."""
+    for event in reversed(events):
+        if event.event == "start":
+            return False
+        if event.event == "end" or (event.event == "stop" and event.details.get("saved") is True):
+            return True
+    return measurement.last_step >= (metrics.last_step or 0)  # of a version without events
+
+
+def _newest_planned(events: list[RunEvent]) -> Plan | None:
+    """Returns the plan of the last attempt that recorded one; None if this version cannot read it."""
+    plans = [event.details.get("plan") for event in events if event.event == "plan"]
+    if not plans or not isinstance(plans[-1], dict):
+        return None
+    try:
+        return Plan.parse(plans[-1], source=EVENTS)
+    except SpecError:
+        return None
+
+
+def _find_state(directory: Path, events: list[RunEvent], *, is_running: bool, now: datetime) -> RunState:
+    if is_running:
+        return "running"
+    state: RunState = _read_recorded_end(directory)
+    for event in events:
+        if event.event in ("start", "restart"):
+            state = "lost" if event.event == "start" else "restarting"
+        elif event.event == "end":
+            state = "finished"
+        elif event.event == "stop":
+            state = "stopped"
+        elif event.event == "fault":
+            state = "failed"
+    if state == "restarting" and (now - events[-1].at).total_seconds() > _RESTART_SECONDS:
+        return "lost"
+    return state
+
+
+def _read_recorded_end(directory: Path) -> RunState:
+    """Returns the state by launch.json, for a run of a version without events."""
+    try:
+        record: Any = parse_json(read_bytes(directory / LAUNCH, most_bytes=VALUE_BYTES))
+    except (OSError, ValueError):
+        return "lost"
+    ended = record.get("ended") if isinstance(record, dict) else None
+    return "finished" if ended == "finished" else "stopped" if ended == "interrupted" else "lost"
+
+
+def _find_saved_steps(directory: Path, events: list[RunEvent]) -> tuple[int, ...]:
+    if events:
+        return tuple(event.step for event in events if event.event == "save" and event.step is not None)
+    try:
+        names = [one.name.removeprefix("step-") for one in (directory / CHECKPOINTS).iterdir()]
+    except OSError:
+        return ()
+    return tuple(sorted(int(name) for name in names if name.isdecimal() and len(name) < 16))

@@ -1,0 +1,137 @@
+"""Sentences about a run: how it ended, what it learnt, and how it compares with its plan."""
+
+from collections.abc import Iterator
+from statistics import median
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.plan import mesh_text
+from fullshard.report.run_record import RunRecord
+from fullshard.spec.event import RunEvent
+from fullshard.spec.prediction import CALIBRATION_MARKS
+
+_AS_PLANNED_PERCENT = 2.0
+_RECENT_STEPS = 50
+
+
+def verdict(run: RunRecord) -> str:
+    """Returns the sentences that a reader needs first."""
+    return " ".join([_state_sentence(run), *_loss_sentences(run), *_plan_sentences(run)])
+
+
+def circumstances(run: RunRecord) -> str:
+    """Returns the sentences about ranks, attempts, faults, skipped steps and time."""
+    sentences: list[str] = []
+    if run.plan is not None:
+        sentences.append(f"{mesh_text(run.plan)}, {run.plan.device}, {run.plan.precision.param} compute.")
+    faults, again = len(run.of_kind("fault")), repeated_steps(run)
+    if run.attempts > 1 or faults:
+        lost = f", {again:,} steps done again" if again else ""
+        sentences.append(f"{_count(run.attempts, 'attempt')}, {_count(faults, 'fault')}{lost}.")
+    skipped, rollbacks = len(run.metrics.skipped_steps()), len(run.of_kind("rollback"))
+    sentences += [f"{_count(skipped, 'step')} skipped."] if skipped else []
+    sentences += [f"{_count(rollbacks, 'rollback')}."] if rollbacks else []
+    if run.wall_seconds is not None and run.state != "running":
+        sentences.append(f"{format_seconds(run.wall_seconds)} in all.")
+    if not run.events:
+        sentences.append("This run was recorded without events.jsonl, by an earlier version.")
+    sentences += [f"This version cannot read {name}, which is left out." for name in run.unreadable]
+    return " ".join(sentences)
+
+
+def repeated_steps(run: RunRecord) -> int:
+    """Returns the number of recorded steps that resumes and rollbacks undid, and that were done again."""
+    again, reached = 0, 0
+    for event in run.events:
+        if event.event == "resume" and event.step is not None:
+            again += max(0, reached - event.step)
+        elif event.event == "rollback" and isinstance(to := event.details.get("to_step"), int):
+            again += max(0, (event.step or 1) - 1 - to)
+        reached = event.step if event.step is not None and event.event != "resume" else reached
+    return again
+
+
+def recent_tokens_per_second(run: RunRecord) -> float | None:
+    """Returns the measured speed of the last attempt, or else the median of the last steps; or None."""
+    if run.measurement is not None and run.measurement.tokens_per_second is not None:
+        return run.measurement.tokens_per_second
+    rates = run.metrics.values("tokens_per_second")[-_RECENT_STEPS:]
+    return median(rates) if rates else None
+
+
+def _state_sentence(run: RunRecord) -> str:
+    at = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
+    match run.state:
+        case "finished":
+            text = f"Finished all {run.last_step:,} steps"
+        case "running":
+            text = f"Running: {at} is done{_time_left(run)}"
+        case "restarting":
+            text = f"Restarting after {at}: {_last_fault(run)}"
+        case "failed":
+            text = f"Failed after {at}: {_last_fault(run)}"
+        case "stopped":
+            stops = run.of_kind("stop")
+            saved = not stops or stops[-1].details.get("saved") is True
+            then = ", and saved: fullshard train --resume continues it" if saved else ", at once: not saved"
+            text = f"Stopped after {at}{then}"
+        case "lost":
+            seen = f"; its last event is of {run.events[-1].at:%Y-%m-%d %H:%M:%S} UTC" if run.events else ""
+            text = f"Ended after {at} without a word, as a run does that is killed{seen}"
+    return f"{text}."
+
+
+def _time_left(run: RunRecord) -> str:
+    seconds = run.metrics.values("seconds")[-_RECENT_STEPS:]
+    if run.steps is None or not seconds or run.steps <= run.last_step:
+        return ""
+    return f", about {format_seconds((run.steps - run.last_step) * median(seconds))} left"
+
+
+def _last_fault(run: RunRecord) -> str:
+    faults = run.of_kind("fault")
+    return "its fault was not recorded" if not faults else fault_text(faults[-1]).rstrip(".")
+
+
+def fault_text(event: RunEvent) -> str:
+    """Returns the rank, the error and the first line of its message."""
+    rank, error = event.details.get("rank"), event.details.get("error", "an error")
+    message = str(event.details.get("message", "")).split("\n", maxsplit=1)[0]
+    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {error}: {message}"
+
+
+def _loss_sentences(run: RunRecord) -> Iterator[str]:
+    validated, trained = run.metrics.points("validation_loss"), run.metrics.points("loss")
+    if validated:
+        step, lowest = min(validated, key=lambda point: point[1])
+        best = "" if lowest == validated[-1][1] else f"; the lowest was {lowest:.4f}, after step {step:,.0f}"
+        yield f"Validation loss {validated[-1][1]:.4f}{best}."
+    elif trained:
+        yield f"Training loss {trained[-1][1]:.4f}, {trained[0][1]:.4f} in the first step."
+
+
+def _plan_sentences(run: RunRecord) -> Iterator[str]:
+    rate, prediction = recent_tokens_per_second(run), None if run.plan is None else run.plan.prediction
+    if rate is not None:
+        planned = None
+        if prediction is not None and prediction.has_complete_step_time:
+            planned = prediction.tokens_per_second
+        mark = "" if prediction is None or not planned else CALIBRATION_MARKS[prediction.calibration]
+        yield f"{format_count(rate)} tokens/s{_against_plan(rate, planned)}{f' ({mark})' if mark else ''}."
+    peaks = run.metrics.values("peak_bytes")
+    if peaks:
+        planned = None if prediction is None else prediction.memory.total
+        yield f"{format_bytes(max(peaks))} of memory at the peak{_against_plan(max(peaks), planned)}."
+
+
+def _against_plan(value: float, planned: float | None) -> str:
+    """Returns `, 12 % more than planned`; an empty text without a plan."""
+    if not planned:
+        return ""
+    more = 100 * (value / planned - 1)
+    if abs(more) < _AS_PLANNED_PERCENT:
+        return ", as planned"
+    return f", {abs(more):,.0f} % {'more' if more > 0 else 'less'} than planned"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,67 @@
+"""Parameters divided over the `tp` axis of a mesh before FSDP2 shards them over its other axes.
+
+[Note: DTensors are storage]
+Each parameter is a DTensor on (`dp_replicate`, `dp_shard`, `tp`): checkpoints, norms and optimizers see its
+whole shape, and which part of it this rank has. While a unit computes, FSDP2 would wrap what it gathers in a
+DTensor over `tp`. Here modules get the local tensor instead, so that forward and backward run no DTensor
+operation: their collectives are those of `fullshard.models.tensor_parallel`.
+
+[Note: the order of two splits]
+`tp` splits a parameter first, and `dp_shard` splits that part. If both split dim 0, the placement over
+`dp_shard` is FSDP2's `_StridedShard`: for it `is_shard()` is False, and so are `is_shard(0)` and
+`isinstance(placement, Shard)`. Ask `is_replicate()` instead. Each rank's part is still one box of the whole
+tensor, which `compute_local_shape_and_global_offset` returns.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fullshard.sharding.mesh import split_tensor_axis
+from fullshard.sharding.units import Unit
+
+SplitDims = Mapping[str, int | None]
+"""Parameter name -> the dim that the `tp` axis splits, or None if each of its ranks has all of it."""
+
+
+def split_over_tensor_axis(model: nn.Module, unit: Unit, *, split: SplitDims, mesh: DeviceMesh) -> None:
+    """Replaces the parameters of `unit`, which are on the meta device, by DTensors over the mesh's `tp`."""
+    _, axis = split_tensor_axis(mesh)
+    assert axis is not None, "only plans with a tp axis split parameters"
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in unit.parameters.items():
+        dim = split[name]
+        local = parameter.detach()
+        if dim is not None:
+            chunks, place = local.chunk(axis.size(), dim), axis.get_local_rank()
+            local = chunks[place] if place < len(chunks) else local.narrow(dim, 0, 0)
+        data = DTensor.from_local(
+            torch.empty_like(local, memory_format=torch.contiguous_format),
+            axis,
+            [Replicate() if dim is None else Shard(dim)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        unit.parameters[name] = made[id(parameter)]
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in made:
+                module._parameters[key] = made[id(parameter)]  # pyright: ignore[reportPrivateUsage]
+
+
+def compute_with_local_parts(unit: FSDPModule) -> None:
+    """Makes the modules of `unit` compute with local tensors. See [Note: DTensors are storage].
+
+    Names with a leading underscore are private ones of FSDP2.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
+    for parameter in () if group is None else group.fsdp_params:
+        parameter.is_dtensor = False
+        parameter._unsharded_dtensor_spec = None  # read instead of `is_dtensor` since torch 2.13

@@ -1,0 +1,115 @@
+"""Rows of tokens are taken as they are, without padding; what does not fit the vocabulary is reported."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fullshard.data.build import build_packed_data
+from fullshard.data.row_fields import UntokenizableRecordError
+from fullshard.data.token_rows import iterate_list_rows, read_token_row
+from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSourceFields
+from tests.data.samples import run_of, save_tokenizer, write_rows
+from tests.data.test_corpus import documents, store_of
+
+KINDS = ("jsonl", "parquet", "datasets")
+ROWS: list[list[int]] = [[i, 70_000 + i, *range(i)] for i in range(25)]
+FIELDS = DataSourceFields(records="tokens")
+
+
+def read(row: dict[str, Any], size: int = 100) -> tuple[list[int], list[bool]]:
+    tokens, trained = read_token_row(row, row["input_ids"], fields=FIELDS, vocabulary_size=size)
+    return tokens.tolist(), trained.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_source_gives_its_tokens_unchanged(tmp_path: Path, kind: str):
+    settings = write_rows(kind, tmp_path, [{"data": {"ids": row}, "more": "x"} for row in ROWS])
+    store = store_of(tmp_path, **settings, records="tokens", tokens_field="data.ids")
+    assert documents(store) == ROWS
+    assert (store.vocabulary_size, store.loss_mask) == (70_025, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_and_masks_say_what_is_trained_on_and_padding_is_left_out(tmp_path: Path, kind: str):
+    rows = [
+        {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]},
+        {"input_ids": [8, 9], "labels": [8, 9], "attention_mask": [1, 1]},
+        {"input_ids": [1, 2]},
+    ]
+    store = store_of(tmp_path, **write_rows(kind, tmp_path, rows), records="tokens")
+    assert store.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2]
+    assert store.loss_mask.tolist() == [0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_loss_mask_of_any_type_is_read():
+    for mask in ([0, 1, 1], [False, True, True], [0.0, 1.0, 1.0], np.array([0, 1, 1], np.uint8)):
+        assert read({"input_ids": [3, 4, 5], "loss_mask": mask}) == ([3, 4, 5], [False, True, True])
+
+
+def test_lists_of_arrow_share_its_memory():
+    arrow = pytest.importorskip("pyarrow")
+    for kind in (arrow.list_(arrow.int32()), arrow.large_list(arrow.int64()), arrow.list_(arrow.uint16(), 2)):
+        batch = arrow.record_batch({"a": arrow.array([[1, 2], None, [3, 4]], kind)})
+        one, none, other = (row["a"] for row in iterate_list_rows(batch.slice(0), {"a": ["a"]}))
+        assert (one.tolist(), none, other.tolist()) == ([1, 2], None, [3, 4])
+        assert not one.flags.owndata
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"input_ids": None}, "null"),
+        ({"input_ids": "1 2"}, "not a list of numbers but str"),
+        ({"input_ids": [1.0, 2.0]}, "float64, not integers"),
+        ({"input_ids": [1, None]}, "with other values"),
+        ({"input_ids": [[1], [2]]}, r"of shape \[2, 1\]"),
+        ({"input_ids": [[1], [2, 3]]}, "not a list of numbers"),
+        ({"input_ids": [1, 100]}, "token 100; the vocabulary has 100"),
+        ({"input_ids": [1, -1]}, "token -1"),
+        ({"input_ids": [1, 2**70]}, "with other values"),
+        ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 values for 2 tokens"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "'labels' has 2 at position 0, where 1 is the token"),
+        ({"input_ids": [1, 2], "loss_mask": [0.5, 1]}, "weights, such as 0.5"),
+    ],
+)
+def test_what_is_no_row_of_tokens_is_refused(row: dict[str, Any], why: str):
+    with pytest.raises(UntokenizableRecordError, match=why):
+        read(row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_the_tokenizer_does_not_have_are_reported_with_their_row(tmp_path: Path, kind: str):
+    settings = {**write_rows(kind, tmp_path, [{"input_ids": [1]}, {"input_ids": [300]}]), "records": "tokens"}
+    settings["tokenizer"] = save_tokenizer(tmp_path / "tok")
+    with pytest.raises(DataError, match=r"(?s)(line 2|row 1)\.\n.*token 300; the vocabulary has 289"):
+        store_of(tmp_path, **settings)
+    store = store_of(tmp_path, **settings, on_error="skip")
+    assert (documents(store), store.skipped) == ([[1]], 1)
+
+
+def test_tokens_and_bytes_do_not_mix(tmp_path: Path):
+    tokens = {**write_rows("jsonl", tmp_path / "a", [{"input_ids": ROWS[20]}] * 4), "records": "tokens"}
+    texts = write_rows("jsonl", tmp_path / "b", [{"text": "the cat sat on a mat"}] * 9)
+    assert build_packed_data(run_of(tmp_path, **tokens, validation_fraction=0)).tokenizer is None
+    with pytest.raises(DataError, match="do not mix"):
+        build_packed_data(run_of(tmp_path, sources=[tokens, texts]))
+    tokenizer = save_tokenizer(tmp_path / "tok")
+    small = {**write_rows("jsonl", tmp_path / "c", [{"input_ids": [*range(40)]}] * 4), "records": "tokens"}
+    mixed = build_packed_data(
+        run_of(tmp_path, sources=[small, texts], tokenizer=tokenizer, validation_fraction=0)
+    )
+    assert mixed.vocabulary == 289
+
+
+def test_data_of_which_nothing_is_trained_on_is_refused(tmp_path: Path):
+    rows = [{"input_ids": [1, 2], "labels": [-100, -100]}]
+    with pytest.raises(DataError, match=r"no token of rows\.jsonl is trained on"):
+        store_of(tmp_path, **write_rows("jsonl", tmp_path, rows), records="tokens")
+
+
+def test_a_row_with_a_list_of_tokens_suggests_the_settings(tmp_path: Path):
+    with pytest.raises(DataError, match=r'(?s)records = "tokens"\s+tokens_field = "ids"'):
+        store_of(tmp_path, **write_rows("jsonl", tmp_path, [{"ids": [1, 2]}]))

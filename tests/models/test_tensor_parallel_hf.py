@@ -1,0 +1,71 @@
+"""Models of transformers whose matmuls are divided over ranks compute what they compute whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import ShardError
+from fullshard.sharding.materialize import materialize
+from fullshard.training.gradients import sum_gradients_over_tensor_axis
+from fullshard.training.loss import next_token_loss
+from fullshard.training.shard import shard
+from tests.fakes.architectures import whole
+from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of
+from tests.fakes.plans import plan_of
+from tests.models.test_architectures_hf import built
+
+REFUSED = {
+    "gpt2": "base_model_tp_plan",
+    "falcon": "base_model_tp_plan",
+    "bloom": "base_model_tp_plan",
+    "opt": "base_model_tp_plan",
+    "mixtral": "mlp.gate is not in the plan",
+    "qwen3_moe": "moe_tp_experts",
+    "olmoe": "mlp",
+}
+CAUSAL = [name for name in CONFIGS if "tokens" in batch_of(name, 0) and name not in REFUSED]
+
+
+def outcome(name: str) -> str:
+    """Compares loss and gradients with those of the whole model; returns why it is refused."""
+    world_size = dist.get_world_size()
+    plan = plan_of(world_size, f"sharding.tensor_parallel={world_size}", f"data.sequence_length={LENGTH}")
+    plain, batch = materialize(built(name)[0], seed=0), batch_of(name, 0)
+    expected, _ = next_token_loss(plain, batch)
+    expected.backward()
+    try:
+        model = shard(built(name)[0], plan)
+    except ShardError as error:
+        return str(error.why)
+    total, _ = next_token_loss(model, batch, chunk_rows=5)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+    total.backward()
+    sum_gradients_over_tensor_axis([p.grad for p in model.parameters() if p.grad is not None])
+    sharded = dict(model.named_parameters())
+    for key, parameter in plain.named_parameters():
+        assert torch.equal(whole(sharded[key]), parameter), key
+        if parameter.grad is not None:
+            gradient = sharded[key].grad
+            assert gradient is not None
+            torch.testing.assert_close(
+                whole(gradient), parameter.grad, rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}"
+            )
+    return "same"
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_same_loss_and_gradients(name: str, ranks: Callable[..., Any]) -> None:
+    assert ranks(2).run(outcome, name) == ["same"] * 2
+
+
+def test_key_value_heads_may_be_fewer_than_ranks(ranks: Callable[..., Any]) -> None:
+    for name in ("llama", "qwen2"):  # without and with biases
+        assert ranks(4).run(outcome, name) == ["same"] * 4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_matmuls_that_no_plan_describes_are_refused(name: str, ranks: Callable[..., Any]) -> None:
+    assert all(REFUSED[name] in why for why in ranks(2).run(outcome, name))

@@ -1,0 +1,101 @@
+"""The context-parallel axis: its memory and its bytes, as real ranks have them."""
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.dryrun.step import run_dry_step
+from fullshard.planner.search import predict
+from fullshard.spec.hardware import CollectiveRate
+from fullshard.spec.plan import Plan
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+from tests.fakes.hardware import cpu_of
+from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
+from tests.planner.test_search import prediction_of
+
+LAYERS, RANKS = 3, 4
+
+
+def context_plan(method: str, *overrides: str, context: int = RANKS, length: int = 64) -> Plan:
+    settings = [f"sharding.context_parallel={context}", f"sharding.context_method={method}"]
+    sizes = [f"data.sequence_length={length}", f"model.max_sequence={length}", "model.heads=8"]
+    return plan_of(RANKS, *sizes, *settings, "train.global_batch=8", *overrides)
+
+
+def sent_bytes(plan: Plan) -> int:
+    """On a rank: the bytes that it sends in a step, other than by all-reduces."""
+    model = shard(meta_model(plan), plan)
+    state, sent, send = TrainState(model, build_optimizer(model, plan)), 0, dist.isend
+
+    def counted(tensor: Tensor, *args: object, **kwargs: object) -> dist.Work | None:
+        nonlocal sent
+        sent += tensor.nbytes
+        return send(tensor, *args, **kwargs)
+
+    dist.isend = counted
+    try:
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+    finally:
+        dist.isend = send
+    return sent
+
+
+def keys_bytes(plan: Plan, *, heads: int) -> int:
+    """Bytes of a microbatch's keys of whole sequences with this many heads, in fp32."""
+    config = plan.run.decoder_config
+    return 4 * plan.microbatch * plan.run.data.sequence_length * heads * (config.d_model // config.heads)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> None:
+    plan = context_plan(method, "sharding.strategy=no_shard", f"model.kv_heads={kv_heads}")
+    if method == "gather":  # keys and values, and their gradients back
+        tensors = 4 * keys_bytes(plan, heads=kv_heads)
+    else:  # both ways: queries and results, and keys and values with at least a head for each rank
+        both = keys_bytes(plan, heads=8) + keys_bytes(plan, heads=max(kv_heads, RANKS))
+        tensors = 4 * both // RANKS
+    expected = tensors * (RANKS - 1) // RANKS * LAYERS * plan.accumulation
+    assert ranks(RANKS).run(sent_bytes, plan) == [expected] * RANKS
+    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
+    hardware = cpu_of(RANKS)
+    link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate})
+    hardware = hardware.model_copy(update={"within": link})
+    found = prediction_of(predict(described(plan), plan, hardware)).time.model_parallel
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("gather", ["recompute.mode=none"]),
+        ("gather", ["recompute.mode=full"]),
+        ("ulysses", ["recompute.mode=none"]),
+    ],
+)
+def test_a_rank_holds_what_the_plan_and_the_dry_run_say(method: str, overrides: list[str], ranks) -> None:
+    plan = context_plan(method, *overrides, length=512)
+    real = sum(ranks(RANKS).run(measured, plan)[0].values())
+    dry = run_dry_step(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=0)
+    assert dry.peak_bytes == pytest.approx(real, rel=0.002)
+    assert predicted(plan).total == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_activations_are_divided_but_for_gathered_keys(kv_heads: int) -> None:
+    """A quarter, to a few percent: attention within documents keeps other small tensors than torch's own."""
+
+    def saved(method: str, context: int = RANKS) -> int:
+        settings = ["recompute.mode=none", f"model.kv_heads={kv_heads}"]
+        plan = context_plan(method, *settings, context=context, length=4096)
+        assert predicted(plan).moment.endswith("end forward")
+        return predicted(plan).activations
+
+    plan, whole = context_plan("gather", f"model.kv_heads={kv_heads}", length=4096), saved("gather", 1)
+    gathered = 2 * LAYERS * keys_bytes(plan, heads=kv_heads)
+    assert saved("gather") - gathered == pytest.approx((whole - gathered) / RANKS, rel=0.04)
+    assert saved("ulysses") == pytest.approx(whole / RANKS, rel=0.04)

@@ -1,0 +1,124 @@
+"""Ranks share sequences by choice only where whole sequences do not fit, and then as many as are fastest."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from fullshard.errors import PlanError, ShardError
+from fullshard.planner.candidate_costs import require_prediction
+from fullshard.planner.search import SAME_SPEED
+from fullshard.planning.context_degrees import (
+    ContextSearch,
+    iterate_context_degrees,
+    search_context_degrees,
+    sequences_for_sharing_ranks,
+)
+from fullshard.planning.target import choose_global_batch
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from tests.fakes.hardware import hardware_of
+from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
+
+HARDWARE = hardware_of(1, 8)
+LONG, TOO_LONG = 131072, 262144
+
+
+class Describing:
+    """Describes a rank's part of LLAMA_8B's sequences, and records the degrees it was asked for."""
+
+    def __init__(self, *, most: int = 1024) -> None:
+        self.degrees: list[int] = []
+        self.most = most
+
+    def __call__(self, run: Run) -> ModelSpec:
+        degree, length = run.sharding.context_degree, run.data.sequence_length
+        self.degrees.append(degree)
+        if degree > self.most:
+            raise ShardError("the sequences cannot be divided.")
+        part = replace(LLAMA_8B, sequence=length // degree)
+        update = {"sequence_length": length, "context_parallel": degree}
+        return decoder_spec(part).model_copy(update=update)
+
+
+def long_run(*overrides: str, length: int = LONG, batch: int = 8) -> Run:
+    shape = replace(LLAMA_8B, sequence=length)
+    return run_for(shape, f"train.global_batch={batch}", "offload.tier=none", *overrides)
+
+
+def searched(describe: Describing, run: Run) -> ContextSearch:
+    return search_context_degrees(describe, run, hardware=HARDWARE)
+
+
+def test_whole_sequences_that_fit_are_kept() -> None:
+    describe = Describing()
+    answer = searched(describe, long_run(length=8192))
+    assert answer.found.best is not None
+    assert answer.found.best.context_parallel == 1
+    assert describe.degrees == [1]
+
+
+def test_sequences_that_do_not_fit_are_shared_by_as_many_ranks_as_are_fastest() -> None:
+    describe = Describing()
+    answer = searched(describe, long_run("recompute.mode=full", length=TOO_LONG))
+    assert describe.degrees == [1, 2, 4, 8]
+    best = answer.found.best
+    assert best is not None
+    assert best.context_parallel == answer.spec.context_parallel == answer.run.sharding.context_parallel
+    for degree in (1, 2, 4, 8):
+        pinned = long_run("recompute.mode=full", f"sharding.context_parallel={degree}", length=TOO_LONG)
+        one = searched(Describing(), pinned).found.best
+        assert degree > 1 or one is None
+        if one is not None:
+            assert seconds(best) <= seconds(one) * (1 + SAME_SPEED)
+
+
+def seconds(plan: Plan) -> float:
+    return require_prediction(plan).time.total
+
+
+def test_fewer_sequences_than_ranks_are_shared_and_what_cannot_be_is_not_traced() -> None:
+    describe = Describing()
+    answer = searched(describe, long_run(batch=2))
+    assert answer.found.best is not None
+    assert answer.found.best.data_parallel_degree <= 2
+    assert set(describe.degrees) <= {1, 4, 8}
+
+
+@pytest.mark.parametrize(("length", "most"), [(8192, 1024), (LONG, 1)])
+def test_sequences_that_cannot_be_shared_are_an_error_of_whole_ones(length: int, most: int) -> None:
+    """Short ones, and those of a model that cannot be divided."""
+    with pytest.raises(PlanError, match="cannot be shared out evenly") as error:
+        searched(Describing(most=most), long_run(batch=2, length=length))
+    assert "sharding.context_parallel = 4" in str(error.value.fix)
+
+
+def test_a_number_that_is_set_is_kept() -> None:
+    describe = Describing()
+    answer = searched(describe, long_run("sharding.context_parallel=2", length=8 * LONG))
+    assert answer.run.sharding.context_parallel == 2
+    assert describe.degrees == [2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "length", "degrees"),
+    [(1, 8, LONG, [2, 4, 8]), (4, 8, LONG, [2, 4, 8, 16]), (3, 4, 12 * LONG, [2, 4, 12]), (1, 8, 8192, [])],
+)
+def test_degrees_follow_nodes_and_leave_long_parts(
+    nodes: int, per_node: int, length: int, degrees: Sequence[int]
+) -> None:
+    run = long_run(length=length, batch=96)
+    assert list(iterate_context_degrees(hardware_of(nodes, per_node), run)) == degrees
+
+
+def test_a_batch_has_fewer_sequences_than_ranks_where_one_each_is_too_many() -> None:
+    run = long_run(length=8 * LONG)
+    sequences, note = choose_global_batch(run, tokens=None, ranks=64)
+    assert sequences == 16
+    assert note is not None
+    assert "4 or more of the 64 ranks share" in note
+    assert sequences_for_sharing_ranks(run, ranks=64, most_tokens=8 * LONG) == 1
+    assert sequences_for_sharing_ranks(long_run(length=8192), ranks=64, most_tokens=8 * 8192) is None
+    pinned = long_run("sharding.context_parallel=8", length=8 * LONG)
+    assert sequences_for_sharing_ranks(pinned, ranks=64, most_tokens=8 * LONG) is None

@@ -1,0 +1,262 @@
+"""The page about runs: whole, alone, small, and safe whatever is in their records."""
+
+import json
+import re
+from datetime import timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import SpecError
+from fullshard.report.page import is_page, render_page
+from fullshard.report.run_record import RunRecord, read_run
+from fullshard.spec.run_files import EVENTS
+from tests.report import runs
+
+LARGEST_BYTES = 150_000
+HOSTILE = '"><script>alert(1)</script>\u202e<img src=http://x onerror=y>'
+_VOID = {"meta", "br", "hr", "img", "link", "input"}
+_ENDED_BY_ANOTHER = {"p", "tr", "td", "th", "thead", "tbody"}  # HTML allows their end tags to be left out
+
+
+class Page(HTMLParser):
+    """The elements of a page. Fails if an element is closed that is not open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.headings: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert [tag for tag in self._open if tag not in _ENDED_BY_ANOTHER] == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open[-1] != tag and self._open[-1] in _ENDED_BY_ANOTHER:
+            self._open.pop()
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] == ["h2"]:
+            self.headings.append(data)
+        if self._open[-1:] not in (["script"], ["style"]):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def read(directory: Path, *, is_running: bool = False) -> RunRecord:
+    return read_run(directory, is_running=is_running, now=runs.STARTED + timedelta(hours=1))
+
+
+def shown(*records: RunRecord) -> Page:
+    html = render_page(records)
+    assert "http" not in html.replace("http-equiv", ""), "a page makes no request"
+    assert len(html.encode()) < LARGEST_BYTES
+    return Page(html)
+
+
+CHARTS = ("loss", "tokens/s of all ranks", "gradient norm", "learning rate", "waiting for data")
+
+
+def test_a_finished_run_has_every_section(tmp_path: Path):
+    page = shown(read(runs.finished(tmp_path / "run")))
+    assert "Finished all 100 steps. Validation loss 2.1300." in page.text
+    assert all(name in page.text for name in CHARTS)
+    assert page.headings == [
+        "Memory at the peak of the fullest rank",
+        "Seconds of a step",
+        "Events",
+        "The plan",
+        "Settings that are not at their defaults",
+    ]
+    assert sum(tag == "svg" for tag, _ in page.tags) == len(CHARTS)
+    assert "planned" in page.text
+
+
+def test_a_run_that_was_disturbed_says_what_happened_and_where(tmp_path: Path):
+    page = shown(read(runs.disturbed(tmp_path / "run")))
+    assert "Stopped after step 60 of 100, and saved" in page.text
+    assert "2 attempts, 1 fault, 19 steps done again. 2 steps skipped. 1 rollback." in page.text
+    for sign in ("saved", "resumed", "not finite", "stood out", "rolled back", "fault"):
+        assert sign in page.texts, f"no row of signs for {sign}"
+    assert "rank 1 was killed by SIGKILL." in page.text
+    assert "rolled back to step 20: loss 9, gradient norm 99" in page.text
+    assert "2 times; the last: left out, for it was not finite" in page.text
+
+
+def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt(tmp_path: Path):
+    run = read(runs.died(tmp_path / "run"))
+    page = shown(run)
+    assert run.measurement is None
+    assert "Ended after step 40 of 100 without a word" in page.text
+    assert "2026-11-24 10:01:00 UTC" in page.text
+    assert "Memory at the peak of the fullest rank" in page.headings, "as predicted"
+
+
+def test_a_run_that_trains_says_how_far_it_is(tmp_path: Path):
+    page = shown(read(runs.died(tmp_path / "run"), is_running=True))
+    assert "Running: step 40 of 100 is done, about 30." in page.text
+
+
+def test_a_run_without_a_step_or_without_events_has_a_page(tmp_path: Path):
+    page = shown(read(runs.begun(tmp_path / "begun"), is_running=True))
+    assert "Running: step 0 of 100 is done." in page.text
+    assert not any(tag == "svg" for tag, _ in page.tags)
+    page = shown(read(runs.before_events(tmp_path / "old")))
+    assert "Ended after step 50 without a word" in page.text
+    assert {"saved", "skipped"} <= set(page.texts)
+    assert page.headings == ["Memory at the peak of the fullest rank", "Seconds of a step"]
+
+
+def test_records_of_another_version_are_left_out_and_named(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    for name in ("measurement.json", "plan.json"):
+        (directory / name).write_text('{"version": 99}')
+    page = shown(read(directory))
+    assert "cannot read measurement.json, which is left out." in page.text
+    assert "cannot read plan.json" in page.text
+    assert "The plan" in page.headings, "events.jsonl has it, too"
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [("fault", "failed"), ("restart", "restarting"), ("end", "finished"), ("start", "lost")],
+)
+def test_the_state_is_that_of_the_last_event(tmp_path: Path, last: str, state: str):
+    runs.begun(tmp_path / "run")
+    runs.write_events(tmp_path / "run", (last, 1, 7, {"rank": 0, "message": "m"}))
+    now = runs.STARTED + timedelta(seconds=60)
+    assert read_run(tmp_path / "run", is_running=False, now=now).state == state
+    assert read_run(tmp_path / "run", is_running=True, now=now).state == "running"
+    if last == "restart":
+        assert read(tmp_path / "run").state == "lost", "it is not started again an hour later"
+
+
+def test_four_runs_stand_side_by_side(tmp_path: Path):
+    records = [
+        read(runs.finished(tmp_path / "a")),
+        read(runs.finished(tmp_path / "b", "optimizer.learning_rate=0.5", steps=120)),
+        read(runs.disturbed(tmp_path / "c")),
+        read(runs.died(tmp_path / "d")),
+    ]
+    page = shown(*records)
+    assert "b has the lowest validation loss" in page.text
+    assert "Not finished: c (stopped, step 60), d (lost, step 40)." in page.text
+    assert page.headings == ["Figures", "Settings that differ"]
+    assert {"optimizer.learning_rate", "train.steps"} <= set(page.texts)
+    assert "train.global_batch" not in page.texts, "it is the same in all of them"
+    assert "run.dir" not in page.texts
+
+
+def test_settings_of_runs_without_a_plan_are_said_to_be_unknown(tmp_path: Path):
+    page = shown(read(runs.finished(tmp_path / "a")), read(runs.before_events(tmp_path / "old")))
+    assert "Settings are not known for old: there is no plan." in page.text
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path):
+    steps = 100_000
+    runs.write_steps(tmp_path, steps)
+    saves = [("save", 1, step, {"path": "p" * 50}) for step in range(500, steps, 500)]
+    skips = [("skip", 1, step, {"loss": None}) for step in range(40, steps, 900)]
+    told = sorted([*saves, *skips], key=lambda one: one[2])
+    runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *told)
+    run = read(tmp_path)
+    assert "more rows are in events.jsonl" in shown(run).text
+    shown(run, run, run, run)
+
+
+def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
+    made = runs.plan(f"checkpoint.key_file={HOSTILE}")
+    directory = runs.finished(tmp_path / 'x"><script>alert(1)<' / "script>")
+    told: list[runs.Told] = [
+        (
+            kind,
+            1,
+            5,
+            {
+                "message": HOSTILE,
+                "path": HOSTILE,
+                "rank": HOSTILE,
+                "error": HOSTILE,
+                "process": HOSTILE,
+                "signal": HOSTILE,
+                "ranks": HOSTILE,
+                "to_step": HOSTILE,
+                "saved": HOSTILE,
+            },
+        )
+        for kind in ("start", "save", "save_failed", "fault", "rollback", "resume", "signal", "stop", HOSTILE)
+    ]
+    runs.write_events(directory, *told, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
+    for records in (
+        [read(directory)],
+        [read(directory), read(runs.finished(tmp_path / HOSTILE.replace("/", "")))],
+    ):
+        page = Page(render_page(records))
+        assert [attributes for tag, attributes in page.tags if tag == "script"] == [
+            {"type": "application/json", "id": "data"},
+            {},
+        ]
+        assert not any(tag == "img" for tag, _ in page.tags)
+        assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+        assert "\u202e" not in page.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"step": 1e400, "loss": 1}',
+        b'{"step": -3, "loss": 1}',
+        b'{"step": "5", "loss": 1}',
+        b'{"step": 200, "loss": "much", "seconds": [1], "grad_norm": 1e999, "skipped": "yes"}',
+        b'{"step": 200, "loss": -5, "tokens_per_second": -1e300, "learning_rate": 1' + b"0" * 400 + b"}",
+    ],
+)
+def test_lines_that_no_run_writes_break_no_page(tmp_path: Path, line: bytes):
+    directory = runs.finished(tmp_path / "run")
+    with (directory / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n" + b'{"step": 300, "los')
+    with (directory / EVENTS).open("ab") as file:
+        file.write(
+            line + b'\n{"at": "2026-01-01T00:00:00Z", "event": "save", "seconds": 1e400, "step": 3}\n{"a'
+        )
+    page = shown(read(directory))
+    assert any(tag == "svg" for tag, _ in page.tags)
+
+
+def test_the_pointer_reads_values_that_were_measured(tmp_path: Path):
+    html = render_page([read(runs.finished(tmp_path / "run"))])
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html)
+    assert found is not None
+    data = json.loads(found[1])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    (train,) = (line for line in data["lines"] if line["label"] == "train")
+    assert train["steps"] == list(losses)
+    assert train["values"] == pytest.approx(list(losses.values()), rel=1e-4)
+
+
+def test_a_page_is_known_again_and_a_directory_without_a_run_is_refused(tmp_path: Path):
+    (tmp_path / "page.html").write_text(render_page([read(runs.finished(tmp_path / "run"))]))
+    (tmp_path / "other.html").write_text("<!DOCTYPE html><title>a thesis</title>")
+    assert is_page(tmp_path / "page.html")
+    assert not is_page(tmp_path / "other.html")
+    (tmp_path / "empty").mkdir()
+    for name, reason in (("empty", "holds no run"), ("absent", "not a directory")):
+        with pytest.raises(SpecError, match=reason):
+            read(tmp_path / name)

@@ -1,0 +1,85 @@
+"""A run whose sequences are divided over ranks computes what an unsharded one computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint import load, save
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+from tests.fakes.data import Rows
+from tests.fakes.models import VOCABULARY
+from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
+
+LENGTH = 16
+
+# ranks, context, method, model, strategy, and what differs from the default
+CASES: list[tuple[int, int, str, str, str, dict[str, Any]]] = [
+    (2, 2, "gather", "decoder", "full_shard", {}),
+    (2, 2, "ulysses", "tied_decoder", "no_shard", {"recompute": "full"}),
+    (4, 2, "gather", "tied_decoder", "shard_grad_op", {"accumulation": (2, "last_microbatch")}),
+    (4, 4, "gather", "decoder", "hybrid_shard", {"recompute": "selective", "loss_chunk": 4}),
+    (4, 2, "ulysses", "decoder", "zero1", {"accumulation": (2, "every_microbatch"), "units": "size"}),
+    (3, 3, "gather", "decoder", "full_shard", {"length": 12}),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
+    count, context, method, model, strategy, more = case
+    settings = {"length": LENGTH, "extra": [f"sharding.context_method={method}"]} | more
+    run = make_run(model=model, ranks=count, strategy=strategy, context=context, **settings)
+    assert_same_numbers(model, ranks(count).run(train_sharded, model, run), length=settings["length"])
+
+
+def train_until(directory: Path, run: Run, until: int) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Resumes from the newest checkpoint, trains to step `until`, and saves.
+
+    Returns losses, whole weights, and AdamW's first moments as they were loaded.
+    """
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    model = shard(build("tied_decoder", run), plan)
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY))
+    load(state, directory, missing_ok=True)
+    losses: list[float] = []
+    loaded = [whole(one["exp_avg"]) for one in state.optimizer.state.values()]
+    steps = train(state, plan)
+    while state.step < until:
+        losses.append(next(steps).loss)
+    save(state, directory, plan=plan)
+    return losses, {name: whole(p.detach()) for name, p in model.named_parameters()}, loaded
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def test_a_checkpoint_loads_with_any_number_of_ranks_that_share_sequences(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Bit by bit, there and back; a run that resumes on the same ranks is the run that did not stop."""
+    shapes = [(4, 2), (2, 1), (4, 4), (4, 2)]
+    runs = [
+        make_run(model="tied_decoder", ranks=n, strategy="full_shard", context=context, length=LENGTH)
+        for n, context in shapes
+    ]
+    losses, weights, _ = ranks(4).run(train_until, tmp_path / "parts", runs[0], 2)[0]
+    for (n, _), run in zip(shapes[1:], runs[1:], strict=True):
+        more, again, _ = ranks(n).run(train_until, tmp_path / "parts", run, 2)[0]
+        assert not more
+        assert all(torch.equal(again[name], one) for name, one in weights.items())
+    more, weights, moments = ranks(4).run(train_until, tmp_path / "parts", runs[0], 4)[0]
+    expected, unstopped, _ = ranks(4).run(train_until, tmp_path / "whole", runs[0], 4)[0]
+    assert losses + more == expected
+    assert all(torch.equal(weights[name], one) for name, one in unstopped.items())
+    assert any(one.any() for one in moments)
