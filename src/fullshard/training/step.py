@@ -118,7 +118,7 @@ def run_step(
     with reuse_weight_scales(state.model):
         nominal = run(updates=updates)
     where.enter(RunPhase.REDUCE)
-    gradients = list_gradients(state.model, state.optimizer)
+    gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(gradients)
     sum_gradients_over_tensor_axis(gradients if plan.tensor_parallel > 1 else ())
     with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
@@ -141,7 +141,7 @@ def run_step(
             _check_finite_update(result.read(), step=state.step + 1)
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
-    clear_gradients(state.model, state.optimizer)
+    clear_gradients(parameters, state.optimizer)
     if plan.precision.loss_scaling and result.read().tokens > 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
