@@ -38,7 +38,6 @@ from torch.profiler import record_function
 
 from fullshard.spec.groups import bucket_slices
 
-
 _current_backward = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
 
 
