@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
         return _Layout(shape, tuple(stride), self.dtype)
 
 
-def cpu_scratch_bytes(func: Any, name: str, args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> int:
+def cpu_scratch_bytes(func: Any, args: tuple[Any, ...], *, name: str, kwargs: dict[str, Any]) -> int:
     """Returns the bytes that a matmul in half precision or an attention allocates and frees at its end.
 
     name: of the operation, without its namespace
@@ -68,7 +68,7 @@ def cpu_scratch_bytes(func: Any, name: str, args: tuple[Any, ...], *, kwargs: di
         layouts = tuple(one.limited() if isinstance(one, _Layout) else one for one in layouts)
     elif _score_count(layouts, is_backward=name.endswith("backward")) > _MOST_SCORES:
         return 0
-    return max(1, _measure_scratch_bytes(func, layouts, tuple(sorted(kwargs.items()))))
+    return max(1, _measure_scratch_bytes(func, layouts, named=tuple(sorted(kwargs.items()))))
 
 
 def _score_count(layouts: tuple[Any, ...], *, is_backward: bool) -> int:
@@ -77,7 +77,7 @@ def _score_count(layouts: tuple[Any, ...], *, is_backward: bool) -> int:
 
 
 @cache
-def _measure_scratch_bytes(func: Any, layouts: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> int:
+def _measure_scratch_bytes(func: Any, layouts: tuple[Any, ...], *, named: tuple[tuple[str, Any], ...]) -> int:
     # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     threads = torch.get_num_threads()

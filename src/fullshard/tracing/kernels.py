@@ -159,7 +159,7 @@ def _cpu_transient_bytes(call: OpCall) -> int:
     if call.bare_operator_name == f"{LSTM_LAYER}_backward":
         return lstm_backward_scratch_bytes(call.arguments_by_name())
     if call.bare_operator_name != "add_":
-        return cpu_scratch_bytes(call.func, call.bare_operator_name, call.args, kwargs=call.kwargs)
+        return cpu_scratch_bytes(call.func, call.args, name=call.bare_operator_name, kwargs=call.kwargs)
     total, added = call.args[:2]
     differs = isinstance(added, Tensor) and added.ndim and added.dtype != total.dtype
     return added.numel() * total.itemsize if differs else 0
