@@ -13,6 +13,7 @@ from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.model import KernelKind
 from fullshard.spec.plan import DeviceType, Dtype
+from fullshard.tracing.cpu_scratch import cpu_scratch_bytes
 from fullshard.tracing.recurrent_layers import (
     LSTM_LAYER,
     lstm_backward_scratch_bytes,
@@ -113,7 +114,8 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
     On the CPU those of an addition in place are known, which casts the tensor that it adds, and those of the
-    backward of an LSTM. On a GPU:
+    backward of an LSTM. Those of matmuls and attention are measured (`fullshard.tracing.cpu_scratch`). On a
+    GPU:
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -157,7 +159,7 @@ def _cpu_transient_bytes(call: OpCall) -> int:
     if call.bare_operator_name == f"{LSTM_LAYER}_backward":
         return lstm_backward_scratch_bytes(call.arguments_by_name())
     if call.bare_operator_name != "add_":
-        return 0
+        return cpu_scratch_bytes(call.func, call.args, name=call.bare_operator_name, kwargs=call.kwargs)
     total, added = call.args[:2]
     differs = isinstance(added, Tensor) and added.ndim and added.dtype != total.dtype
     return added.numel() * total.itemsize if differs else 0
