@@ -84,16 +84,29 @@ def exchange_directly(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent: (ranks, ...), contiguous, with the part for each rank; the result is shaped alike
     """
     received = torch.empty_like(sent)
+    exchange_parts_directly(sent.unbind(), received.unbind(), group=group)
+    return received
+
+
+def exchange_parts_directly(
+    sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup
+) -> None:
+    """All-to-all for gloo of parts of any sizes. Empty parts are not sent.
+
+    sent: the part for each rank, contiguous
+    received: where the part of each rank arrives; as large as that rank's part for this one
+    """
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     received[own].copy_(sent[own])
     works: list[dist.Work | None] = []
     with record_function("fullshard::all_to_all"):
         for step in range(1, ranks):
             target, source = (own + step) % ranks, (own - step) % ranks
-            works.append(dist.irecv(received[source], group=group, group_src=source))
-            works.append(dist.isend(sent[target], group=group, group_dst=target))
+            if received[source].numel():
+                works.append(dist.irecv(received[source], group=group, group_src=source))
+            if sent[target].numel():
+                works.append(dist.isend(sent[target], group=group, group_dst=target))
         _wait_for_works(works)
-    return received
 
 
 def _wait_for_works(works: Sequence[dist.Work | None]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from fullshard.planner.collectives import Collective, collective_seconds, replicate_group_layout
 from fullshard.planner.collectives import shard_group_layout as consecutive_group_layout
-from fullshard.planner.roofline import COLLECTIVE_KINDS
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
@@ -44,7 +43,7 @@ def context_seconds_by_phase(
                 hardware=hardware,
             )
             for kernel, times in ((spec.kernels[one.kernel], one.times) for one in phase.work)
-            if kernel.kind in COLLECTIVE_KINDS
+            if kernel.kind in _RATES
         )
         for phase in phases
     ]

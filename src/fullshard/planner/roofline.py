@@ -20,7 +20,7 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
 }
 
 
-COLLECTIVE_KINDS: tuple[KernelKind, ...] = ("all_gather", "reduce_scatter", "all_to_all")
+COLLECTIVE_KINDS: tuple[KernelKind, ...] = (*("all_gather", "reduce_scatter", "all_to_all", "row_exchange"),)
 
 
 class PhaseSecondsAndLaunches(NamedTuple):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group_layout
 from fullshard.planner.context_parallel import context_seconds_by_phase
+from fullshard.planner.expert_parallel import expert_seconds_by_phase
 from fullshard.planner.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -50,7 +51,7 @@ from fullshard.planner.tensor_parallel import tp_seconds_by_phase
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import MicrobatchTrace, ModelSpec
+from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
@@ -273,7 +274,8 @@ class StepTimePredictor:
             firsts = program.first_model_unit_per_traced
             axis = tp_seconds_by_phase(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
             shared = context_seconds_by_phase(self.spec, phases, plan=plan, hardware=self.hardware)
-            sent = tuple(to_ticks(one + other) for one, other in zip(axis, shared, strict=True))
+            rows = expert_seconds_by_phase(self.spec, phases, plan=plan, hardware=self.hardware)
+            sent = tuple(to_ticks(sum(each)) for each in zip(axis, shared, rows, strict=True))
             lengths = tuple(
                 (to_ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)
@@ -284,10 +286,12 @@ class StepTimePredictor:
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
         program = self._microbatch_work(plan, trace, adds=False).program
-        hardware, world, tensor = self.hardware, plan.world_size, plan.tensor_parallel
+        hardware, world = self.hardware, plan.world_size
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
-        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=tensor) for size in sizes)
+        apart = [_ranks_apart(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
+        pairs = zip(sizes, apart, strict=True)
+        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
         group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
@@ -351,6 +355,11 @@ class StepTimePredictor:
             optimizer=units.update / TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
+
+
+def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
+    """Returns the number of consecutive ranks that have other parts of a unit than those of a shard group."""
+    return plan.tensor_parallel * (plan.expert_parallel if unit.has_experts else 1)
 
 
 def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:

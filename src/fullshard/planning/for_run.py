@@ -17,8 +17,8 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
-from fullshard.planning.context_degrees import search_context_degrees
 from fullshard.planning.describe_run import describe_run
+from fullshard.planning.expert_degrees import search_expert_degrees
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
@@ -149,7 +149,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        _, spec, found = search_context_degrees(
+        _, spec, found = search_expert_degrees(
             lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
         )
     except (PlanError, SpecError, TraceError) as error:
@@ -208,7 +208,7 @@ def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module
     Recompute trades time for memory, so no plan with recompute is faster. Tracing the model without it takes
     a quarter of the time of tracing all modes.
     """
-    if run.recompute.mode != "auto":
+    if run.recompute.mode != "auto" or run.sharding.expert_parallel == "auto":
         return None
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     found = search(_describe_on(hardware, plain, model=model), hardware, plain)

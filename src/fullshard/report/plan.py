@@ -198,6 +198,22 @@ def recompute_text(run: Run) -> str:
     return f"{'offload, ' if section.mode == 'offload' else ''}every {every}{end} block"
 
 
+def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) lines about the axes of ranks that share one computation."""
+    if plan.tensor_parallel > 1:
+        split = _format_count_of(plan.tensor_parallel, "rank")
+        yield "tensor parallel", f"matmuls over {split}, and the sequence between"
+    if plan.context_parallel > 1:
+        split = _format_count_of(plan.context_parallel, "rank")
+        yield (
+            "context parallel",
+            f"each sequence over {split}; keys and values by {plan.run.sharding.context_method}",
+        )
+    if plan.expert_parallel > 1:
+        split = _format_count_of(plan.expert_parallel, "rank")
+        yield "expert parallel", f"experts over {split}, which send each other tokens"
+
+
 def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines about a plan's settings. Those that `asked` pins are marked `(as asked)`."""
 
@@ -208,15 +224,7 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     yield "strategy", mark_as_asked(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
     if plan.is_prediction_only:
         yield "WHAT-IF", "not yet run by train"
-    if plan.tensor_parallel > 1:
-        split = _format_count_of(plan.tensor_parallel, "rank")
-        yield "tensor parallel", f"matmuls over {split}, and the sequence between"
-    if plan.context_parallel > 1:
-        split = _format_count_of(plan.context_parallel, "rank")
-        yield (
-            "context parallel",
-            f"each sequence over {split}; keys and values by {run.sharding.context_method}",
-        )
+    yield from _axis_rows(plan)
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there

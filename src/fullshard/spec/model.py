@@ -1,5 +1,6 @@
 """ModelSpec: the planner's description of a model by shapes, bytes and kernels, without weights and torch."""
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from math import prod
@@ -18,7 +19,14 @@ Event = Literal[
 
 
 KernelKind = Literal[
-    "matmul", "attention", "attention_backward", "elementwise", "all_gather", "reduce_scatter", "all_to_all"
+    "matmul",
+    "attention",
+    "attention_backward",
+    "elementwise",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "row_exchange",
 ]
 
 
@@ -51,6 +59,7 @@ class UnitSpec(FrozenModel):
     position: index of the unit in the order in which modules are registered, the root first
     is_block: True for one of the model's repeated blocks
     is_embedding: True if it only looks up rows, so that its backward does not need its parameters
+    has_experts: True if its parameters are experts of a mixture, whose dim 0 is the expert
     kept: True if the unit stays gathered between forward and backward: the root, and the unit whose backward
         comes right after its forward
     """
@@ -62,6 +71,7 @@ class UnitSpec(FrozenModel):
     kept: bool = False
     override: UnitOverride | None = None
     is_embedding: bool = False
+    has_experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -96,11 +106,12 @@ class LiveTensorBytes(NamedTuple):
 class Kernel(FrozenModel):
     """A kind of kernel launch: one operation on fixed shapes.
 
-    kind: `all_gather` and later: collectives of ranks that share sequences, in the middle of computation
+    kind: `all_gather` and later: collectives in the middle of computation, of ranks that share sequences, or
+        for `row_exchange`, that divide experts
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
     bytes: bytes that one launch reads and writes in device memory; of a collective, those of the tensor of
-        all ranks, or for `all_to_all`, of one rank
+        all ranks, or for `all_to_all` and `row_exchange`, of one rank
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     """
@@ -210,6 +221,8 @@ class ModelSpec(FrozenModel):
     untraced: settings that were to be traced, and cannot be
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
     context_parallel, context_method: settings by which the traced rank has a part of each sequence
+    expert_parallel: number of ranks that divide the experts; the traced rank's experts get as many rows as it
+        sends. Parameters in `units` are whole.
     fp8: summary of which matrices are multiplied in fp8; empty if none are
     """
 
@@ -223,6 +236,7 @@ class ModelSpec(FrozenModel):
     loss_chunk: int = 0
     context_parallel: int = 1
     context_method: Literal["gather", "ulysses"] = "gather"
+    expert_parallel: int = 1
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
     untraced: tuple[UntracedSettings, ...] = ()
@@ -234,6 +248,12 @@ class ModelSpec(FrozenModel):
     def numel(self) -> int:
         """Number of elements of all parameters; tied parameters count once."""
         return sum(unit.numel for unit in self.units) + self.scalars
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer, by which ranks can divide them; 0 if the model is no mixture."""
+        counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]
+        return math.gcd(*counts) if counts else 0
 
     @cached_property
     def derived_value_cache(self) -> dict[Hashable, object]:
@@ -251,7 +271,8 @@ class ModelSpec(FrozenModel):
                 for p in unit.parameters
             )
             override = None if unit.override is None else unit.override.model_copy(update={"match": ""})
-            kinds.append(first.setdefault((shapes, override, unit.kept, unit.is_embedding), index))
+            traits = (unit.kept, unit.is_embedding, unit.has_experts)
+            kinds.append(first.setdefault((shapes, override, *traits), index))
         return tuple(kinds)
 
     def choose_trace(
@@ -277,6 +298,12 @@ class ModelSpec(FrozenModel):
                 f"the spec of {self.name} was traced with another division of sequences.",
                 got=f"sharding.context_parallel = {asked} ({section.context_method}), and a spec for "
                 f"{traced} ({self.context_method})",
+                fix="describe(model, plan) with this plan",
+            )
+        if self.expert_parallel != plan.expert_parallel:
+            raise PlanError(
+                f"the spec of {self.name} was traced with another division of experts.",
+                got=f"sharding.expert_parallel = {plan.expert_parallel}, a spec for {self.expert_parallel}",
                 fix="describe(model, plan) with this plan",
             )
         return self.choose_trace(run.recompute, plan.microbatch, compiled=run.run.compile is True)

@@ -124,6 +124,9 @@ class ShardingSection(FrozenModel):
         unless a plan with whole sequences does not fit in device memory.
     `context_method`: how attention reaches the keys of other ranks: `gather` gathers them; `ulysses`
         exchanges tokens for heads, which the number of ranks must divide
+    `expert_parallel`: divides the experts of a mixture over this many adjacent ranks, which send each other
+        the tokens for them, instead of gathering all experts of a layer. See docs/expert-parallel.md. `auto`
+        is the fastest that fits; 1 if nothing is planned.
     """
 
     renamed = {"reshard_to": "reshard_after_forward"}
@@ -134,6 +137,7 @@ class ShardingSection(FrozenModel):
     tensor_parallel: PositiveCount = 1
     context_parallel: PositiveCount | Literal["auto"] = "auto"
     context_method: Literal["gather", "ulysses"] = "gather"
+    expert_parallel: PositiveCount | Literal["auto"] = 1
     units: UnitSection = UnitSection()
 
     @property
@@ -391,6 +395,9 @@ class Run(FrozenModel):
         elif self.offload.offloads_optimizer:
             setting = f'offload.tier = "{self.offload.tier}"'
             why = "a tier updates group by group, and its gradients leave the device anyway"
+        elif isinstance(self.model, DecoderConfig) and self.model.balance_bias_rate:
+            setting = f"model.balance_bias_rate = {self.model.balance_bias_rate}"
+            why = "recompute reads the bias while units are updated"
         else:
             return self
         raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")

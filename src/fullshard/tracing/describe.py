@@ -16,12 +16,12 @@ compiler would make of them (`fullshard.tracing.compiled_blocks`).
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import lcm
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError
 from fullshard.models.context_parallel import use_context_parallel
+from fullshard.models.expert_parallel import keep_own_experts, use_expert_parallel
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
@@ -49,10 +50,8 @@ from fullshard.spec.model import (
     LinearInMicrobatch,
     MicrobatchTrace,
     ModelSpec,
-    ParamSpec,
     RepeatedUnits,
     TracePhase,
-    UnitSpec,
     UntracedSettings,
 )
 from fullshard.spec.plan import DeviceType, Plan
@@ -77,6 +76,7 @@ from fullshard.tracing.phases import (
 from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, MicrobatchTracer, training_mode
+from fullshard.tracing.unit_specs import parameters_gathered_in_fp8, unit_and_parameter_specs
 
 # Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -117,9 +117,8 @@ def describe(
     """
     plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
     _check_not_sharded(model)
-    section = plan.run.sharding.units
-    given = find_units(model, section, predicate=units)
-    blocks = find_recompute_blocks(model, section, units=given)
+    given = find_units(model, plan.run.sharding.units, predicate=units)
+    blocks = find_recompute_blocks(model, plan.run.sharding.units, units=given)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
     with ExitStack() as stack, disable_packing_detection(), fold_time_of_recurrent_layers():
@@ -134,12 +133,13 @@ def describe(
         device_type=device,
         sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
-        units=tuple(_unit_and_parameter_specs(given, model, fp8=fp8)),
+        units=tuple(unit_and_parameter_specs(given, model, fp8=fp8)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         loss_chunk=study.loss_chunk,
         context_parallel=plan.context_parallel,
         context_method=plan.run.sharding.context_method,
+        expert_parallel=plan.expert_parallel,
         kernels=kernels,
         traces=tuple(traces),
         untraced=tuple(untraced),
@@ -199,7 +199,11 @@ def _one_rank_plan_and_settings(
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
     settings = list(product(recomputes, run.compile_choices(device)))
-    return Plan.from_run(alone, world_size=sharding.context_degree, device=device), device, settings
+    experts = 1 if sharding.expert_parallel == "auto" else sharding.expert_parallel
+    ranks = lcm(sharding.context_degree, experts)
+    groups = microbatch * (ranks // sharding.context_degree)
+    alone = alone.model_copy(update={"train": train.model_copy(update={"global_batch": groups})})
+    return Plan.from_run(alone, world_size=ranks, device=device), device, settings
 
 
 @dataclass
@@ -437,7 +441,7 @@ def _copy_model_as_fake(
         for parameter in unit.parameters.values()
         if parameter.is_floating_point()
     }
-    in_fp8, memo = _parameters_gathered_in_fp8(fp8), dict[int, Any]()
+    in_fp8, memo = parameters_gathered_in_fp8(fp8), dict[int, Any]()
     with fakes:
         for tensor in [*model.parameters(), *model.buffers()]:
             dtype = gathered.get(id(tensor), tensor.dtype)
@@ -450,46 +454,10 @@ def _copy_model_as_fake(
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
         use_context_parallel(twin, plan, rank=0)
+        if plan.expert_parallel > 1:
+            keep_own_experts(twin, use_expert_parallel(twin, plan, group=""), ranks=plan.expert_parallel)
         cast_buffers(twin, plan.precision)
     if fp8 is not None:
         linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
         convert_linears_to_fp8(replace(fp8, linears=linears), device=device)
     return twin
-
-
-def _parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
-    """Returns the `id` of each parameter that is gathered in fp8."""
-    if fp8 is None or fp8.scaling != "tensorwise":
-        return set()
-    return {id(module.weight) for module in fp8.linears.values()}
-
-
-def _unit_and_parameter_specs(
-    units: Sequence[Unit], model: nn.Module, *, fp8: Fp8Choice | None
-) -> Iterator[UnitSpec]:
-    in_fp8 = _parameters_gathered_in_fp8(fp8)
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    registered = [module for module in model.modules() if any(module is unit.modules[0] for unit in units)]
-    for unit in units:
-        yield UnitSpec(
-            name=unit.name,
-            position=next(i for i, module in enumerate(registered) if module is unit.modules[0]),
-            parameters=tuple(
-                ParamSpec(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    itemsize=parameter.itemsize,
-                    is_floating=parameter.is_floating_point(),
-                    requires_grad=parameter.requires_grad,
-                    is_gathered_in_fp8=id(parameter) in in_fp8,
-                    aliases=tuple(alias for alias in names[id(parameter)] if alias != name),
-                )
-                for name, parameter in unit.parameters.items()
-            ),
-            is_block=unit.is_block,
-            kept=unit.is_root or unit.keep_until_backward,
-            override=unit.override,
-            is_embedding=unit.is_embedding,
-        )

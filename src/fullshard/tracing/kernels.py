@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fullshard.distributed.row_exchange import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.distributed.sequence_parts import EXCHANGE, GATHER, REDUCE
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
@@ -30,11 +31,13 @@ _ATTENTION = "_scaled_dot_product_"
 # Attention within documents: on a GPU, with tensors (tokens, heads, head_dim), and on the CPU.
 _VARLEN, _DOCUMENTS = "_varlen_attn", "document_attention"
 GROUPED = "_grouped_mm"
-# Collectives of ranks that share sequences, and how many times their input's bytes they need besides results.
+# Collectives in the middle of computation, and how many times their input's bytes they need besides results.
 _COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
     GATHER: ("all_gather", 0),
     REDUCE: ("reduce_scatter", 1),
     EXCHANGE: ("all_to_all", 2),
+    EXCHANGE_ROWS: ("row_exchange", 0),
+    EXCHANGE_COUNTS: ("row_exchange", 0),
 }
 # Operations that create or inspect tensors and launch no kernel.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
@@ -192,7 +195,7 @@ def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
 def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
     """Returns the result shape of a grouped matmul (the experts of a mixture), whose groups end at `offs`."""
     named = call.arguments_by_name()
-    left, right, ends = named["self"], named["mat2"], named.get("offs")
+    left, right, ends = call.args[0], named["mat2"], named.get("offs")
     groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
     rows, columns = left.shape[-2], right.shape[-1]
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
@@ -200,8 +203,7 @@ def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
 
 def _grouped_matmul_flops(call: OpCall) -> int:
     """Returns the FLOP of a grouped matmul, which multiplies each row by the matrix of its own group only."""
-    named = call.arguments_by_name()
-    left, right = named["self"], named["mat2"]
+    left, right = call.args[0], call.arguments_by_name()["mat2"]
     each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
     return each * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
 

@@ -22,7 +22,7 @@ compute the same numbers in the same way, so they give the same parameters, bit 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.sharding.fp8 import reuse_weight_scales
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import (
     WIDTH,
@@ -47,6 +48,7 @@ from fullshard.survival.fingerprint import (
     step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.balance import balance_experts
 from fullshard.training.decision import StepDecision, decide_step, step_result
 from fullshard.training.figures import HostCopy, PendingResult, StepResult, copy_to_device
 from fullshard.training.gradients import (
@@ -141,10 +143,18 @@ def run_step(
             _check_finite_update(result.read(), step=state.step + 1)
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
-    clear_gradients(parameters, state.optimizer)
+    _finish_update(state, plan, parameters=parameters)
     if plan.precision.loss_scaling and result.read().tokens > 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
+
+
+def _finish_update(state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter]) -> None:
+    """Clears the gradients of `parameters`, and changes the biases of experts, if the model has some."""
+    clear_gradients(parameters, state.optimizer)
+    section = plan.run.model
+    if isinstance(section, DecoderConfig) and section.balance_bias_rate:
+        balance_experts(state.model, rate=section.balance_bias_rate)
 
 
 def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResult:
