@@ -6,7 +6,7 @@ tried, each with all other settings open, and the fastest plan that fits is chos
 notably faster than all that do not: the rates of hosts differ more than those of links.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
@@ -59,15 +59,23 @@ def search_context_degrees(
         if searched.found.best.run.recompute.mode == "none" and not _is_missing_or_offloads(searched, run):
             break  # more ranks would only send more
     if fitting:
-        resident = [one for one in fitting if not _is_missing_or_offloads(one, run)]
-        fastest = min(map(_seconds, fitting))
-        if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
-            fitting, fastest = resident, min(map(_seconds, resident))
-        return next(one for one in fitting if _seconds(one) <= (1 + SAME_SPEED) * fastest)
+        return choose_fastest(fitting, run)
     if whole is None:
         assert error is not None, "a search has a result or an error"
         raise error
     return whole
+
+
+def choose_fastest(searches: Sequence[ContextSearch], run: Run) -> ContextSearch:
+    """Returns the first of the fastest of `searches`, all of which have a plan that fits.
+
+    One that offloads although `run` leaves that open is chosen only if it is notably faster than all others.
+    """
+    resident = [one for one in searches if not _is_missing_or_offloads(one, run)]
+    fastest = min(map(_seconds, searches))
+    if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(_seconds, resident))
+    return next(one for one in searches if _seconds(one) <= (1 + SAME_SPEED) * fastest)
 
 
 def _search_or_error(
