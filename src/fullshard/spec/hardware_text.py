@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.quantities import format_count
 from fullshard.spec.catalog import (
     CatalogChip,
     find_catalog_entry_of_chip,
