@@ -2,13 +2,15 @@
 
 Ranks that share sequences send keys and values, and compute nothing less. So a plan in which each rank has
 whole sequences is faster, unless it does not fit, or must offload. Only then other numbers of ranks are
-tried, each with all other settings open, and the fastest plan that fits is chosen.
+tried, each with all other settings open, and the fastest plan that fits is chosen. One that offloads must be
+notably faster than all that do not: the rates of hosts differ more than those of links.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
+from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import step_seconds_with_startup
 from fullshard.planner.candidates import divisors_largest_first, run_with_settings
 from fullshard.planner.search import SAME_SPEED, SearchResult, search
@@ -57,12 +59,23 @@ def search_context_degrees(
         if searched.found.best.run.recompute.mode == "none" and not _is_missing_or_offloads(searched, run):
             break  # more ranks would only send more
     if fitting:
-        fastest = min(map(_seconds, fitting))
-        return next(one for one in fitting if _seconds(one) <= (1 + SAME_SPEED) * fastest)
+        return choose_fastest(fitting, run)
     if whole is None:
         assert error is not None, "a search has a result or an error"
         raise error
     return whole
+
+
+def choose_fastest(searches: Sequence[ContextSearch], run: Run) -> ContextSearch:
+    """Returns the first of the fastest of `searches`, all of which have a plan that fits.
+
+    One that offloads although `run` leaves that open is chosen only if it is notably faster than all others.
+    """
+    resident = [one for one in searches if not _is_missing_or_offloads(one, run)]
+    fastest = min(map(_seconds, searches))
+    if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(_seconds, resident))
+    return next(one for one in searches if _seconds(one) <= (1 + SAME_SPEED) * fastest)
 
 
 def _search_or_error(
