@@ -93,6 +93,10 @@ class StepObserver:
         self.recorder.drop_after(step)
         self.file.forget_after(step)
 
+    def write_predicted(self, line: str | None) -> None:
+        """Writes the planned step beside the measured ones: see `SpanFile.write_predicted`."""
+        self.file.write_predicted(line)
+
     def write_last(self) -> None:
         """Writes the last step of the run."""
         self.recorder.finish()
@@ -129,16 +133,25 @@ class StepObserver:
         return step % self._every == 0 or step - self._first + 1 == _EARLY
 
 
+class NoObserver:
+    """Stands for a StepObserver in a run that records no spans."""
+
+    def observe_step(self, step: Step) -> None: ...
+    def forget_after(self, step: int) -> None: ...
+    def write_last(self) -> None: ...
+    def write_predicted(self, line: str | None) -> None: ...
+
+
 @contextmanager
 def observe_steps(
     model: nn.Module, phases: PhaseTracker, *, log: RunLog, directory: Path, every: int, first_step: int
-) -> Generator[StepObserver | None]:
-    """Context in which the steps that train `model` are observed; yields None if `every` is 0. Collective.
+) -> Generator[StepObserver | NoObserver]:
+    """Context in which the steps that train `model` are observed; or not, if `every` is 0. Collective.
 
     every, first_step: see `StepObserver`
     """
     if every == 0:
-        yield None
+        yield NoObserver()
         return
     with ExitStack() as stack:
         attempt = all_gather_object(log.attempt)[0]
@@ -150,11 +163,10 @@ def observe_steps(
         stack.enter_context(record_ranges(recorder))
         stack.enter_context(record_units(model, recorder))
         watch = StragglerWatch(every=log.every, device=next(model.parameters()).device)
-        phases.observer = StepObserver(
-            recorder, file, watch=watch, log=log, every=every, first_step=first_step
-        )
+        observer = StepObserver(recorder, file, watch=watch, log=log, every=every, first_step=first_step)
+        phases.observer = observer
         stack.callback(setattr, phases, "observer", None)
-        yield phases.observer
+        yield observer
 
 
 def straggler_text(one: Straggler, *, step: int) -> str:

@@ -21,10 +21,11 @@ from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
 from fullshard.jobs.peak_bytes import gather_highest_peak
+from fullshard.jobs.profiles import profile_if_chosen
 from fullshard.jobs.run_directory import RunDirectory
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.jobs.run_start import open_directory_on_rank_zero
-from fullshard.jobs.step_observer import StepObserver, observe_steps
+from fullshard.jobs.step_observer import NoObserver, StepObserver, observe_steps
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.decoder import DecoderModel
@@ -87,7 +88,7 @@ class _TrainJob:
     command_started: float
     first_step: int
     checkpoints: RunCheckpointSaver
-    observer: StepObserver | None
+    observer: StepObserver | NoObserver
     pace: Throughput
     skipped_before: int
     compiler: CompilerTally
@@ -112,8 +113,7 @@ def run_job(
 ) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    predicted_step: the plan's predicted step, which is written beside the measured ones
-
+    predicted_step: spans of the plan's predicted step, to be written beside the measured ones
     After SIGTERM or SIGINT, ends within two steps, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
@@ -123,8 +123,7 @@ def run_job(
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
         plan = plan or _plan_without_prediction(run, ranks)
         job = _prepare_job(stack, plan, ranks=ranks, where=where, resume=resume, started=command_started)
-        if job.observer is not None:
-            job.observer.file.write_predicted(predicted_step)
+        job.observer.write_predicted(predicted_step)
         # Signals are only noted until everything is saved, because ranks must agree on how to react.
         with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
             interrupted = _train_steps(job)
@@ -264,7 +263,8 @@ def _iterate_and_record_steps(job: _TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
     profiled = _profiled_step_indices(job)
-    job.slowed = {metered, *profiled}
+    section, root, say = job.plan.run.log, job.directory.root, job.log.print_message
+    job.slowed = {metered, *profiled, *section.profile}
     while True:
         index = state.step + 1
         if index == metered:
@@ -279,7 +279,8 @@ def _iterate_and_record_steps(job: _TrainJob) -> bool:
             every = all_gather_object(traced.seconds)
             job.profiled.append(min(every, key=lambda seconds: seconds.exposed_collective_seconds))
         else:
-            step = next(steps, None)
+            with profile_if_chosen(section, index, rank=job.ranks.rank, directory=root, say=say):
+                step = next(steps, None)
         if step is None:
             return False
         if step.rollback and _try_roll_back(job, step):
@@ -308,8 +309,7 @@ def _try_roll_back(job: _TrainJob, step: Step) -> bool:
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
-    if job.observer is not None:
-        job.observer.forget_after(job.state.step)
+    job.observer.forget_after(job.state.step)
     job.log.record_skip(step)
     figures = {"loss": step.loss, "grad_norm": step.grad_norm}
     job.log.record_event("rollback", step=step.index, details={"to_step": job.state.step, **figures})
@@ -330,8 +330,7 @@ def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
 
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
-    if job.observer is not None:
-        job.observer.observe_step(step)
+    job.observer.observe_step(step)
     _record_last_step(job)
     job.unrecorded_compile_seconds = _report_compilation(job, step)
     job.last = job.unrecorded = step
@@ -404,8 +403,7 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
             f"all {job.plan.run.train.step_count} steps are done already; nothing was trained"
         )
     job.state.phase.enter(RunPhase.FINISHING)
-    if job.observer is not None:
-        job.observer.write_last()
+    job.observer.write_last()
     if interrupted:
         job.log.print_message(
             f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"
