@@ -12,7 +12,7 @@ from fullshard.cli.main import main
 from fullshard.planner.spans import predict_step_spans
 from fullshard.planner.step_time import StepTimePredictor
 from fullshard.profiler.recorded_step import PhaseMark, RangeMark, RecordedStep, step_spans
-from fullshard.spec.measured_step import MeasuredStep
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.run_files import METRICS, PREDICTED_STEP, SPANS
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import decoder_spec, plan_for
@@ -22,7 +22,7 @@ from tests.planner.test_spans import check_sums_are_terms
 MS = 1_000_000
 
 
-def step_of(number: int, rank: int) -> MeasuredStep:
+def step_of(number: int, rank: int) -> StepSpans:
     """A step of 30 ms, in which rank 0 waits 2 ms for parameters, and rank 1 5 ms."""
     waits = (2 + 3 * rank) * MS
     names = ("data", "forward", "backward", "reduce", "optimizer", "between steps")
@@ -39,7 +39,7 @@ def step_of(number: int, rank: int) -> MeasuredStep:
     ]
     spans = tuple(step_spans(step))
     known = {"attempt": 1, "host": "h", "reason": "sampled", "seconds": step.seconds}
-    return MeasuredStep(step=number, rank=rank, begin_ns=10**9 + rank * MS, spans=spans, **known)
+    return StepSpans(step=number, rank=rank, begin_ns=10**9 + rank * MS, spans=spans, **known)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def add_predicted(directory: Path) -> Any:
     plan = plan_for(SMALL, 4, "sharding.strategy=full_shard")
     terms = StepTimePredictor(spec, hardware).predict_time(plan)
     spans = predict_step_spans(spec, plan, hardware=hardware)
-    line = MeasuredStep.of_prediction(spans, seconds=terms.total).to_line()
+    line = StepSpans.of_prediction(spans, seconds=terms.total).to_line()
     (directory / SPANS / PREDICTED_STEP).write_text(f"{line}\n")
     return terms
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.profiler.recorded_step import PhaseMark, RangeMark, RecordedStep, own_seconds, step_spans
-from fullshard.spec.measured_step import COMPUTE, MeasuredStep
+from fullshard.spec.measured_step import COMPUTE, StepSpans
 from tests.report.nesting import overlaps_in_part
 
 KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward", "unshard", "wait_for_unshard")
@@ -33,10 +33,10 @@ def steps(draw: st.DrawFn) -> RecordedStep:
     return step
 
 
-def measured(step: RecordedStep) -> MeasuredStep:
+def measured(step: RecordedStep) -> StepSpans:
     spans = tuple(step_spans(step))
     known = {"attempt": 1, "rank": 0, "host": "h", "reason": "sampled", "begin_ns": step.begin}
-    return MeasuredStep(step=step.step, seconds=step.seconds, spans=spans, **known)
+    return StepSpans(step=step.step, seconds=step.seconds, spans=spans, **known)
 
 
 @given(step=steps())
@@ -52,7 +52,7 @@ def test_spans_of_a_track_nest_or_are_disjoint_and_those_of_compute_fill_the_ste
 @given(step=steps())
 def test_a_line_of_json_keeps_the_spans(step: RecordedStep):
     one = measured(step)
-    again = MeasuredStep.parse(one.to_line())
+    again = StepSpans.parse(one.to_line())
     assert again is not None
     assert again.to_line() == one.to_line()
 
@@ -61,7 +61,7 @@ def test_a_line_of_json_keeps_the_spans(step: RecordedStep):
     "line", ["", "1", "[]", "{}", '{"step":1}', '{"step":1,"names":[],"units":[],"spans":[[0,0,0,0,1]]}']
 )
 def test_another_line_is_no_step(line: str):
-    assert MeasuredStep.parse(line) is None
+    assert StepSpans.parse(line) is None
 
 
 def step_of(*ranges: RangeMark, queued: int = 0) -> RecordedStep:

@@ -14,7 +14,7 @@ from fullshard.profiler.span_clock import DeviceClock, HostClock
 from fullshard.profiler.step_recorder import StepRecorder
 from fullshard.profiler.trace import profile_step
 from fullshard.profiler.unit_hooks import record_units
-from fullshard.spec.measured_step import TERM_OF_SPAN, MeasuredStep
+from fullshard.spec.measured_step import TERM_OF_SPAN, StepSpans
 from fullshard.survival.phase import PhaseTracker
 from fullshard.training.loop import train
 from tests.fakes.device import FakeDevice
@@ -77,7 +77,7 @@ def terms_of_both(
     assert left == [], "the methods are FSDP2's own again"
     spans = step_spans(steps[-1])
     known = {"attempt": 1, "rank": 0, "host": "h", "reason": "r", "begin_ns": 0}
-    own = MeasuredStep(step=6, seconds=steps[-1].seconds, spans=tuple(spans), **known).terms()
+    own = StepSpans(step=6, seconds=steps[-1].seconds, spans=tuple(spans), **known).terms()
     return own.terms(), traced.terms(), [str(one) for one in overlaps_in_part(spans)], spans
 
 
@@ -85,7 +85,15 @@ SETTINGS = [
     (2, ("sharding.strategy=full_shard",)),
     (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2", "train.microbatch=1")),
     (2, ("sharding.strategy=no_shard",)),
-    (2, ("sharding.strategy=full_shard", "optimizer.in_backward=true", "train.microbatch=6")),
+    (
+        2,
+        (
+            "sharding.strategy=full_shard",
+            "optimizer.in_backward=true",
+            "optimizer.clip_norm=0",
+            "train.microbatch=6",
+        ),
+    ),
 ]
 
 
@@ -96,6 +104,10 @@ def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, s
         assert {one.name for one in spans} & TERM_OF_SPAN.keys() >= {"forward", "backward", "data", "update"}
         total = sum(traced.values())
         assert sum(own.values()) == pytest.approx(total, rel=0.02)
+        if "sharding.strategy=no_shard" in settings:
+            # The profiler also counts the start of an all-reduce as waiting, until the thread's next operation.
+            own["compute"] += own.pop("exposed_all_reduce")
+            traced["compute"] += traced.pop("exposed_all_reduce")
         for term, seconds in traced.items():
             # The profiler's own work lies between its ranges and ours.
             assert own[term] == pytest.approx(seconds, abs=0.02 * total), (term, own, traced)
@@ -122,7 +134,7 @@ class Event:
         return (end_event.number - self.number) * 1.0
 
 
-def device_steps() -> tuple[list[str], int, list[int], list[bool]]:
+def device_steps() -> tuple[list[str], float, list[int], list[bool]]:
     Event.recorded = Event.made = 0
     with FakeDevice() as device:
         steps, _, _ = recorded(("sharding.strategy=full_shard",), DeviceClock(Event), profiled=False)
@@ -132,7 +144,7 @@ def device_steps() -> tuple[list[str], int, list[int], list[bool]]:
         one for step in steps for one in step_spans(step) if one.track in dict(COLLECTIVES.values())
     ]
     waits = [one for one in device.waits if "profiler/" in one or "step_recorder" in one]
-    return waits, Event.made, [one.step for one in steps], [bool(own_stream)]
+    return waits, Event.made / Event.recorded, [one.step for one in steps], [bool(own_stream)]
 
 
 def test_on_a_device_events_are_read_later_and_reused(ranks):
@@ -141,7 +153,7 @@ def test_on_a_device_events_are_read_later_and_reused(ranks):
         assert steps[:2] == [1, 2]
         assert len(steps) < 5, "the last ones have not passed"
         assert found == [True]
-        assert made < Event.AHEAD * 8
+        assert made < 0.8, "events of steps that have passed are recorded again"
 
 
 def skewed_offset() -> tuple[ClockOffset, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fullshard.profiler.clock_offset import ClockOffset
 from fullshard.profiler.recorded_step import RecordedStep, step_spans
-from fullshard.spec.measured_step import MeasuredStep
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.run_files import PREDICTED_STEP, SPANS
 from fullshard.system.files import open_regular_file, write_file_atomically
 
@@ -34,7 +34,7 @@ class SpanFile:
         self._has_failed = False
 
     def write(self, steps: Iterable[RecordedStep], *, reason: str) -> None:
-        """Appends those of `steps` that were not written before. See `MeasuredStep.reason`."""
+        """Appends those of `steps` that were not written before. See `StepSpans.reason`."""
         new = [step for step in steps if step.step not in self._written]
         if self._has_failed or not new:
             return
@@ -70,8 +70,8 @@ class SpanFile:
         """Lets the steps after `step` be written again, because the run repeats them."""
         self._written = {one for one in self._written if one <= step}
 
-    def _measured(self, step: RecordedStep, reason: str) -> MeasuredStep:
-        return MeasuredStep(
+    def _measured(self, step: RecordedStep, reason: str) -> StepSpans:
+        return StepSpans(
             step=step.step,
             attempt=self._attempt,
             rank=self._rank,

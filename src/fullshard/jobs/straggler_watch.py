@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from fullshard.profiler.recorded_step import OwnSeconds, RecordedStep, own_secon
 from fullshard.spec.straggler import StragglerCause
 from fullshard.survival.link_probe import probe_links
 from fullshard.survival.phase import RunPhase
-from fullshard.survival.stragglers import FIGURES, RankWindow, Straggler, find_stragglers, spread_figures
+from fullshard.survival.stragglers import RankWindow, Straggler, find_stragglers, spread_figures
 
 LEAST_WINDOW, MOST_WINDOW = 4, 50
 _PHASES = {
@@ -27,6 +28,9 @@ _PHASES = {
 _SAVES, _LEAST_SAVES = 5, 3
 # A window is slow if its steps take longer than the median of the last quiet ones by both.
 _SLOWER, _SLOWER_SECONDS, _QUIET_WINDOWS = 1.15, 0.030, 5
+
+
+_Gathering: TypeAlias = tuple[int, list[torch.Tensor], dist.Work | None]  # step, figures of each rank
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class StragglerWatch:
         self._saves: deque[float] = deque(maxlen=_SAVES)
         self._has_new_save = False
         self._quiet: deque[float] = deque(maxlen=_QUIET_WINDOWS)
-        self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
+        self._gathering: _Gathering | None = None
         self._is_active = world_size() > 1 and has_backend("cpu")
 
     def add_steps(self, steps: Iterable[RecordedStep]) -> None:
@@ -78,12 +82,12 @@ class StragglerWatch:
             return None
         result = None
         if self._gathering is not None:
-            result = self._judge_gathered(*self._gathering)
+            result = self._judge_gathered(self._gathering)
             self._gathering = None
         if step % self.every == 0:
             own = torch.tensor(self._own_window().to_figures(), dtype=torch.float64)
-            every = torch.empty(world_size() * FIGURES, dtype=torch.float64)
-            work = dist.all_gather_into_tensor(every, own, async_op=True)
+            every = [torch.empty_like(own) for _ in range(world_size())]
+            work = dist.all_gather(every, own, async_op=True)
             self._gathering = (step, every, work)
             self._has_new_save = False
         return result
@@ -109,11 +113,11 @@ class StragglerWatch:
             own=figures,
         )
 
-    def _judge_gathered(self, step: int, figures: torch.Tensor, work: dist.Work | None) -> WindowResult:
+    def _judge_gathered(self, gathering: _Gathering) -> WindowResult:
+        step, figures, work = gathering
         if work is not None:
             work.wait()
-        rows: list[list[float]] = figures.view(-1, FIGURES).tolist()
-        windows = [RankWindow.from_figures(row) for row in rows]
+        windows = [RankWindow.from_figures(one.tolist()) for one in figures]
         found = find_stragglers(windows) or self._find_slow_links(windows)
         return WindowResult(
             last_step=step,

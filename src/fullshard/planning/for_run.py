@@ -22,7 +22,7 @@ from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.measured_step import MeasuredStep
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
@@ -100,7 +100,7 @@ class _PlanChoice(NamedTuple):
         from fullshard.planner.spans import predict_step_spans
 
         spans = predict_step_spans(spec, self.plan, hardware=hardware)
-        return MeasuredStep.of_prediction(spans, seconds=prediction.time.total).to_line()
+        return StepSpans.of_prediction(spans, seconds=prediction.time.total).to_line()
 
 
 def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:

@@ -58,7 +58,7 @@ class Interruptions:
         try:
             files = [os.open(f"/proc/self/task/{self._trainer}/schedstat", os.O_RDONLY)]
             files.append(os.open("/proc/thread-self/schedstat", os.O_RDONLY))
-        except OSError:  # not Linux: pauses cannot be told from a busy machine
+        except OSError:  # not Linux: a pause looks like a busy machine
             return
         last, busy = time.perf_counter_ns(), _explained_ns(*files)
         while not self._stopped.wait(TICK_SECONDS):

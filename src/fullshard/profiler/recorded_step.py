@@ -91,7 +91,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class OwnSeconds:
-    """What a rank did in one step, in seconds. See [Note: own seconds].
+    """Seconds of a rank in one step, by what it did. See [Note: own seconds].
 
     by_phase: own seconds by phase
     waiting: waiting for other ranks in collectives
@@ -136,9 +136,9 @@ def step_spans(step: RecordedStep) -> list[StepSpan]:
     for one in step.ranges:
         if one.kind in COLLECTIVES:
             track, _ = COLLECTIVES[one.kind]
-            spans.append(_span(step, track, (one.begin, one.end), name=track, unit=one.unit))
-    spans += [_span(step, "garbage collection", one, name="collect") for one in _merge(step.collections)]
-    spans += [_span(step, "pauses", one, name="paused") for one in _merge(step.pauses)]
+            spans.append(_span(step, track, at=(one.begin, one.end), name=track, unit=one.unit))
+    spans += [_span(step, "garbage collection", at=one, name="collect") for one in _merge(step.collections)]
+    spans += [_span(step, "pauses", at=one, name="paused") for one in _merge(step.pauses)]
     return sorted(spans, key=lambda span: (span.begin, -span.end))
 
 
@@ -203,7 +203,7 @@ class _Timeline:
             return at
         name, unit = self._work()
         microbatch = self._microbatch if self._phase in (FORWARD, BACKWARD) else 0
-        span = _span(self._step, COMPUTE, (at, until), name=name, unit=unit)
+        span = _span(self._step, COMPUTE, at=(at, until), name=name, unit=unit)
         span = span._replace(microbatch=microbatch or None)
         last = self._spans[-1] if self._spans else None
         if last is not None and last[1] == name and last[4:] == span[4:]:
@@ -228,13 +228,13 @@ class _Timeline:
 def _phase_spans(step: RecordedStep) -> list[StepSpan]:
     ends = [*(mark.at for mark in step.phases[1:]), step.end]
     return [
-        _span(step, "phases", (mark.at, end), name=mark.phase)
+        _span(step, "phases", at=(mark.at, end), name=mark.phase)
         for mark, end in zip(step.phases, ends, strict=True)
         if end > mark.at
     ]
 
 
-def _span(step: RecordedStep, track: str, at: Interval, *, name: str, unit: str | None = None) -> StepSpan:
+def _span(step: RecordedStep, track: str, *, at: Interval, name: str, unit: str | None = None) -> StepSpan:
     begin, end = at
     return StepSpan(track, name, (begin - step.begin) * 1e-9, (end - step.begin) * 1e-9, unit=unit)
 

@@ -25,9 +25,11 @@ class SpanClock(Protocol):
 
     def is_past(self, mark: Any) -> bool:
         """Returns whether `mark` can be resolved without waiting."""
+        ...
 
     def resolve(self, mark: Any, *, first: Any) -> int:
         """Returns the time of `mark` in ns of the host's clock. `first`: the step's first mark."""
+        ...
 
     def release(self, mark: Any) -> None:
         """Ends the use of `mark`, which must not be resolved again."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fullshard.errors import SpecError
-from fullshard.spec.measured_step import MeasuredStep
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.run_files import METRICS, PREDICTED_STEP, SPANS
 from fullshard.spec.step_span import StepSpan
 from fullshard.system.files import open_regular_file
@@ -23,26 +23,26 @@ def find_steps(directory: Path) -> dict[int, set[str]]:
     return found
 
 
-def read_step(directory: Path, step: int) -> list[MeasuredStep]:
+def read_step(directory: Path, step: int) -> list[StepSpans]:
     """Returns the spans of `step` on each rank that wrote it, in the order of ranks. Raises OSError.
 
     A step that was repeated counts as its last attempt ran it.
     """
-    ranks: dict[int, MeasuredStep] = {}
+    ranks: dict[int, StepSpans] = {}
     for path in _rank_files(directory):
         with open(path, "rb", opener=open_regular_file) as file:
             lines = [line for line in file if _step_of_line(line) == step]
-        if lines and (measured := MeasuredStep.parse(lines[-1])) is not None:
+        if lines and (measured := StepSpans.parse(lines[-1])) is not None:
             ranks[measured.rank] = measured
     last = max((one.attempt for one in ranks.values()), default=0)
     return [one for _, one in sorted(ranks.items()) if one.attempt == last]
 
 
-def read_predicted_step(directory: Path) -> MeasuredStep | None:
+def read_predicted_step(directory: Path) -> StepSpans | None:
     """Returns the planned step of the run; None if it was not recorded, or cannot be read."""
     try:
         with open(directory / SPANS / PREDICTED_STEP, "rb", opener=open_regular_file) as file:
-            return MeasuredStep.parse(file.read(_LONGEST_LINE_BYTES))
+            return StepSpans.parse(file.read(_LONGEST_LINE_BYTES))
     except OSError:
         return None
 
@@ -77,9 +77,7 @@ def choose_step(directory: Path, step: int | None) -> int:
     return step
 
 
-def trace_processes(
-    measured: list[MeasuredStep], predicted: MeasuredStep | None
-) -> dict[str, list[StepSpan]]:
+def trace_processes(measured: list[StepSpans], predicted: StepSpans | None) -> dict[str, list[StepSpan]]:
     """Returns the processes of a trace: one for each rank, on one axis of time, and the planned step.
 
     The axis begins where the first rank begins; the planned step begins there, too.
@@ -101,7 +99,7 @@ def _rank_files(directory: Path) -> Iterable[Path]:
 
 
 def _step_of_line(line: bytes) -> int | None:
-    """Returns the step of a whole line, which `MeasuredStep.to_line` begins with it."""
+    """Returns the step of a whole line, which `StepSpans.to_line` begins with it."""
     begin, _, rest = line.partition(b'{"step":')
     digits, comma, _ = rest.partition(b",")
     is_whole = not begin and comma and line.endswith(b"\n") and len(line) <= _LONGEST_LINE_BYTES

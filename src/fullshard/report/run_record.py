@@ -11,7 +11,7 @@ from fullshard.errors import SpecError
 from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
 from fullshard.report.metrics import StepColumns, read_metrics
 from fullshard.spec.event import RunEvent, read_events
-from fullshard.spec.measured_step import MeasuredStep
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, MEASUREMENT, METRICS, PLAN
@@ -48,8 +48,8 @@ class RunRecord:
     events: list[RunEvent] = field(default_factory=list[RunEvent])
     saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
-    measured_steps: tuple[MeasuredStep, ...] = ()
-    predicted_step: MeasuredStep | None = None
+    measured_steps: tuple[StepSpans, ...] = ()
+    predicted_step: StepSpans | None = None
 
     @property
     def last_step(self) -> int:
@@ -117,7 +117,7 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
     )
 
 
-def _read_last_step(directory: Path) -> tuple[MeasuredStep, ...]:
+def _read_last_step(directory: Path) -> tuple[StepSpans, ...]:
     try:
         return tuple(read_step(directory, choose_step(directory, None)))
     except (SpecError, OSError):

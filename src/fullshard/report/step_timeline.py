@@ -7,7 +7,7 @@ from fullshard.quantities import format_seconds
 from fullshard.report.markup import escape, percent_text, table
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.event import RunEvent
-from fullshard.spec.measured_step import COMPUTE, TERM_OF_SPAN, MeasuredStep
+from fullshard.spec.measured_step import COMPUTE, TERM_OF_SPAN, StepSpans
 from fullshard.spec.step_span import StepSpan
 
 MOST_ROWS = 8
@@ -105,7 +105,7 @@ def _straggler_pairs(events: Iterable[RunEvent]) -> Iterator[tuple[RunEvent, Run
     yield from ((one, None) for one in begun.values())
 
 
-def _most_different(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+def _most_different(steps: Sequence[StepSpans]) -> list[StepSpans]:
     """Returns at most MOST_ROWS ranks: those that waited least, for which others wait, and those most."""
     if len(steps) <= MOST_ROWS:
         return list(steps)
@@ -114,7 +114,7 @@ def _most_different(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     return sorted(chosen, key=lambda one: one.rank)
 
 
-def _measured_row(step: MeasuredStep, *, start: int) -> _Row:
+def _measured_row(step: StepSpans, *, start: int) -> _Row:
     late = (step.begin_ns - start) * 1e-9
     spans = [
         span._replace(begin=span.begin + late, end=min(span.end, step.seconds) + late)
@@ -174,7 +174,7 @@ def _legend(rows: Sequence[_Row]) -> str:
     return f'<p class="legend">{"".join(parts)}'
 
 
-def _sentence(steps: Sequence[MeasuredStep], *, shown: int) -> str:
+def _sentence(steps: Sequence[StepSpans], *, shown: int) -> str:
     least = min(steps, key=lambda one: one.terms().exposed_collective_seconds)
     text = f"Step {steps[0].step:,} of {len(steps):,} rank{'' if len(steps) == 1 else 's'}"
     text += f", {shown} of them shown. " if shown < len(steps) else ". "

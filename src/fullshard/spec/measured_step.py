@@ -31,7 +31,7 @@ _NANOSECONDS = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredStep:
+class StepSpans:
     """The spans of one step on one rank.
 
     attempt: number of the run's attempt, as in events.jsonl
@@ -107,24 +107,26 @@ class MeasuredStep:
         for name, unit, microbatch, begin, length in fields["spans"]:
             if not (math.isfinite(begin) and 0 <= length < math.inf and name >= 0 and unit >= 0):
                 raise ValueError("a time is not a number")
-            known = units[unit]
+            (track, label), known = names[name], units[unit]
             spans.append(
                 StepSpan(
-                    *names[name],
+                    track,
+                    label,
                     begin / _NANOSECONDS,
                     (begin + length) / _NANOSECONDS,
                     unit=None if known is None else str(known),
                     microbatch=int(microbatch) or None,
                 )
             )
-        numbers = {key: int(fields[key]) for key in ("step", "attempt", "rank", "begin_ns")}
         error = fields["clock_error_ns"]
-        seconds = int(fields["length_ns"]) / _NANOSECONDS
-        texts = {key: str(fields[key]) for key in ("host", "reason")}
         return cls(
-            **numbers,
-            **texts,
+            step=int(fields["step"]),
+            attempt=int(fields["attempt"]),
+            rank=int(fields["rank"]),
+            host=str(fields["host"]),
+            reason=str(fields["reason"]),
+            begin_ns=int(fields["begin_ns"]),
             clock_error_ns=None if error is None else int(error),
-            seconds=seconds,
+            seconds=int(fields["length_ns"]) / _NANOSECONDS,
             spans=tuple(spans),
         )

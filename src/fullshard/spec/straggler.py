@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class StragglerCause(StrEnum):
-    """What a rank does while the others wait for it. The first five are phases of a run."""
+    """Work of a rank while the others wait for it. The first five are phases of a run."""
 
     DATA = "data"
     FORWARD = "forward"

@@ -44,7 +44,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RankWindow:
-    """What one rank measured over a window, in seconds per step.
+    """Figures of one rank over a window, in seconds per step.
 
     steps: number of its steps
     step_seconds, waiting_seconds: medians
