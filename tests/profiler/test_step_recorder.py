@@ -105,7 +105,7 @@ def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, s
         total = sum(traced.values())
         assert sum(own.values()) == pytest.approx(total, rel=0.02)
         if "sharding.strategy=no_shard" in settings:
-            # The profiler also counts the start of an all-reduce as waiting, until the thread's next operation.
+            # The profiler also counts the time after an all-reduce was started, as waiting.
             own["compute"] += own.pop("exposed_all_reduce")
             traced["compute"] += traced.pop("exposed_all_reduce")
         for term, seconds in traced.items():
