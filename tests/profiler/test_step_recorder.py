@@ -31,10 +31,10 @@ class Wide(nn.Module):
         self.head = nn.Linear(512, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.repeat(64, 1)
+        x = x.repeat(256, 1)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.head(x).view(64, -1, 2).mean(0)
+        return self.head(x).view(256, -1, 2).mean(0)
 
 
 class Observer:

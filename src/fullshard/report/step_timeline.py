@@ -12,8 +12,8 @@ from fullshard.spec.step_span import StepSpan
 
 MOST_ROWS = 8
 _WIDTH, _LABELS, _ROW, _BAR = 900, 76, 26, 17
-_MOST_TITLES = 60  # spans of a row that show their name under the pointer
-_NARROW = 0.4  # pixels, below which a span is drawn as this wide
+_MOST_TITLES = 30  # spans of a row that show their name under the pointer
+_COLUMN = 3  # pixels; narrower spans share a column, which shows the work that fills most of it
 _PLANNED = "planned"
 # Term -> CSS class and name in the legend. Computing is pale, and waiting has the colour.
 _INKS = {
@@ -131,9 +131,10 @@ def _draw_row(row: _Row, *, top: int, seconds: float) -> str:
     shades = _shades(row.spans)
     paths: dict[str, list[str]] = {}
     rects: list[str] = []
+    columns: dict[int, dict[str, float]] = {}  # column -> width of each ink
     for span in row.spans:
         ink = shades.get(span.unit, "s0") if _term(span) == "compute" else _INKS[_term(span)][0]
-        x, width = _LABELS + span.begin * scale, max((span.end - span.begin) * scale, _NARROW)
+        x, width = _LABELS + span.begin * scale, (span.end - span.begin) * scale
         if id(span) in named:
             unit = "" if span.unit is None else f", {span.unit}"
             text = escape(f"{span.name}{unit}: {format_seconds(span.end - span.begin)}")
@@ -141,11 +142,21 @@ def _draw_row(row: _Row, *, top: int, seconds: float) -> str:
                 f'<rect class="{ink}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}"><title>{text}'
                 "</title></rect>"
             )
+        elif width < _COLUMN:
+            column = columns.setdefault(int(x + width / 2) // _COLUMN, {})
+            column[ink] = column.get(ink, 0.0) + width
         else:
-            paths.setdefault(ink, []).append(f"M{x:.1f} {top}h{width:.1f}v{_BAR}h-{width:.1f}z")
+            paths.setdefault(ink, []).append(_block(x, width, top=top))
+    for at, widths in columns.items():
+        ink = max(widths, key=lambda one: widths[one])
+        paths.setdefault(ink, []).insert(0, _block(at * _COLUMN, _COLUMN, top=top))
     drawn = [f'<path class="{ink}" d="{"".join(each)}"/>' for ink, each in paths.items()]
     label = f'<text x="0" y="{top + 12}">{escape(row.label)}</text>'
     return label + "".join(drawn) + "".join(rects)
+
+
+def _block(x: float, width: float, *, top: int) -> str:
+    return f"M{x:.1f} {top}h{width:.1f}v{_BAR}h-{width:.1f}z"
 
 
 def _shades(spans: Sequence[StepSpan]) -> Mapping[str | None, str]:
