@@ -109,8 +109,9 @@ def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, s
             own["compute"] += own.pop("exposed_all_reduce")
             traced["compute"] += traced.pop("exposed_all_reduce")
         for term, seconds in traced.items():
-            # The profiler's own work lies between its ranges and ours.
-            assert own[term] == pytest.approx(seconds, abs=0.02 * total), (term, own, traced)
+            # The profiler's own work lies between its ranges and ours; more so where replicas are summed.
+            within = 0.02 if "sharding.strategy=full_shard" in settings else 0.04
+            assert own[term] == pytest.approx(seconds, abs=within * total), (term, own, traced)
 
 
 class Event:
