@@ -33,6 +33,10 @@ fullshard report runs/default --html report.html     a page with curves, also wh
 fullshard report runs/a runs/b --html compare.html
 fullshard report runs/a runs/b --json
 """,
+    "trace": """
+fullshard trace runs/default                the last sampled step, as trace.json.gz
+fullshard trace runs/default --step 100 --out step-100.json.gz
+""",
     "init": """
 fullshard init
 fullshard init experiments/small.toml

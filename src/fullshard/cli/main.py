@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import fullshard
-from fullshard.cli import calibrate, checkpoint, convert, data, init, plan, report, train, version
+from fullshard.cli import calibrate, checkpoint, convert, data, init, plan, report, trace, train, version
 from fullshard.cli.examples import examples_text
 from fullshard.cli.settings_command import SettingsCommand
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
@@ -26,6 +26,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "plan": plan.plan,
     "calibrate": calibrate.calibrate,
     "report": report.report,
+    "trace": trace.trace,
     "init": init.init,
     "convert": convert.convert,
     "version": version.version,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from fullshard.distributed.collectives import exchange_directly, exchange_parts_directly
+from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.sequence_parts import MODEL_PARALLEL_RANGE, group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -25,7 +25,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
 
     counts: (ranks, ...), the part for each rank
     """
-    with record_function(MODEL_PARALLEL_RANGE):
+    with TimedRange(MODEL_PARALLEL_RANGE):
         if counts.device.type == "cpu":
             return exchange_directly(counts, group_of_name(group))
         each = [1] * len(counts)
@@ -43,7 +43,7 @@ def exchange_rows(  # signature: torch's
     scale, gradient_scale: factors of the result, and of the gradient of `rows`
     """
     sent, received = (list(map(int, one.tolist())) for one in sizes)
-    with record_function(MODEL_PARALLEL_RANGE):
+    with TimedRange(MODEL_PARALLEL_RANGE):
         if rows.device.type == "cpu":
             result = rows.new_empty((sum(received), rows.shape[1]))
             exchange_parts_directly(rows.split(sent), result.split(received), group=group_of_name(group))

@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+from fullshard.distributed.ranges import TimedRange
 from fullshard.spec.groups import bucket_slices
 
 _current_backward = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
@@ -199,7 +200,7 @@ class _Bucket:
         """Waits for the all-reduce, and sets the gradients of the sharded parameters."""
         assert self.all_reduce is not None, "it was started"
         assert self.buffer is not None, "it is being reduced"
-        with record_function("fullshard::all_reduce"):
+        with TimedRange("all_reduce"):
             self.all_reduce.wait()
         self.all_reduce = None
         if len(self.filled) < len(self.places) and not isinstance(self.buffer, FakeTensor):

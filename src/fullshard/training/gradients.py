@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.distributed.agreement import world_size
+from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.sharding.mesh import TENSOR_AXIS
@@ -42,7 +43,8 @@ def average_scalar_gradients(gradients: Sequence[Tensor]) -> None:
     if not scalars or world_size() == 1:
         return
     flat = torch.stack(scalars)
-    dist.all_reduce(flat)
+    with TimedRange("all_reduce"):
+        dist.all_reduce(flat)
     for scalar, total in zip(scalars, flat.unbind(), strict=True):
         scalar.copy_(total / world_size())
 
@@ -60,7 +62,8 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
             groups[gradient.dtype, group].append(gradient.to_local())
     for (_, group), parts in groups.items():
         flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat, group=group)
+        with TimedRange("all_reduce"):
+            dist.all_reduce(flat, group=group)
         for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))
 

@@ -36,6 +36,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from fullshard.distributed.agreement import rank
+from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import TrainError
 from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.spec.model_section import DecoderConfig
@@ -123,7 +124,7 @@ def run_step(
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(gradients)
     sum_gradients_over_tensor_axis(gradients if plan.tensor_parallel > 1 else ())
-    with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
+    with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
         norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
         sums[2] = local_share_of_squared_norm(norms) if norms else 0.0
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
@@ -136,7 +137,7 @@ def run_step(
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
         result.read()
     set_learning_rate(state.optimizer, learning_rate)
-    with record_function("fullshard::optimizer"):
+    with TimedRange("optimizer"):
         if not result.is_read:
             update_as_device_decides(state.optimizer, decision)
         elif in_backward is not None:
@@ -224,7 +225,8 @@ def _all_reduce(
     known_here = torch.tensor([float(stop), *numbers], dtype=torch.float64)
     totals = torch.cat([sums, copy_to_device(known_here, sums.device)])
     if plan.world_size > 1:
-        dist.all_reduce(totals)
+        with TimedRange("all_reduce"):
+            dist.all_reduce(totals)
     return _Totals(totals, own, plan.world_size)
 
 
