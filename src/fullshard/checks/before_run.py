@@ -1,4 +1,4 @@
-"""The checks that need neither torch nor the model, and those of them that precede every `fullshard train`."""
+"""The checks that need neither torch nor the model, some of which precede every `fullshard train`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -43,7 +43,8 @@ class Check(NamedTuple):
     is_quick: bool = False
 
     def name_finding(self, finding: Finding) -> Finding:
-        return finding.model_copy(update={"check": self.name, "group": self.group})
+        """Returns `finding` with the names of the group and, unless it has a name, of the check."""
+        return finding.model_copy(update={"check": finding.check or self.name, "group": self.group})
 
 
 CHECKS_WITHOUT_TORCH = (

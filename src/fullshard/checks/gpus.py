@@ -68,8 +68,7 @@ def check_topology(context: RunContext) -> Finding:
         return Finding.warning(
             f"{some} exchange data through the processors{mixed}",
             why="a ring is as fast as its slowest pair",
-            fix='sharding.strategy = "hybrid_shard" within the GPUs that NVLink or one switch joins, or others '
-            "in CUDA_VISIBLE_DEVICES",
+            fix='sharding.strategy = "hybrid_shard" within the GPUs that NVLink joins, or other GPUs',
         )
     return Finding.ok(f"{len(rows)} GPUs, joined by {', '.join(sorted(set(joined.values())))}")
 

@@ -31,7 +31,7 @@ def check_torch_version(context: RunContext) -> Finding:
         return Finding.ok(f"torch {found}")
     return Finding.warning(
         f"torch {found}",
-        why=f"fullshard is tested with {wanted.removeprefix('torch')}: others may differ in FSDP2's internals",
+        why=f"fullshard is tested with {wanted.removeprefix('torch')}: FSDP2 may differ in others",
         fix=f'pip install "{wanted}"',
     )
 
@@ -158,7 +158,7 @@ def check_memory_and_quota(context: RunContext) -> Finding:
             what = "the container may use" if min(known) == limit else "the machine has free"
             return Finding.warning(
                 f"{format_bytes(min(known))} of memory {what}",
-                why=f"{context.ranks_on_host} ranks need {format_bytes(needed)}; the kernel kills one of them",
+                why=f"{context.ranks_on_host} ranks need {format_bytes(needed)}, or the kernel kills one",
                 fix="fewer ranks or a smaller train.microbatch, or more memory for the container",
             )
     quota, _, period = (machine.read("sys/fs/cgroup/cpu.max") or "").partition(" ")

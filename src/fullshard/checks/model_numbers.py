@@ -82,7 +82,7 @@ def check_sees_future(trial: ModelTrial) -> Finding:
     if moved > _TOLERANCE:
         return Finding.failure(
             f"the loss of token {place} changes by {moved:.1e} of itself when later tokens change",
-            why="the model reads what it should predict: the loss falls quickly, and the model cannot generate",
+            why="the model reads what it should predict: the loss falls, and it cannot generate",
             fix="a causal mask in every layer, and no shift of tokens that undoes it",
         )
     return Finding.ok(f"later tokens change the loss by {moved:.0e} of itself")
@@ -169,7 +169,7 @@ def check_repeatability(trial: ModelTrial) -> Finding:
     if losses[2] != losses[3]:
         return Finding.warning(
             f"the loss of one batch is {losses[2]:.7g} and {losses[3]:.7g} with the same seed",
-            why="something draws random numbers outside of torch, so a resumed run differs, and so do recomputed "
+            why="something draws random numbers outside of torch, so a resumed run differs, and recomputed "
             "activations",
             fix="torch's own random numbers, which are seeded and saved",
         )
@@ -178,7 +178,7 @@ def check_repeatability(trial: ModelTrial) -> Finding:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    return one.shape == other.shape and bool(one.eq(other).logical_or(one.isnan() & other.isnan()).all())
 
 
 def check_gradients(trial: ModelTrial) -> Finding:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import nn
 
-from fullshard.checks.model_trial import ModelTrial
+from fullshard.checks.model_trial import ModelTrial, tensors_without_values
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.models.build import build_model
 from fullshard.sharding.blocks import find_repeated_blocks
@@ -32,7 +32,7 @@ def check_tied_parameters(trial: ModelTrial) -> Finding:
             return Finding.failure(
                 f"{' and '.join(shared)} share memory, and are different parameters",
                 why="sharding copies each into shards of its own, so they are no longer tied",
-                fix="one nn.Parameter for both: head.weight = embedding.weight, without .data or Parameter(...)",
+                fix="one nn.Parameter for both: head.weight = embedding.weight, without .data",
             )
     model = build_model(trial.run)
     names: dict[int, list[str]] = defaultdict(list)
@@ -127,18 +127,8 @@ def check_dtypes(trial: ModelTrial) -> Finding:
 
 
 def check_meta_tensors(trial: ModelTrial) -> Finding:
-    """Looks for tensors without values that are neither parameters nor buffers, so that nothing sets them."""
-    left: list[str] = []
-    for name, module in trial.build().named_modules():
-        held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        held += [(key, one) for key, one in vars(module).items() if isinstance(one, Tensor)]
-        left += [f"{name}.{key}".lstrip(".") for key, one in held if one.is_meta]
-    if left:
-        return Finding.failure(
-            f"{', '.join(left[:3])} have no values",
-            why="parameters are built on the meta device, and only parameters and buffers get values later",
-            fix="self.register_buffer(name, tensor, persistent=False)",
-        )
+    """Reports that every tensor has values: `build_model_trial` makes no trial of a model without."""
+    assert not tensors_without_values(trial.build()), "the trial was computed with"
     return Finding.ok("every tensor has values")
 
 
@@ -179,6 +169,6 @@ def check_graphs(trial: ModelTrial) -> Finding:
         return Finding.warning(
             f"the graph of {name} breaks {explained.graph_break_count} times: {reason}",
             why="the block runs eagerly, so run.compile gains nothing and costs its time",
-            fix="no .item(), print or Python branch on values in the block; TORCH_LOGS=graph_breaks shows where",
+            fix="no .item(), print or Python branch on values in the block; TORCH_LOGS=graph_breaks names it",
         )
     return Finding.ok(f"{name} is one graph")

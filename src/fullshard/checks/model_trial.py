@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fullshard.checks.smaller_runs import iterate_smaller_runs
 from fullshard.data.build import build_data, tokenizer_vocabulary_size
 from fullshard.distributed.agreement import ErrorCapture
+from fullshard.errors import ShardError
 from fullshard.models.build import build_model
 from fullshard.models.checks import find_vocabulary_rows
 from fullshard.quantities import format_count
@@ -59,7 +60,7 @@ class ModelTrial:
         return getattr(self.loss, "func", self.loss) is next_token_loss
 
     def token_batch(self, number: int = 0) -> dict[str, Tensor] | None:
-        """Returns a batch of `tokens` and `labels` (rows, sequence); None if the batches are of another kind."""
+        """Returns a batch of `tokens` and `labels` (rows, sequence); None for other kinds of batches."""
         batch = self.batches(number)
         if not isinstance(batch, Mapping) or not {"tokens", "labels"} <= set(batch):
             return None
@@ -101,19 +102,50 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
             if size > _MOST_PARAMETERS:
                 continue
             trial = _make_trial(smaller, plan=plan, whole=whole, description=f"{text}, {format_count(size)}")
-            trial.mean_loss(trial.build(), trial.batches(0)).backward()
+            model = trial.build()
+            if left := tensors_without_values(model):
+                return _tensors_without_values_finding(left)
+            trial.mean_loss(model, trial.batches(0)).backward()
             return trial
-    if attempt.error is None:
-        fix = "model.options that make it smaller" if hasattr(run.model, "options") else "a smaller model"
-        return Finding.skipped(
-            f"no copy of it is small enough to compute with here ({format_count(parameters)} parameters); {fix}, "
-            "given to this command by --set"
+    if attempt.error is not None:
+        return _failed_trial_finding(attempt.error)
+    fix = "model.options that make it smaller" if hasattr(run.model, "options") else "a smaller model"
+    return Finding.skipped(
+        f"no copy of it is small enough to compute with here ({format_count(parameters)} parameters); "
+        f"{fix}, given to this command by --set"
+    )
+
+
+def tensors_without_values(model: nn.Module) -> list[str]:
+    """Returns the names of tensors on the meta device: parameters, buffers, and attributes of modules."""
+    left: list[str] = []
+    for name, module in model.named_modules():
+        held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        held += [(key, one) for key, one in vars(module).items() if isinstance(one, Tensor)]
+        left += [f"{name}.{key}".lstrip(".") for key, one in held if one.is_meta]
+    return left
+
+
+def _tensors_without_values_finding(left: list[str]) -> Finding:
+    found = Finding.failure(
+        f"{', '.join(left[:3])} have no values",
+        why="parameters are built on the meta device, and only parameters and buffers get values later",
+        fix="self.register_buffer(name, tensor, persistent=False)",
+    )
+    return found.model_copy(update={"check": "meta_tensors"})
+
+
+def _failed_trial_finding(error: BaseException) -> Finding:
+    if isinstance(error, ShardError):
+        found = Finding.failure(
+            error.what if error.got is None else f"{error.what} got: {error.got}",
+            why=error.why,
+            fix=error.fix,
         )
-    error = attempt.error
+        return found.model_copy(update={"check": "initial_values"})
+    text = (str(error).strip().splitlines() or [""])[0][:300]
     return Finding.failure(
-        f"its loss of one microbatch raises {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        if str(error).strip()
-        else f"its loss of one microbatch raises {type(error).__name__}",
+        f"its loss of one microbatch raises {type(error).__name__}: {text}",
         why=getattr(error, "why", None) or "training would end in its first step",
         fix=getattr(error, "fix", None) or "FULLSHARD_TRACEBACK=1 fullshard train shows where",
     )

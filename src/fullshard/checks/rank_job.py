@@ -5,6 +5,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -34,6 +35,31 @@ _MOST_PAIRS = 28  # of 8 ranks
 Connect = Callable[[str, int], str | None]
 
 
+def connect_to(host: str, port: int) -> str | None:
+    """Connects to a port of a host. Returns the error, or None."""
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+@dataclass(frozen=True)
+class RankAccess:
+    """How a rank reads its machine; each part can be replaced in tests.
+
+    host: name of this host
+    clock: this host's clock, in seconds
+    environment: environment variables
+    connect: connects to a port of a host; returns the error, or None
+    """
+
+    host: str = field(default_factory=socket.gethostname)
+    clock: Callable[[], float] = time.time
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    connect: Connect = connect_to
+
+
 def run_rank_checks(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Gathers the facts of all ranks, and writes them into `run.run.dir` on rank 0."""
     del resume, command_started
@@ -48,17 +74,16 @@ def gather_rank_facts(
     *,
     plan: Plan | None,
     ranks: RankInfo,
-    clock: Callable[[], float] = time.time,
-    settings: Mapping[str, str] | None = None,
+    access: "RankAccess | None" = None,
 ) -> RankFacts:
     """Returns the facts about all ranks, on every rank. Collective.
 
     plan: the plan of the run, for any number of ranks; None for plain defaults
-    clock: this host's clock
-    settings: what is compared between ranks; by default versions, code and environment
+    access: how this rank reads its machine
     """
-    hosts = all_gather_object(socket.gethostname())
-    own = dict(settings) if settings is not None else rank_settings(run, os.environ)
+    access = access or RankAccess()
+    hosts = all_gather_object(access.host)
+    own = rank_settings(run, access.environment)
     device, error = ranks.device, None
     try:
         comparison = compare_sharded_steps(run, world_size=ranks.world_size, rank=ranks.rank)
@@ -66,9 +91,9 @@ def gather_rank_facts(
         comparison, error = "a sharded step raises", str(raised)
     return RankFacts(
         hosts=tuple(hosts),
-        clock_offsets_seconds=_clock_offsets(hosts, clock=clock),
+        clock_offsets_seconds=_clock_offsets(hosts, clock=access.clock),
         settings=tuple(all_gather_object(own)),
-        unreachable=unreachable_hosts(hosts, connect=connect_to),
+        unreachable=unreachable_hosts(hosts, connect=access.connect),
         pairs=_pair_rates(device, world_size=ranks.world_size),
         device=device.type,
         catalog_bytes_per_second=_catalog_rate(device, ranks),
@@ -119,15 +144,6 @@ def _clock_offsets(hosts: list[str], *, clock: Callable[[], float]) -> dict[str,
                 dist.send(times, 0)
         offsets[host] = best[1]
     return all_gather_object(offsets)[0]
-
-
-def connect_to(host: str, port: int) -> str | None:
-    """Connects to a port of a host. Returns the error, or None."""
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def unreachable_hosts(hosts: list[str], *, connect: Connect) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def check_connections(facts: RankFacts) -> Finding:
         return Finding.failure(
             "; ".join(facts.unreachable[:3]),
             why="a collective waits for a connection that a firewall or another interface does not allow",
-            fix="open all ports between the hosts; NCCL_SOCKET_IFNAME = the interface of their common network",
+            fix="open all ports between the hosts, or NCCL_SOCKET_IFNAME = the interface that they share",
         )
     return Finding.ok(f"every one of {len(set(facts.hosts))} hosts connects to every other")
 
@@ -59,7 +59,7 @@ def check_links(facts: RankFacts) -> Finding:
     catalog, same_host = facts.catalog_bytes_per_second, len(set(facts.hosts)) == 1
     if facts.device == "cuda" and catalog and same_host and usual < _LEAST_OF_CATALOG * catalog:
         return Finding.warning(
-            f"pairs of GPUs exchange {format_bytes(usual)}/s (median), the catalog has {format_bytes(catalog)}/s",
+            f"GPUs exchange {format_bytes(usual)}/s (median), by the catalog {format_bytes(catalog)}/s",
             why="the plan's step is too fast",
             fix="fullshard calibrate, after a look at NCCL's variables and nvidia-smi topo -m",
         )
@@ -103,8 +103,8 @@ def check_sharded_step(facts: RankFacts) -> Finding:
     error = found.errors.get(worst, 0.0)
     if not math.isfinite(losses + error) or losses > _LOSS_TOLERANCE or error > _PARAMETER_TOLERANCE:
         return Finding.failure(
-            f"{len(pairs)} steps on {len(facts.hosts)} ranks differ from unsharded ones: loss by {losses:.1e}, "
-            f"{worst} by {error:.1e}",
+            f"{len(pairs)} steps on {len(facts.hosts)} ranks differ from unsharded ones: loss {losses:.1e}, "
+            f"{worst} {error:.1e}",
             why="the model or the loss depends on the rank, or computes with parameters outside of forward",
             fix="a look for ranks, cached weights, and own collectives in the model and the loss",
         )

@@ -43,7 +43,7 @@ def _iterate_problems(run: Run) -> Iterator[tuple[str, str]]:
         yield f"checkpoint.every = {saves.every} is more than train.steps = {steps}", "a smaller one"
     if saves.keep_every and (not saves.every or saves.keep_every % saves.every):
         yield (
-            f"checkpoint.keep_every = {saves.keep_every} is not a multiple of checkpoint.every = {saves.every}",
+            f"checkpoint.keep_every = {saves.keep_every} is no multiple of checkpoint.every = {saves.every}",
             "a multiple of it, since only steps that are saved are kept",
         )
     validates = run.train.validate_every not in (0, type(run.train)().validate_every)

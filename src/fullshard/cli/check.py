@@ -65,7 +65,7 @@ def check(
 
 
 def _plan_or_failure(run: "Run") -> "Plan | Finding":
-    """Returns the plan that `fullshard train` would run, or the error that it would end with, as a finding."""
+    """Returns the plan that `fullshard train` would run, or its error as a finding."""
     from fullshard.errors import FullshardError
     from fullshard.launch.request import LaunchRequest
     from fullshard.planning.for_run import request_with_plan
