@@ -63,24 +63,23 @@ def on_gpus(**answers: str) -> Callable[[Path], CheckContext]:
     return of_run(lambda path: context_of(gpu_machine(path, **answers), device="cuda"))
 
 
-def plan_of_decoder(fault: str, *settings: str) -> Plan:
+OWN_BATCHES = ("data.source=python", "data.factory=tests.fakes.broken:Batches")
+
+
+def plan_of_decoder(fault: str, *settings: str, batches: tuple[str, ...] = OWN_BATCHES) -> Plan:
     own = ("model.python=tests.fakes.broken:Decoder", f'model.options={{fault="{fault}"}}')
-    batches = ("data.source=python", "data.factory=tests.fakes.broken:Batches", "data.sequence_length=16")
-    run = Run.load(overrides=[*own, *batches, "precision.mode=fp32", *settings])
-    return Plan.from_run(run, world_size=2)
+    plain = ("data.sequence_length=16", "precision.mode=fp32")
+    return Plan.from_run(Run.load(overrides=[*own, *batches, *plain, *settings]), world_size=2)
 
 
-def of_model(fault: str, *settings: str) -> Callable[[Path], CheckContext]:
+def of_model(
+    fault: str, *settings: str, batches: tuple[str, ...] = OWN_BATCHES
+) -> Callable[[Path], CheckContext]:
     def make(path: Path) -> CheckContext:
-        plan = plan_of_decoder(fault, *settings)
+        plan = plan_of_decoder(fault, *settings, batches=batches)
         return CheckContext(RunContext(plan), build_model_trial(plan), LEFT_OUT, LEFT_OUT)
 
     return make
-
-
-def of_tokens(fault: str) -> Callable[[Path], CheckContext]:
-    """A model on random tokens of its own vocabulary, not on those of a factory."""
-    return of_model(fault, "data.source=stdlib", "data.factory=null")
 
 
 def of_data(fault: str) -> Callable[[Path], CheckContext]:
@@ -298,7 +297,7 @@ STORAGE = (
     Fault("space for none", "checkpoint_space", space_of(1000)),
 )
 MODELS = (
-    Fault("logits × 12", "first_loss", of_tokens("hot")),
+    Fault("logits × 12", "first_loss", of_model("hot", "model.options.vocabulary=256", batches=())),
     Fault("loss is NaN", "first_loss", of_model("not finite")),
     Fault("tokens shifted by one", "sees_future", of_model("shifted")),
     Fault("attention without mask", "sees_future", of_model("attends to all")),

@@ -14,7 +14,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.fakes.families import FAMILIES
 
-SAMPLE = ("llama", "t5")
+SAMPLE = ("llama",)
 
 
 def plan_of_family(name: str, directory: Path, *, own_batches: bool) -> Plan:

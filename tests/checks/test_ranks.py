@@ -34,23 +34,20 @@ def facts_of(fault: str, settings: tuple[str, ...], skewed: bool) -> RankFacts:
     return gather_rank_facts(run, plan=None, ranks=ranks, access=access)
 
 
-def test_sharded_steps_of_a_right_model_equal_unsharded_ones(ranks: Callable[..., Any]) -> None:
-    first, other = ranks(2).run(facts_of, "none", (), False)
+def test_ranks_measure_their_sharded_step_links_clocks_connections_and_settings(
+    ranks: Callable[..., Any],
+) -> None:
+    first, other = ranks(2).run(facts_of, "none", ("optimizer.name=tests.fakes.broken.HalfStateSGD",), True)
     assert first == other
     assert check_sharded_step(first).status == "ok"
-    assert check_state_dtypes(first).status == "ok"
-    assert first.state_dtypes == {"exp_avg": "float32", "exp_avg_sq": "float32"}
+    assert check_state_dtypes(first).status == "warning"
     assert [pair.ranks for pair in first.pairs] == [(0, 1)]
+    assert first.clock_offsets_seconds == {"host-1": pytest.approx(5.0)}
+    assert first.unreachable == ("host-1 cannot connect to host-0: refused",)
+    assert first.settings[1] == first.settings[0] | {"NCCL_ALGO": "Ring"}
 
 
 def test_a_model_that_depends_on_the_rank_is_found_by_its_sharded_step(ranks: Callable[..., Any]) -> None:
     facts = ranks(2).run(facts_of, "differs by rank", (), False)[0]
     assert check_sharded_step(facts).status == "failure"
-
-
-def test_clock_firewall_and_settings_of_one_host_are_measured(ranks: Callable[..., Any]) -> None:
-    facts = ranks(2).run(facts_of, "none", ("optimizer.name=tests.fakes.broken.HalfStateSGD",), True)[0]
-    assert facts.clock_offsets_seconds == {"host-1": pytest.approx(5.0)}
-    assert facts.unreachable == ("host-1 cannot connect to host-0: refused",)
-    assert facts.settings[1] == facts.settings[0] | {"NCCL_ALGO": "Ring"}
-    assert check_state_dtypes(facts).status == "warning"
+    assert check_state_dtypes(facts).status == "ok"

@@ -45,14 +45,14 @@ class ZeroLinear(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """tokens (rows, sequence) -> logits (rows, sequence, VOCABULARY)."""
+    """tokens (rows, sequence) -> logits (rows, sequence, vocabulary)."""
 
-    def __init__(self, fault: str = "none") -> None:
+    def __init__(self, fault: str = "none", vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.fault = fault
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(Block(fault) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary)
         self._add_fault(fault)
 
     def _add_fault(self, fault: str) -> None:  # noqa: C901
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
             case "counter":
                 self.seen += 1
             case "own random numbers":
-                return x * (1 + random.random())
+                return x + random.random() * torch.linspace(0, 1, WIDTH)
             case "not finite":
                 return x / (0 * x.detach()).sum()
             case "gradient not finite":
@@ -112,9 +112,10 @@ class Decoder(nn.Module):
             case "fp64 table":
                 return x * self.table.float()
             case "differs by rank":
-                return x * (1.1 if dist.is_initialized() and dist.get_rank() == 1 else 1.0)
+                wrong = dist.is_initialized() and dist.get_rank() == 1
+                return x + float(wrong) * torch.linspace(0, 1, WIDTH)
             case "one large unit":
-                return x + self.large(x[:1, :1])[..., :WIDTH] * 0.01
+                return x + self.large(x[:, :1])[..., :WIDTH] * 0.01
         return x
 
 

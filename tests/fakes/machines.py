@@ -77,7 +77,7 @@ def context_of(machine: MachineAccess, *settings: str, ranks: int = 2, **plan: A
     """The default run on `machine`, with a prediction of 2 GiB per rank, of which 1 GiB is saved."""
     made = Plan.from_run(Run.load(overrides=settings), world_size=ranks)
     memory = MemoryTerms.model_validate(
-        {name: 0 for name, field in MemoryTerms.model_fields.items() if field.is_required()}
+        {name: 0 for name, field in MemoryTerms.model_fields.items() if field.is_required()} | {"moment": ""}
     ).model_copy(update={"parameter_shards": GIB // 2, "optimizer_state": GIB // 2})
     time = TimeTerms.model_validate(
         {name: 0 for name, f in TimeTerms.model_fields.items() if f.is_required()}

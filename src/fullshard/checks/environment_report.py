@@ -36,7 +36,15 @@ _PREFIXES = (
     "FULLSHARD_",
     "HF_",
 )
-_PREFIXES += ("TRITON_", "SLURM_JOB", "SLURM_STEP", "MASTER_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "XDG_CACHE")
+_SCHEDULER_PREFIXES = (
+    "TRITON_",
+    "SLURM_JOB",
+    "SLURM_STEP",
+    "MASTER_",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "XDG_CACHE",
+)
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _LOGIN_IN_URL = re.compile(r"://[^/@\s]+@")
 _GPU_QUERY = "--query-gpu=index,name,memory.total,driver_version,pstate"
@@ -61,7 +69,7 @@ def environment_report(machine: MachineAccess) -> dict[str, str]:
         "drive": _drive(machine),
     }
     for name in sorted(machine.environment):
-        if name.startswith(_PREFIXES):
+        if name.startswith((*_PREFIXES, *_SCHEDULER_PREFIXES)):
             report[f"${name}"] = _shown_value(name, machine.environment[name])
     return report
 

@@ -74,7 +74,7 @@ GROUPS = ("settings", "machine", "storage", "model", "data", "ranks")
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What the checks of each group read; a Finding stands for a part that there is none of.
+    """Parts that the checks of each group read; a Finding stands for a part that is missing.
 
     run: for the groups settings, machine and storage
     """

@@ -19,7 +19,6 @@ _GRADIENT_TOLERANCE = 1e-3
 _NOISE = 0.02  # added to parameters, so that a zero that was initialised does not hide what follows it
 _UNUSED_SHARE = 0.5
 _BATCHES = 3
-_ROUTER_LOSS = "the router's balance loss depends on all tokens at once"
 _NO_TOKENS = "its batches are not tokens with labels"
 
 
@@ -67,8 +66,8 @@ def check_sees_future(trial: ModelTrial) -> Finding:
     batch, model = trial.token_batch(), trial.build().eval()
     if batch is None or batch["tokens"].shape[1] < 4 or len(batch["tokens"]) < 2:
         return Finding.skipped(_NO_TOKENS)
-    if trial.balances_experts(model):
-        return Finding.skipped(_ROUTER_LOSS)
+    if (reason := trial.reason_against_masking(model)) is not None:
+        return Finding.skipped(reason)
     place = batch["tokens"].shape[1] // 2
     labels = torch.full_like(batch["labels"], IGNORED)
     labels[:, place] = batch["labels"][:, place].clamp(min=0)
@@ -77,7 +76,7 @@ def check_sees_future(trial: ModelTrial) -> Finding:
     if not _counts_only_labels(trial, model, batch={**batch, "labels": labels}):
         return Finding.skipped("the loss counts labels of -100")
     moved = _relative_change(
-        trial, model, [{**batch, "labels": labels}, {**batch, "tokens": changed, "labels": labels}]
+        trial, model, batches=[{**batch, "labels": labels}, {**batch, "tokens": changed, "labels": labels}]
     )
     if moved > _TOLERANCE:
         return Finding.failure(
@@ -93,8 +92,8 @@ def check_row_independence(trial: ModelTrial) -> Finding:
     batch, model = trial.labelled_rows(), trial.build().train()
     if batch is None or len(batch["labels"]) < 3:
         return Finding.skipped("its batches are not rows with integer labels")
-    if trial.balances_experts(model):
-        return Finding.skipped(_ROUTER_LOSS)
+    if (reason := trial.reason_against_masking(model)) is not None:
+        return Finding.skipped(reason)
     labels = torch.full_like(batch["labels"], IGNORED)
     labels[0] = batch["labels"][0]
     if not _counts_only_labels(trial, model, batch={**batch, "labels": labels}):
@@ -102,7 +101,7 @@ def check_row_independence(trial: ModelTrial) -> Finding:
     others = {name: torch.cat((one[:1], one[1:].roll(1, 0))) for name, one in batch.items()}
     noise = {name: _changed_rows(one) for name, one in others.items() if name not in ("labels", "documents")}
     moved = _relative_change(
-        trial, model, [{**batch, "labels": labels}, {**others, **noise, "labels": labels}]
+        trial, model, batches=[{**batch, "labels": labels}, {**others, **noise, "labels": labels}]
     )
     if moved <= _TOLERANCE:
         return Finding.ok(f"other rows change the loss of a row by {moved:.0e} of itself")
@@ -139,7 +138,7 @@ def _counts_only_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str,
     return float(result[1]) <= int((batch["labels"] != IGNORED).sum())
 
 
-def _relative_change(trial: ModelTrial, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
+def _relative_change(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]) -> float:
     losses: list[float] = []
     for batch in batches:
         torch.manual_seed(1)  # the same dropout
@@ -233,23 +232,24 @@ def _still_without_gradient(trial: ModelTrial, names: list[str]) -> tuple[list[s
 
 
 def check_microbatches(trial: ModelTrial) -> Finding:
-    """Compares the gradient of a batch with that of its rows, one microbatch each, added up."""
+    """Compares the gradient of a batch with that of its two halves, one microbatch each, added up."""
     batch, model = trial.labelled_rows(), trial.build().eval()
     if batch is None:
         return Finding.skipped("its batches are not rows with integer labels")
-    if trial.balances_experts(model):
-        return Finding.skipped(_ROUTER_LOSS)
+    if (reason := trial.reason_against_masking(model)) is not None:
+        return Finding.skipped(reason)
     labels = batch["labels"].clone()
     if labels.ndim > 1 and labels.shape[1] > 3:
         labels[0, 3:] = IGNORED  # rows of unequal weight
     batch = {**batch, "labels": labels}
     whole = _step_gradient(trial, model, batches=[batch])
-    rows = [{name: one[i : i + 1] for name, one in batch.items()} for i in range(len(labels))]
-    parts = _step_gradient(trial, model, batches=rows)
+    half = len(labels) // 2
+    halves = [{name: one[part] for name, one in batch.items()} for part in (slice(half), slice(half, None))]
+    parts = _step_gradient(trial, model, batches=halves)
     error = float((whole - parts).norm() / whole.norm().clamp(min=1e-12))
     if error > _GRADIENT_TOLERANCE:
         return Finding.warning(
-            f"the gradient of {len(rows)} microbatches differs from that of all rows at once by {error:.1%}",
+            f"the gradient of two microbatches differs from that of all rows at once by {error:.1%}",
             why="a mean of means weighs rows with few labels too much, so results depend on the microbatch",
             fix="a loss that returns (sum, number of labels) instead of their quotient",
         )

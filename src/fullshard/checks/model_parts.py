@@ -58,12 +58,12 @@ def _names_that_share_memory(model: nn.Module) -> list[str]:
 
 def _lacks_tie(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None) for end in ("input", "output")]
+    wanted = bool(getattr(config, "tie_word_embeddings", False))
     attempt = ErrorCapture()
     with attempt:  # some models of transformers do not implement these methods
-        source, head = (end() for end in ends)
-        wanted = getattr(config, "tie_word_embeddings", False) and hasattr(source, "weight")
-        return bool(wanted and hasattr(head, "weight") and head.weight is not source.weight)
+        ends: list[Any] = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
+        weights = [getattr(end, "weight", None) for end in ends]
+        return wanted and all(isinstance(one, Tensor) for one in weights) and weights[0] is not weights[1]
     return False
 
 
@@ -154,9 +154,9 @@ def check_graphs(trial: ModelTrial) -> Finding:
     if not blocks:
         return Finding.skipped("there are no repeated blocks to compile")
     name, block = next(iter(blocks.items()))
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[Any, Any]] = []
 
-    def keep_arguments(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def keep_arguments(_module: nn.Module, args: Any, given: Any) -> None:  # signature: torch's hook
         calls.append((args, given))
 
     with block.register_forward_pre_hook(keep_arguments, with_kwargs=True):
@@ -164,10 +164,10 @@ def check_graphs(trial: ModelTrial) -> Finding:
     args, given = calls[0]
     explained = torch._dynamo.explain(block)(*args, **given)
     torch._dynamo.reset()
-    if explained.graph_break_count:
+    if count := explained.graph_break_count:
         reason = str(explained.break_reasons[0].reason).splitlines()[0] if explained.break_reasons else ""
         return Finding.warning(
-            f"the graph of {name} breaks {explained.graph_break_count} times: {reason}",
+            f"the graph of {name} has {count} break{'s' if count > 1 else ''}: {reason}",
             why="the block runs eagerly, so run.compile gains nothing and costs its time",
             fix="no .item(), print or Python branch on values in the block; TORCH_LOGS=graph_breaks names it",
         )

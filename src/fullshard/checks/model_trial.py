@@ -84,10 +84,14 @@ class ModelTrial:
         result = self.loss(model, batch)
         return result[0] / result[1] if isinstance(result, tuple) else result
 
-    def balances_experts(self, model: nn.Module) -> bool:
-        """Returns whether the loss includes a router's balance loss, which depends on all tokens at once."""
+    def reason_against_masking(self, model: nn.Module) -> str | None:
+        """Returns why the loss of some labels also depends on others that are -100; None if it does not."""
         config: Any = getattr(model, "config", None)
-        return bool(getattr(config, "output_router_logits", False))
+        if getattr(config, "output_router_logits", False):
+            return "the router's balance loss depends on all tokens at once"
+        if self.is_from_transformers and type(model).__name__.endswith("ForCTC"):
+            return "CTC counts rows without labels, and divides each by its own length"
+        return None
 
 
 def build_model_trial(plan: Plan) -> ModelTrial | Finding:

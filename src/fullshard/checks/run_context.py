@@ -10,7 +10,7 @@ from fullshard.spec.run import Run
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the checks that need neither torch nor the model read.
+    """Parts that the checks without torch and without the model read.
 
     plan: the plan of the run, with its prediction if the planner made one
     machine: access to this machine

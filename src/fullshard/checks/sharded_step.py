@@ -103,7 +103,7 @@ def _build_trial(run: Run, *, world_size: int) -> ModelTrial | str:
     trial = build_model_trial(plan)
     texts = all_gather_object(trial.got if isinstance(trial, Finding) else None)
     failed = next((text for text in texts if text is not None), None)
-    return failed if failed is not None or isinstance(trial, Finding) else trial
+    return trial if isinstance(trial, ModelTrial) and failed is None else failed or "there is no trial"
 
 
 def _plan_of_steps(trial: ModelTrial, *, world_size: int, settings: Sequence[str]) -> Plan:

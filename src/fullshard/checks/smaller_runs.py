@@ -57,7 +57,7 @@ def _smaller_options(config: Any, *, narrow: bool) -> dict[str, Any]:
     """Returns options that make a transformers config, and the configs of its parts, smaller."""
     options: dict[str, Any] = {}
     for name in _LAYER_NAMES:
-        _lower(options, config, {name: 4 if hasattr(config, "layer_types") else _LAYERS})
+        _lower(options, config, sizes={name: 4 if hasattr(config, "layer_types") else _LAYERS})
     if narrow:
         options |= _narrow_options(config)
     for name in getattr(config, "sub_configs", {}):
@@ -77,11 +77,11 @@ def _narrow_options(config: Any) -> dict[str, Any]:
     sizes = {"hidden_size": _WIDTH, "num_attention_heads": _MOST_HEADS, "head_dim": _HEAD_DIM}
     sizes |= {"num_key_value_heads": 2 if shared else _MOST_HEADS, "intermediate_size": 2 * _WIDTH}
     sizes |= {"moe_intermediate_size": _WIDTH, "num_experts_per_tok": 2, **dict.fromkeys(_EXPERT_NAMES, 8)}
-    _lower(options, config, sizes)
+    _lower(options, config, sizes=sizes)
     return options
 
 
-def _lower(options: dict[str, Any], config: Any, sizes: Mapping[str, int]) -> None:
+def _lower(options: dict[str, Any], config: Any, *, sizes: Mapping[str, int]) -> None:
     """Adds to `options` each size of the config that is larger than in `sizes`."""
     for name, size in sizes.items():
         own = getattr(config, name, None)

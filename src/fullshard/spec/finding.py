@@ -79,4 +79,5 @@ class CheckReport(FrozenModel):
 
 def worst_status(findings: Sequence[Finding]) -> Status:
     """Returns the worst status of the findings; `skipped` if there is no other."""
-    return max((one.status for one in findings), key=_BY_WEIGHT.index, default="skipped")
+    found: set[Status] = {one.status for one in findings}
+    return next((status for status in reversed(_BY_WEIGHT) if status in found), "skipped")
