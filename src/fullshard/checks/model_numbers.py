@@ -34,7 +34,7 @@ def check_first_loss(trial: ModelTrial) -> Finding:
             fix="smaller initial values, or a look at divisions and logarithms in forward",
         )
     batch = trial.token_batch()
-    if batch is None or not trial.has_default_loss or trial.run.data.source == "python":
+    if batch is None or not trial.has_default_loss:
         return Finding.ok(f"first loss {loss:.3f}, which nothing is known to compare with")
     with torch.no_grad():
         width = _logits_of(model(batch["tokens"])).shape[-1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.checks.model_trial import ModelTrial, tensors_without_values
 from fullshard.distributed.agreement import ErrorCapture

@@ -132,7 +132,7 @@ def tensors_without_values(model: nn.Module) -> list[str]:
 
 def _tensors_without_values_finding(left: list[str]) -> Finding:
     found = Finding.failure(
-        f"{', '.join(left[:3])} have no values",
+        f"no values: {', '.join(left[:3])}",
         why="parameters are built on the meta device, and only parameters and buffers get values later",
         fix="self.register_buffer(name, tensor, persistent=False)",
     )
