@@ -1,5 +1,7 @@
 """Each fault is found by the check that is meant for it, and what has no fault is not complained about."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,11 @@ def test_only_a_failure_of_a_quick_check_stops_a_run(tmp_path: Path) -> None:
 def test_a_problem_is_printed_with_reason_and_fix() -> None:
     found = Finding.warning("7 of 8", why="a reason", fix="a change").model_copy(update={"check": "name"})
     assert found.text == "name: 7 of 8\n  why: a reason\n  try: a change"
+
+
+def test_the_quick_checks_import_no_torch() -> None:
+    program = (
+        "import sys, fullshard.checks.before_run, fullshard.checks.run_context; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
