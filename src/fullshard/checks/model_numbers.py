@@ -35,7 +35,9 @@ def check_first_loss(trial: ModelTrial) -> Finding:
         )
     batch = trial.token_batch()
     if batch is None or not trial.has_default_loss:
-        return Finding.ok(f"first loss {loss:.3f}, which nothing is known to compare with")
+        return Finding.ok(
+            f"first loss {loss:.3f} of {trial.description}; nothing is known to compare it with"
+        )
     with torch.no_grad():
         width = _logits_of(model(batch["tokens"])).shape[-1]
     ratio = loss / math.log(width)
@@ -52,7 +54,7 @@ def check_first_loss(trial: ModelTrial) -> Finding:
             why="a new model that knows nothing has 1.00; larger initial logits cost hundreds of steps",
             fix="a smaller standard deviation of the head and embedding, such as 0.02; tied ones share it",
         )
-    return Finding.ok(text)
+    return Finding.ok(f"{text}, of {trial.description}")
 
 
 def _logits_of(output: object) -> Tensor:

@@ -105,7 +105,9 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
             size = sum(parameter.numel() for parameter in build_model(smaller).parameters())
             if size > _MOST_PARAMETERS:
                 continue
-            trial = _make_trial(smaller, plan=plan, whole=whole, description=f"{text}, {format_count(size)}")
+            trial = _make_trial(
+                smaller, plan=plan, whole=whole, description=f"{text}, {format_count(size)} parameters"
+            )
             model = trial.build()
             if left := tensors_without_values(model):
                 return _tensors_without_values_finding(left)
