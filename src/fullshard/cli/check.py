@@ -137,8 +137,8 @@ def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
         path = Path(directory, FILE_NAME)
         if exit_code == 0 and path.exists():
             return RankFacts.read_json(path, what="the facts of the ranks")
-    if exit_code == 130:
-        raise KeyboardInterrupt
+    if exit_code > 128:  # a signal ended them
+        raise typer.Exit(exit_code)
     return Finding.failure(
         f"the ranks ended with exit code {exit_code}; the message is above",
         why="a run would end like this in its first step",
