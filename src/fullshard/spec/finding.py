@@ -80,4 +80,7 @@ class CheckReport(FrozenModel):
 def worst_status(findings: Sequence[Finding]) -> Status:
     """Returns the worst status of the findings; `skipped` if there is no other."""
     found: set[Status] = {one.status for one in findings}
-    return next((status for status in reversed(_BY_WEIGHT) if status in found), "skipped")
+    for status in reversed(_BY_WEIGHT):
+        if status in found:
+            return status
+    return "skipped"
