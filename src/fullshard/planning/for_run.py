@@ -29,7 +29,6 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.unused_settings import unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
-from fullshard.training.schedule import warmup_warning
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -50,8 +49,6 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
     request = _with_resolved_epochs(request)
-    if (note := warmup_warning(request.run)) is not None:
-        _print_note_on_rank_0(note)
     ranks, device = _rank_count_and_device_type(request)
     if request.plan is not None and not _is_plan_for_ranks(request.plan, ranks, device=device):
         return request  # nodes have left or joined: only the job can decide
