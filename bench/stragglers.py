@@ -1,4 +1,4 @@
-"""Whether a rank that holds the others up is named, with its cause: delays injected into a small training.
+"""Measures how often a rank that holds the others up is named, with its cause, in a small training.
 
     torchrun --nproc-per-node 4 bench/stragglers.py [--trials 20] [--clean 20] [--seed 1] [--json]
 

@@ -1,4 +1,4 @@
-"""What ranks measure of each other: clocks, connections, settings, and a sharded step."""
+"""Measurements of ranks by each other: clocks, connections, settings, and a sharded step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""All checks, in one tuple, and the function that makes them."""
+"""Lists all checks in one tuple, and runs them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

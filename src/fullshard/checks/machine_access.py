@@ -1,4 +1,4 @@
-"""How checks read this machine: environment, files of the kernel, commands, limits, system calls."""
+"""Access of checks to this machine: environment, files of the kernel, commands, limits, system calls."""
 
 import importlib.metadata
 import importlib.util

@@ -33,7 +33,7 @@ class RankFacts(FrozenModel):
     device: `cpu` or `cuda`
     catalog_bytes_per_second: rate of a link within a host, by the catalog or calibration; None if unknown
     comparison: sharded and unsharded steps, or the reason why there are none
-    step_error: the error of a sharded step that works unsharded; None if there is none
+    step_error: the error of a sharded step that works unsharded; None if the step succeeded
     state_dtypes: dtypes of the optimizer's state after a step, by name of the state
     master_dtype: dtype that the plan keeps parameters in
     """

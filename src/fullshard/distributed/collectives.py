@@ -92,7 +92,7 @@ def exchange_directly(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
 def exchange_parts_directly(
     sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup
 ) -> None:
-    """All-to-all for gloo of parts of any sizes. Empty parts are not sent.
+    """Exchanges parts of any sizes between all ranks over gloo. Empty parts are not sent.
 
     sent: the part for each rank, contiguous
     received: where the part of each rank arrives; as large as that rank's part for this one

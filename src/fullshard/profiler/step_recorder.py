@@ -91,7 +91,7 @@ class StepRecorder:
         return None
 
     def copy_open_step(self) -> list[RecordedStep]:
-        """Returns the step that is open, up to this moment, on the host's clock; empty if there is none."""
+        """Returns the step that is open, up to this moment, on the host's clock; empty between steps."""
         if self._open is None or self.clock.on_device or not self._open.phases:
             return []
         return [replace(self._open, ranges=[*self._ranges], phases=[*self._open.phases], end=self.mark())]

@@ -1,4 +1,4 @@
-"""How the stacked experts of a mixture are divided over ranks."""
+"""Division of the stacked experts of a mixture over ranks."""
 
 from fullshard.errors import PlanError
 
@@ -7,7 +7,7 @@ def expert_shard_dim(shape: tuple[int, ...], shard_degree: int) -> int:
     """Returns the dim in which FSDP2 shards stacked experts (experts, ...) over `shard_degree` ranks.
 
     With fewer experts than ranks, shards of dim 0 would leave ranks without any. So it is the first dim that
-    the ranks divide evenly, which FSDP2 requires of all dims except the first; or dim 0 if there is none.
+    the ranks divide evenly, which FSDP2 requires of all dims except the first, or else dim 0.
     """
     return next((dim for dim, size in enumerate(shape) if size % shard_degree == 0), 0)
 
