@@ -12,8 +12,8 @@ import torch
 from runs import settings
 
 from fullshard.models.decoder import DecoderModel
+from fullshard.planner.candidate_costs import add_workspace_bytes, allocator_reserve_bytes
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.search import add_workspace_bytes, allocator_reserve_bytes
 from fullshard.planner.step_time import predict_terms
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.hardware_text import hardware_on

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.tensor_parallel import split_parameter_shape
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
@@ -23,8 +22,8 @@ class UnshardedReduction:
 class UnitBytes:
     """Bytes of one unit on one rank's device.
 
-    N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, matrices
-    are this rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
+    N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, parameters
+    are the first rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
     """
 
     shard_degree: int  # N
@@ -81,7 +80,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     reduced, master = ITEMSIZE[settings.precision.reduce], ITEMSIZE[settings.precision.master]
     if plan.tensor_parallel > 1:
-        unit = tensor_parallel_unit(unit, plan.tensor_parallel)
+        unit = _first_part_of_unit(unit, plan.tensor_parallel)
 
     def padded_shard_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree) // degree
@@ -246,11 +245,9 @@ def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:
     return numel + 4 * (numel // 256) + 4 * 256
 
 
-def tensor_parallel_unit(unit: UnitSpec, degree: int) -> UnitSpec:
-    """Returns `unit` with the shapes of one rank's part on a tensor-parallel axis of `degree` ranks."""
-    parts = tuple(
-        p.model_copy(update={"shape": split_parameter_shape(p.shape, degree)}) for p in unit.parameters
-    )
+def _first_part_of_unit(unit: UnitSpec, ranks: int) -> UnitSpec:
+    """Returns `unit` with the shapes of the first of the `ranks` ranks that share matmuls."""
+    parts = tuple(p.model_copy(update={"shape": p.largest_part_shape(ranks)}) for p in unit.parameters)
     return unit.model_copy(update={"parameters": parts})
 
 

@@ -17,8 +17,8 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
-from fullshard.planning.context_degrees import search_context_degrees
 from fullshard.planning.describe_run import describe_run
+from fullshard.planning.parallel_degrees import may_pay_to_share_matmuls, search_parallel_degrees
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
@@ -147,9 +147,9 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         if chosen is not None:
             return predict(_describe_on(hardware, chosen, model=model), chosen, hardware)
         quick = _find_plan_without_recompute(run, hardware, model=model)
-        if quick is not None:
+        if quick is not None and not may_pay_to_share_matmuls(quick, hardware):
             return quick
-        _, spec, found = search_context_degrees(
+        _, spec, found = search_parallel_degrees(
             lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
         )
     except (PlanError, SpecError, TraceError) as error:

@@ -21,7 +21,7 @@ from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.goodput import RESTART_SECONDS, Goodput, predict_goodput
 from fullshard.planner.search import SearchResult, no_plan_fits_error
 from fullshard.planner.sensitivity import SensitivityLine, plan_sensitivity
-from fullshard.planning.context_degrees import ContextSearch, search_context_degrees
+from fullshard.planning.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
@@ -191,7 +191,6 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
         "fits": prediction.fits_in_memory,
         "bytes_per_rank": prediction.required_device_bytes,
         "seconds_per_step": prediction.time.total,
-        "what_if": plan.is_prediction_only,
     }
     if budget is not None:
         data["budget"] = budget.record(plan, prediction)
@@ -224,21 +223,21 @@ def with_assumed_length(
 
 def fastest_plan(question: PlanRequest) -> Plan:
     """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
-    return _require_best_plan(_search_context_degrees(question, with_front=False).found, question)
+    return _require_best_plan(_search_degrees(question, with_front=False).found, question)
 
 
 def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
-    searched = _search_context_degrees(question, with_front=True)
+    searched = _search_degrees(question, with_front=True)
     run, spec, found = searched
     best = _require_best_plan(found, question)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run)
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
 
-def _search_context_degrees(question: PlanRequest, *, with_front: bool) -> ContextSearch:
+def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
     asked, hardware = question.asked, question.hardware
-    return search_context_degrees(
+    return search_parallel_degrees(
         lambda run: question.spec if run == asked else question.subject.describe_model(run, hardware),
         asked,
         hardware=hardware,

@@ -206,8 +206,6 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
 
     run, precision = plan.run, plan.precision
     yield "strategy", mark_as_asked(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
-    if plan.is_prediction_only:
-        yield "WHAT-IF", "not yet run by train"
     if plan.tensor_parallel > 1:
         split = _format_count_of(plan.tensor_parallel, "rank")
         yield "tensor parallel", f"matmuls over {split}, and the sequence between"
