@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
+AXES = (("tensor", "tensor_parallel"), ("context", "context_parallel"))
 CASES = Path(__file__).with_name("choices.txt")
 MIXTURES = {
     "mixtral-8x7b": MixtralConfig(architectures=["MixtralForCausalLM"]),
@@ -44,6 +45,7 @@ def table_row(model: str, machine: str, length: str, judgement: str) -> str:
         f"{plan['strategy']} {plan['replicate_degree']}×{plan['shard_degree']}",
         f"batch {plan['microbatch']}×{plan['accumulation']}",
         f"recompute {run['recompute']['mode']}",
+        *(f"{axis} parallel {plan[key]}" for axis, key in AXES if plan[key] > 1),
         *(["eager"] if not run["run"]["compile"] else []),
         *([run["offload"]["tier"]] if run["offload"]["tier"] != "none" else []),
     ]

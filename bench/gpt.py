@@ -12,18 +12,21 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width = config.d_model
-        self.heads = config.heads
+        self.head_dim = width // config.heads
+        self.widths = [width] + 2 * [self.head_dim * config.kv_heads]  # of queries, keys and values
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.feed_forward_norm = nn.LayerNorm(width, bias=False)
-        self.inputs = nn.Linear(width, 3 * width, bias=False)
+        self.inputs = nn.Linear(width, sum(self.widths), bias=False)
         self.output = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.inputs(self.attention_norm(x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        parts = self.inputs(self.attention_norm(x)).split(self.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        grouped = self.widths[0] != self.widths[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = y.transpose(1, 2).flatten(2)
         x = x + self.output(y)
         return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
 

@@ -2,6 +2,7 @@
 
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
+python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml)
 python bench/published.py --fit                 # what matmul rate each chip's "fit" row asks for
 """
 
@@ -30,7 +31,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_ROWS = Path(__file__).with_name("blind.toml")
+BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in ("blind", "blind-2")}
 # By what older kernels of attention take longer than FlashAttention-2, in forward and in backward.
 # Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
 # in Triton", and 3 to 10 times (3 where sequences are short) as fast as attention without such a kernel.
@@ -116,10 +117,10 @@ def slowed(link: Link, bytes_per_second: float) -> Link:
 
 def plan_of(row: dict[str, Any]) -> Plan:
     world = row["nodes"] * row["gpus_per_node"]
-    ranks = world // row.get("tensor_parallel", 1)
+    ranks = world // (row.get("tensor_parallel", 1) * row.get("context_parallel", 1))
     shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions", "norm")}
     shapes["max_sequence"] = row["sequence_length"]
-    strategy = row["strategy"] if ranks > 1 else "full_shard"
+    strategy = row["strategy"] if world > row.get("tensor_parallel", 1) else "full_shard"
     torchtitan = "torchtitan" in row["name"] or "torchao" in row["name"]
     overrides = [
         *(f"model.{key}={str(value).lower()}" for key, value in shapes.items()),
@@ -129,6 +130,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"train.gradient_sync={row.get('gradient_sync', 'every_microbatch')}",
         f"sharding.strategy={strategy}",
         f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
+        f"sharding.context_parallel={row.get('context_parallel', 1)}",
         *(
             [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
             if "hybrid" in strategy
@@ -159,7 +161,8 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     spelled = row["model"].get("norm") == "operations"
     loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
     run = plan.run
-    settings = (run.sharding.units, run.recompute, run.run.compile, plan.tensor_parallel)
+    parallel = (run.sharding.context_degree, plan.tensor_parallel)
+    settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss))
     if key not in SPECS:
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
@@ -199,11 +202,11 @@ def main(*arguments: str) -> None:
     if "--fit" in arguments:
         fit()
         return
-    blind = "--blind" in arguments
-    part = "".join(argument for argument in arguments if argument != "--blind")
+    file = next((file for name, file in BLIND_ROWS.items() if f"--{name}" in arguments), ROWS)
+    part = "".join(argument for argument in arguments if not argument.startswith("--"))
     errors: list[float] = []
     within = 0
-    for row in rows_of(BLIND_ROWS if blind else ROWS):
+    for row in rows_of(file):
         if part not in row["name"]:
             continue
         plan, hardware = plan_of(row), hardware_of(row)

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from typing import Literal
 
 from fullshard.planning.ladder import LADDER, Rung
 from fullshard.spec.presets import read_presets
 
-Kind = Literal["kernels", "train", "losses", "plain", "transformers", "torchtitan", "calibrate", "tests"]
+Kind = Literal[
+    *("kernels", "tensor_parallel", "grouped_matmuls", "context_parallel"),
+    *("train", "losses", "plain", "transformers", "torchtitan", "calibrate", "tests"),
+]
 
 SEGMENTS = {False: "expandable_segments:False", True: "expandable_segments:True"}
 SMOLLM3 = "examples/smollm3/config.json"
@@ -177,11 +181,30 @@ def _strategies_and_offload() -> list[Item]:
             for settings in [(*longer, f"recompute.mode={mode}", "recompute.every=2")]
         ),
         Item("calibrate", "the rates of this machine, as hardware.toml", "calibrate", seconds=75),
+        Item("split/tensor-parallel", "kernels of one rank of 2, 4 and 8", "tensor_parallel", seconds=60),
+        Item("split/experts", "grouped matmuls of mixtures", "grouped_matmuls", seconds=30),
+        Item(
+            "split/context-parallel", "attention of one rank, 131,072 tokens", "context_parallel", seconds=90
+        ),
         Item("tests", "the suite's CUDA tests", "tests", seconds=180),
     ]
 
 
-ITEMS = (*_ladders_and_peers(), *_memory_and_fp8(), *_strategies_and_offload())
+# Items that follow all others, which take less than 40 minutes. For more time, or `--resume`.
+LATER = (
+    *("8b/eager", "8b/compile", "8b/chunked-loss", "8b/segments", "offload/*nvme", "split/*", "losses/*"),
+    *("guide/*", "memory/adamw8bit", "tests"),
+)
+
+
+def _by_worth(items: Sequence[Item]) -> tuple[Item, ...]:
+    def is_later(item: Item) -> bool:
+        return any(fnmatch(item.name, pattern) for pattern in LATER)
+
+    return tuple(sorted(items, key=is_later))
+
+
+ITEMS = _by_worth([*_ladders_and_peers(), *_memory_and_fp8(), *_strategies_and_offload()])
 
 _TOY_DECODER = (
     *("model.vocabulary=512", "model.d_model=64", "model.layers=3", "model.heads=4"),

@@ -44,6 +44,14 @@ class KernelBench:
         return self.meter.kind == "cuda"
 
     def time_attention(self, name: str, *, heads: tuple[int, int], length: int, masked: bool) -> None:
+        """Records what `_time_attention` measures, or why this chip or release of torch cannot compute it."""
+        try:
+            self._time_attention(name, heads=heads, length=length, masked=masked)
+        except RuntimeError as error:  # also if memory is too small for whole scores
+            self.record.details[name] = str(error).splitlines()[0]
+            self.record.save()
+
+    def _time_attention(self, name: str, *, heads: tuple[int, int], length: int, masked: bool) -> None:
         """Records the FLOP/s of a forward and of a backward over the computed pairs of positions.
 
         4 · head size FLOP per pair and head in forward, and 10 in backward. With a mask, documents of a
@@ -66,8 +74,8 @@ class KernelBench:
         flops = 4 * HEAD_DIM * queries * length * (length + 1) / 2
         rates = self.hardware.rates
         with torch.no_grad():
-            self._add(f"{name}, forward", forward, flops, rates.attention)
-        self._add(f"{name}, backward", backward, 2.5 * flops, rates.attention_backward)
+            self.add_rate(f"{name}, forward", forward, flops, rates.attention)
+        self.add_rate(f"{name}, backward", backward, 2.5 * flops, rates.attention_backward)
         self._add_names(name, lambda: torch.autograd.grad(forward(), needed, gradient))
 
     def time_matmuls(self, name: str, *, tokens: int, out: int, into: int) -> None:
@@ -81,7 +89,7 @@ class KernelBench:
             torch.mm(g.t(), x)
 
         flops = 2 * tokens * out * into
-        self._add(name, three_matmuls, flops, self.hardware.rates.matmul, calls=3)
+        self.add_rate(name, three_matmuls, flops, self.hardware.rates.matmul, calls=3)
         if not self.on_cuda or not hasattr(torch, "float8_e4m3fn"):
             return
         x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
@@ -95,11 +103,11 @@ class KernelBench:
                 )
 
             try:
-                self._add(f"{name}, fp8 {kind}", scaled, flops)
+                self.add_rate(f"{name}, fp8 {kind}", scaled, flops)
             except RuntimeError as error:  # this chip or release of torch has no such matmul
                 self.record.details[f"fp8 {kind}"] = str(error).splitlines()[0]
 
-    def _add(
+    def add_rate(
         self,
         name: str,
         work: Callable[[], object],
@@ -126,13 +134,18 @@ class KernelBench:
         self.record.save()
 
 
-def measure_kernels(record: Record, hardware: Hardware, *, device: torch.device) -> None:
-    """Records FLOP/s of attention and matmuls beside the planner's, the kernels' names, and the versions."""
+def start_kernel_bench(record: Record, hardware: Hardware, *, device: torch.device) -> KernelBench:
+    """Records the versions, and returns the bench of the device."""
     record.details |= describe_environment(device)
     record.save()
-    on_cuda = device.type == "cuda"
+    return KernelBench(record, RateMeter(device), hardware, seconds=0.3 if device.type == "cuda" else 0.01)
+
+
+def measure_kernels(record: Record, hardware: Hardware, *, device: torch.device) -> None:
+    """Records FLOP/s of attention and matmuls beside the planner's, the kernels' names, and the versions."""
+    bench = start_kernel_bench(record, hardware, device=device)
+    on_cuda = bench.on_cuda
     length = 8192 if on_cuda else 64
-    bench = KernelBench(record, RateMeter(device), hardware, seconds=0.3 if on_cuda else 0.01)
     for name, heads in ATTENTION.items():
         for masked in (False, True):
             title = f"{name} attention × {length:,}{', mask' if masked else ''}"

@@ -26,6 +26,11 @@ from bench.gpu.items import ITEMS, Item, Kind, toy
 from bench.gpu.kernels import measure_kernels
 from bench.gpu.peers import PeerLoop, plain_loop, torchtitan_loop, transformers_loop
 from bench.gpu.record import Figures, Record, predicted_figures
+from bench.gpu.split_kernels import (
+    measure_context_parallel,
+    measure_grouped_matmuls,
+    measure_tensor_parallel,
+)
 from fullshard.data.build import build_data
 from fullshard.errors import LaunchError, MissingExtraError, PlanError, SpecError
 from fullshard.models.build import build_model
@@ -285,8 +290,18 @@ def run_cuda_tests(task: Task) -> None:
     run_command(task, "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests")
 
 
+def measure_on_device(task: Task, *, measure: Callable[..., None]) -> None:
+    measure(task.record, task.hardware(), device=task.ranks.device)
+
+
+KERNELS: dict[Kind, Callable[..., None]] = {
+    "kernels": measure_kernels,
+    "tensor_parallel": measure_tensor_parallel,
+    "grouped_matmuls": measure_grouped_matmuls,
+    "context_parallel": measure_context_parallel,
+}
 KINDS: dict[Kind, Callable[[Task], None]] = {
-    "kernels": lambda task: measure_kernels(task.record, task.hardware(), device=task.ranks.device),
+    **{kind: partial(measure_on_device, measure=measure) for kind, measure in KERNELS.items()},
     "train": measure_training,
     "losses": measure_losses,
     "plain": partial(measure_peer, build=plain_loop),

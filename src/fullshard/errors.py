@@ -11,9 +11,10 @@ FullshardError          1   never raised itself
 │   └── DamagedCheckpointError    its files are not as they were saved; an older one may be whole
 ├── LaunchError         7   ranks could not be started, or died
 ├── TrainError          8   a run stopped itself (non-finite losses, a missing loss)
-└── OffloadError        9   the drive cannot keep state: full, failing, in use by another process
-    ├── DamagedOffloadError       a file is not as it was written; the next start discards it
-    └── ForeignOffloadError       the files are of another run, or of other ranks or shapes
+├── OffloadError        9   the drive cannot keep state: full, failing, in use by another process
+│   ├── DamagedOffloadError       a file is not as it was written; the next start discards it
+│   └── ForeignOffloadError       the files are of another run, or of other ranks or shapes
+└── CheckFailedError    10  a check before the run has found that it cannot work, or computes wrongly
 
 Exit code 75 (`EX_TEMPFAIL`: try again later) is not an error: the run was interrupted, and saved itself.
 """
@@ -113,3 +114,9 @@ class DamagedOffloadError(OffloadError):
 
 class ForeignOffloadError(OffloadError):
     """Raised for files of another run, world size or layout, which are never read or silently replaced."""
+
+
+class CheckFailedError(FullshardError):
+    """Raised before a run if a quick check has failed. Its code is also that of `fullshard check`."""
+
+    exit_code = 10

@@ -1,7 +1,7 @@
 """Who may import whom, no cycles, and no torch where the command line must answer in a blink.
 
     cli -> planning -> launch | dryrun | training | planner | report | convert
-    cli -> jobs -> calibration -> training -> weights -> offload | checkpoint | models | sharding
+    cli -> jobs | checks -> calibration -> training -> weights -> offload | checkpoint | models | sharding
                                   training -> survival | data | profiler
     dryrun -> tracing -> sharding | models
     every room with torch -> distributed -> spec -> system -> quantities -> errors
@@ -35,10 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"weights", "survival"} | LOWER | SHARED,
     "calibration": {"training", "weights", "survival"} | LOWER | SHARED,
     "jobs": {"calibration", "training", "weights", "survival"} | LOWER | SHARED,
+    "checks": {"training", "weights", "survival"} | LOWER | SHARED,
     "launch": {"survival", "profiler"} | SHARED,
     "dryrun": {"tracing", "sharding", "models"} | SHARED,
     "planning": {"launch", "dryrun", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
-    "cli": {"planning", "launch", "jobs", "weights", "dryrun", "planner", "report", "convert", ""}
+    "cli": {"planning", "launch", "jobs", "checks", "weights", "dryrun", "planner", "report", "convert", ""}
     | LOWER
     | SHARED,
     "": {"planning", "training", "weights", "tracing", "dryrun", "planner", "report"} | LOWER | SHARED,

@@ -4,13 +4,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from bench.gpu.__main__ import main
-from bench.gpu.items import ITEMS, Item, toy
+from bench.gpu.items import ITEMS, LATER, Item, toy
 from bench.gpu.page import render_page
 from bench.gpu.programme import (
     LOG,
@@ -145,6 +146,12 @@ def test_the_settings_of_all_items_are_valid_at_both_sizes() -> None:
             continue
         run = Run.load(overrides=[*item.settings, f"train.global_batch={max(item.microbatches)}"])
         assert run.train.microbatch == 1
+
+
+def test_forty_minutes_suffice_for_all_items_except_the_last_ones() -> None:
+    is_later = [any(fnmatch(item.name, pattern) for pattern in LATER) for item in ITEMS]
+    assert is_later == sorted(is_later)
+    assert sum(item.seconds for item, later in zip(ITEMS, is_later, strict=True) if not later) <= 2400
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ def test_why_and_the_runners_up_are_told(spec_path: Path, capsys: pytest.Capture
     assert main(["plan", str(spec_path), "--on", "8xH100", "--compare"]) == 0
     out = capsys.readouterr().out
     assert "\nwhy " in out
-    assert " binds: " in out
+    assert " the limit: " in out
     assert "rule of thumb, strategy: " in out
     data = planned(capsys, str(spec_path), "--on", "8xH100")
     assert {"binds", "runners_up", "rules"} <= set(data["why"])  # type: ignore[call-overload]

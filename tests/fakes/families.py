@@ -4,11 +4,14 @@
 `tokens` and `labels` for causal language models, else arguments of its own `forward`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
 from tests.fakes.architectures_hf import (
     CONFIGS,
     IMAGE,
@@ -303,3 +306,15 @@ def batch_of_family(name: str, seed: int, *, sequences: int = 2) -> dict[str, Te
     if name in ("paligemma", "gemma3_vision"):
         batch["token_type_ids"] = (tokens == IMAGE_TOKEN).long()
     return batch
+
+
+class FamilyBatches:
+    """The data of a run whose `data.options.name` is a family: rows that depend on the step and the rank."""
+
+    def __init__(self, run: Run) -> None:
+        self.name = run.data.options["name"]
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
+        for accumulated in range(plan.accumulation):
+            number = (step * plan.accumulation + accumulated) * plan.world_size + rank
+            yield batch_of_family(self.name, number, sequences=plan.microbatch)

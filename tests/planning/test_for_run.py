@@ -66,11 +66,6 @@ def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> No
     assert by_epochs == planned(*data, f"train.steps={steps}")
 
 
-def test_a_warmup_that_is_longer_than_the_run_is_noted_before_ranks_start(capsys) -> None:
-    planned("train.steps=5", "schedule.warmup_steps=6")
-    assert "schedule.warmup_steps = 6 is more than train.steps = 5" in capsys.readouterr().err
-
-
 def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
     planned("precision.fp8_min_features=64")
     assert "note: precision.fp8_min_features = 64 has no effect" in capsys.readouterr().err

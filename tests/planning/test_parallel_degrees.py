@@ -8,9 +8,10 @@ import pytest
 from fullshard.errors import PlanError, ShardError
 from fullshard.planner.candidate_costs import require_prediction
 from fullshard.planner.candidates import run_with_settings
-from fullshard.planner.search import SAME_SPEED
+from fullshard.planner.search import SAME_SPEED, SearchResult
 from fullshard.planning.parallel_degrees import (
     DegreeSearch,
+    choose_fastest,
     iterate_context_degrees,
     iterate_tensor_degrees,
     search_parallel_degrees,
@@ -23,6 +24,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
+from tests.report.plans import predicted
 
 HARDWARE = hardware_of(1, 8)
 LONG, TOO_LONG = 131072, 262144
@@ -96,6 +98,30 @@ def test_sequences_that_do_not_fit_are_shared_by_as_many_ranks_as_are_fastest() 
 
 def seconds(plan: Plan) -> float:
     return require_prediction(plan).time.total
+
+
+@pytest.mark.parametrize(
+    ("offloading", "sharing", "chosen"),
+    [(10.0, 9.0, 2), (10.0, 10.2, 2), (10.0, 10.4, 1), (10.0, 10.0, 2)],
+)
+def test_a_plan_offloads_only_if_it_is_notably_faster(offloading: float, sharing: float, chosen: int) -> None:
+    """Whole sequences with state on the host, or sequences that two ranks share with state on the device."""
+    run = Run.load(overrides=["offload.tier=auto"])
+    searches = [
+        found_with(offloading, "offload.tier=optimizer:cpu"),
+        found_with(sharing, "sharding.context_parallel=2"),
+    ]
+    assert choose_fastest(searches, run) is searches[chosen - 1]
+    pinned = Run.load(overrides=["offload.tier=optimizer:cpu"])
+    assert choose_fastest(searches, pinned) is searches[0 if offloading <= 1.01 * sharing else 1]
+
+
+def found_with(step_seconds: float, *overrides: str) -> DegreeSearch:
+    plan = predicted(*overrides, "run.compile=false", seconds=step_seconds)
+    found = SearchResult(
+        best=plan, fastest=plan, closest=None, by_strategy={}, limit_bytes=1, considered=1, predicted=1
+    )
+    return DegreeSearch(plan.run, decoder_spec(LLAMA_8B), found)
 
 
 def test_fewer_sequences_than_ranks_are_shared_and_what_cannot_be_is_not_traced() -> None:

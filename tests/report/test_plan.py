@@ -15,6 +15,7 @@ from fullshard.report.plan import (
     term_label,
 )
 from fullshard.report.table import show_labelled_lines
+from fullshard.spec.certainty import Certainty
 from fullshard.spec.energy import RankPower
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
@@ -48,6 +49,33 @@ def test_bytes_are_held_against_what_the_device_has():
     assert said["activations"].split()[:4] == ["16.00", "GiB", "36", "%"]
     assert said["allocator reserve"].split()[:4] == ["4.00", "GiB", "9", "%"]
     assert "buffers" not in said, "what is nothing has no line"
+
+
+@pytest.mark.parametrize(
+    ("moment", "text"),
+    [
+        ("microbatch 2, pre forward of norm+head", "before the forward of norm+head, microbatch 2"),
+        ("microbatch 1, post backward of blocks.31", "after the backward of blocks.31, microbatch 1"),
+        ("microbatch 1, end forward", "at the end of forward, microbatch 1"),
+        ("optimizer step", "optimizer step"),
+    ],
+)
+def test_the_moment_of_the_peak_is_a_phrase(moment: str, text: str):
+    plan = predicted()
+    prediction = plan.prediction
+    assert prediction is not None
+    memory = prediction.memory.model_copy(update={"moment": moment})
+    plan = plan.model_copy(update={"prediction": prediction.model_copy(update={"memory": memory})})
+    assert rows(plan)["highest"] == text
+
+
+def test_a_speed_lies_where_a_prediction_as_wrong_as_others_puts_it():
+    """262 thousand tokens/s on 8 ranks may be a fifth less or twice as many."""
+    some = page(predicted(seconds=4.0))._replace(certainty=Certainty(-0.5, 0.25, "90 % of some rows"))
+    said = {label.strip(): text for label, text in plan_rows(some)}
+    assert said["speed"] == "262k tokens/s, 32.8k per rank"
+    start = "26.2k to 65.5k per rank: predicted 50 % too low to 25 % too high, as are "
+    assert said["certainty"] == f"{start}90 % of some rows"
 
 
 def test_checkpoints_in_the_background_take_host_memory():

@@ -76,6 +76,10 @@ def test_sharded_gradients_are_the_unsharded_ones(
     ranks(2).run(check_gradients_in, name, modes)
 
 
+def test_a_recurrent_block_is_recomputed_whole_in_selective_mode(ranks: Callable[..., Any]) -> None:
+    ranks(2).run(check_gradients_in, "recurrent", [("block", "selective", "implicit")])
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_gradients_are_the_unsharded_ones_in_every_strategy(
     strategy: str, ranks: Callable[..., Any]

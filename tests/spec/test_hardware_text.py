@@ -126,3 +126,12 @@ def test_rates_of_one_compute_die_that_differ_name_the_runs_that_they_come_from(
     assert h100.rates.matmul != h200.rates.matmul
     assert "runs of 2023" in h100.source
     assert "runs of April 2026" in h200.source
+
+
+def test_the_source_of_a_catalogs_rates_is_a_sentence_with_rate_time_and_kernel():
+    source = hardware_on("H100").source
+    assert source.startswith(
+        "catalog, not calibrated: large matmuls at 558 TFLOP/s in bf16, fitted to runs of "
+    )
+    assert source.endswith("; attention by cudnn")
+    assert len(hardware_on("B200").source) < 100

@@ -26,6 +26,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.balance import balance_experts
 from fullshard.training.loop import train
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
@@ -48,6 +49,16 @@ STRATEGIES: dict[str, list[str]] = {
     "hpz": ["sharding.reshard_after_forward=2"],
 }
 
+# Experts of uneven numbers of tokens; 30 and 24 columns are aligned for the grouped kernel in one of them.
+MIXTURES: dict[str, list[str]] = {
+    "plain_mixture_decoder": ["model.experts=4"],
+    "mixture_decoder": ["model.experts=4", "model.shared_experts=1", "model.balance_loss=0.1"],
+    "biased_mixture_decoder": [
+        *("model.experts=6", "model.expert_d_ff=20", "model.balance_bias_rate=0.05"),
+        "model.experts_per_token=3",
+    ],
+}
+
 
 def make_run(
     *,
@@ -62,6 +73,7 @@ def make_run(
     length: int = LENGTH,
     context: int = 1,
     tensor: int = 1,
+    expert: int = 1,
     extra: Sequence[str] = (),
 ) -> Run:
     microbatches, sync = accumulation
@@ -86,8 +98,9 @@ def make_run(
             "model.max_sequence=16",
             f"model.tied={'true' if model == 'tied_decoder' else 'false'}",
             f"data.sequence_length={length}",
-            f"sharding.context_parallel={context}",
-            f"sharding.tensor_parallel={tensor}",
+            *(f"sharding.context_parallel={context}", f"sharding.tensor_parallel={tensor}"),
+            f"sharding.expert_parallel={expert}",
+            *MIXTURES.get(model, ()),
             "train.global_batch=24",
             f"train.microbatch={24 * context * tensor // ranks // microbatches}",
             f"train.gradient_sync={sync}",
@@ -101,8 +114,7 @@ def make_run(
             f"sharding.strategy={strategy}",
             f"recompute.mode={recompute}",
             f"prefetch.mode={prefetch}",
-            "prefetch.forward=2",
-            "prefetch.backward=2",
+            *("prefetch.forward=2", "prefetch.backward=2"),
             *STRATEGIES[strategy],
             *units_of[units],
             *extra,
@@ -160,8 +172,11 @@ def train_unsharded(
         batch = global_batch(step, sequences=24, length=length, vocabulary=VOCABULARY)
         count, mean = (batch["labels"] != -100).sum(), 0.0
         for rows in torch.tensor(order).chunk(pieces):
-            logits, labels = model(batch["tokens"][rows]).flatten(0, 1), batch["labels"][rows].flatten()
-            total = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            output, labels = model(batch["tokens"][rows]), batch["labels"][rows]
+            logits = getattr(output, "logits", output).flatten(0, 1)
+            total = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+            if model_name == "mixture_decoder":
+                total = total + (output.balance_loss * (labels != -100).sum(1)).sum()
             (total * (scale / count)).backward()
             mean += (total / count).item()
         for parameter in trainable:
@@ -174,6 +189,8 @@ def train_unsharded(
             group["lr"] = rate * ((step + 1) / 2 if step < 2 else cosine)
         optimizer.step()
         optimizer.zero_grad()
+        if model_name == "biased_mixture_decoder":
+            balance_experts(model, rate=run.decoder_config.balance_bias_rate)
         losses.append(mean)
     return {name: p.detach() for name, p in model.named_parameters()}, losses, norms
 

@@ -53,6 +53,7 @@ from fullshard.distributed.agreement import (
     run_alone_or_raise,
     world_size,
 )
+from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -98,7 +99,7 @@ class DcpCheckpointWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        with self.attempt:
+        with self.attempt, TimedRange("write"):
             name = dcp_data_file_name(rank())
             # One at a time: a shard on a GPU is on the host only while it is written.
             planned = {(one.index.fqn, tuple(one.index.offset or ())): one for one in plan.items}
@@ -275,7 +276,8 @@ def write_with_dcp(
     Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
     writer = DcpCheckpointWriter(draft, reader=reader, besides=tensors if every_copy else {})
-    with _suppress_single_process_warning():
+    # In DCP, a rank that is done with its `write` waits for the others.
+    with _suppress_single_process_warning(), TimedRange("agreement"):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
     writer.attempt.raise_captured()
     return writer.written, writer.metadata

@@ -22,6 +22,12 @@ fullshard plan llama3-8b --on 8xH100 --budget 15T --fewest-gpus-in-days 30
 fullshard plan llama3-8b --on 8xH100 --trace step.json.gz
 fullshard plan run.toml --save plan.json    then: fullshard train --plan plan.json
 """,
+    "check": """
+fullshard check run.toml
+fullshard check run.toml --verbose          what every check found
+fullshard check run.toml --set train.steps=100 --json
+torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard check run.toml
+""",
     "calibrate": """
 fullshard calibrate
 fullshard calibrate --drive /mnt/nvme       with the drive that offload.path is on
@@ -32,6 +38,10 @@ fullshard report runs/default
 fullshard report runs/default --html report.html     a page with curves, also while it trains
 fullshard report runs/a runs/b --html compare.html
 fullshard report runs/a runs/b --json
+""",
+    "trace": """
+fullshard trace runs/default                the last sampled step, as trace.json.gz
+fullshard trace runs/default --step 100 --out step-100.json.gz
 """,
     "init": """
 fullshard init
@@ -45,6 +55,7 @@ fullshard convert train.py --from fsdp
 """,
     "version": """
 fullshard version --json
+fullshard version --all                     a report of the environment, to paste into an issue
 """,
     "ckpt list": """
 fullshard ckpt list runs/default

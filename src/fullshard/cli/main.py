@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 import fullshard
-from fullshard.cli import calibrate, checkpoint, convert, data, init, plan, report, train, version
+from fullshard.cli import (
+    calibrate,
+    check,
+    checkpoint,
+    convert,
+    data,
+    init,
+    plan,
+    report,
+    trace,
+    train,
+    version,
+)
 from fullshard.cli.examples import examples_text
 from fullshard.cli.settings_command import SettingsCommand
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
@@ -18,14 +30,16 @@ HELP = """Train PyTorch models whose parameters, gradients and optimizer state a
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 75 interrupted and
 saved (resume with train --resume), 130 ended by Ctrl-C, 1 unexpected error, 2 wrong usage or run.toml,
-3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload.
+3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload, 10 a failed check.
 """
 
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "train": train.train,
     "plan": plan.plan,
+    "check": check.check,
     "calibrate": calibrate.calibrate,
     "report": report.report,
+    "trace": trace.trace,
     "init": init.init,
     "convert": convert.convert,
     "version": version.version,

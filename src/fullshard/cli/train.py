@@ -45,6 +45,7 @@ def train(
     from fullshard.planning.for_run import request_with_plan
 
     request = request_with_plan(request, plain_defaults=no_plan).model_copy(update={"resume": resume})
+    _run_quick_checks(request)
     exit_code = perform_request(request)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)
@@ -98,6 +99,20 @@ def _check_trackers(run: "Run") -> None:
         from fullshard.jobs.trackers import check_trackers_installed
 
         check_trackers_installed(run.log.trackers)
+
+
+def _run_quick_checks(request: "LaunchRequest") -> None:
+    """Prints the warnings of the quick checks on rank 0. Raises CheckFailedError for a failure."""
+    if request.plan is None or os.environ.get("RANK", "0") != "0":
+        return
+    from fullshard.checks.before_run import quick_problems, raise_first_failure
+    from fullshard.checks.run_context import RunContext
+
+    found = quick_problems(RunContext(request.plan))
+    for one in found:
+        if one.status == "warning":
+            typer.echo(escape_control_characters(f"warning: {one.text}"), err=True)
+    raise_first_failure(found)
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
 from fullshard.system.disk import checkpoint_error_from_os_error
 
@@ -67,7 +68,8 @@ def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group=group)
+    with TimedRange("agreement"):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -82,8 +84,9 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
     least = torch.tensor([value], dtype=torch.uint8)
     if not has_backend("cpu"):
         least = least.to(device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return bool(least.item())
+    with TimedRange("agreement"):
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return bool(least.item())
 
 
 def has_backend(device: str) -> bool:
@@ -129,7 +132,8 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
             results.append(act())
     answer: list[Any] = [(results, _make_rank_failure(attempt, doing))]
     if is_distributed():
-        dist.broadcast_object_list(answer, src=0, group=group)
+        with TimedRange("agreement"):
+            dist.broadcast_object_list(answer, src=0, group=group)
     results, failure = answer[0]
     if failure is not None:
         raise failure.as_checkpoint_error() from attempt.error

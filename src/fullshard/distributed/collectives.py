@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import record_function
+
+from fullshard.distributed.ranges import TimedRange
 
 _REDUCTION = 1  # message tag: a prefetched all-gather may run between the same ranks
 
@@ -35,7 +36,7 @@ class DirectReduceScatter:
         ranks, own = dist.get_world_size(group), dist.get_rank(group)
         chunks = input_tensor.view(ranks, output_tensor.numel())
         arriving = output_tensor
-        with record_function("fullshard::reduce_scatter"):
+        with TimedRange("reduce_scatter"):
             if ranks == 1:
                 output_tensor.copy_(chunks[own])
             for step in range(1, ranks):
@@ -66,7 +67,7 @@ class DirectAllGather:
     ) -> dist.Work | None:
         ranks, own, length = dist.get_world_size(group), dist.get_rank(group), input_tensor.numel()
         works: list[dist.Work | None] = []
-        with record_function("fullshard::all_gather"):
+        with TimedRange("all_gather"):
             for step in range(1, ranks):
                 target, source = (own + step) % ranks, (own - step) % ranks
                 chunk = output_tensor.narrow(0, source * length, length)
@@ -84,16 +85,29 @@ def exchange_directly(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent: (ranks, ...), contiguous, with the part for each rank; the result is shaped alike
     """
     received = torch.empty_like(sent)
+    exchange_parts_directly(sent.unbind(), received.unbind(), group=group)
+    return received
+
+
+def exchange_parts_directly(
+    sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup
+) -> None:
+    """All-to-all for gloo of parts of any sizes. Empty parts are not sent.
+
+    sent: the part for each rank, contiguous
+    received: where the part of each rank arrives; as large as that rank's part for this one
+    """
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     received[own].copy_(sent[own])
     works: list[dist.Work | None] = []
-    with record_function("fullshard::all_to_all"):
+    with TimedRange("all_to_all"):
         for step in range(1, ranks):
             target, source = (own + step) % ranks, (own - step) % ranks
-            works.append(dist.irecv(received[source], group=group, group_src=source))
-            works.append(dist.isend(sent[target], group=group, group_dst=target))
+            if received[source].numel():
+                works.append(dist.irecv(received[source], group=group, group_src=source))
+            if sent[target].numel():
+                works.append(dist.isend(sent[target], group=group, group_dst=target))
         _wait_for_works(works)
-    return received
 
 
 def _wait_for_works(works: Sequence[dist.Work | None]) -> None:

@@ -23,10 +23,11 @@ from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
 from fullshard.models.context_parallel import use_context_parallel
 from fullshard.models.decoder import DecoderModel
+from fullshard.models.expert_parallel import use_expert_parallel
 from fullshard.models.tensor_parallel import use_tensor_parallel
 from fullshard.sharding.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
 from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
-from fullshard.sharding.mesh import build_tensor_group
+from fullshard.sharding.mesh import build_expert_group, build_tensor_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
@@ -81,6 +82,8 @@ def run_dry_step(
             split = None
             if plan.tensor_parallel > 1:
                 split = use_tensor_parallel(model, plan, rank=rank, group=build_tensor_group(plan).group_name)
+            if plan.expert_parallel > 1:
+                split = use_expert_parallel(model, plan, group=build_expert_group(plan).group_name)
             prepared = prepare_sharding(model, plan, units=units, stands_for=recorder.device, split=split)
             apply_recompute_and_fsdp(model, prepared)
         disable_collectives(model)

@@ -17,19 +17,21 @@ from fullshard.spec.run_files import EVENTS
 class EventLog:
     """Appends events of one attempt to `<directory>/events.jsonl`.
 
+    attempt: number of the attempt, from 1
+
     A failed write is reported to `say`, not raised: the run does not depend on its events.
     """
 
     def __init__(self, directory: str | Path, *, say: Callable[[str], object]) -> None:
         self._path, self._say = Path(directory, EVENTS), say
-        self._attempt = count_attempts(self._path) or 1
+        self.attempt = count_attempts(self._path) or 1
 
     def record(
         self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None
     ) -> None:
         """Appends an event of this moment. See `RunEvent` for the kinds of events and their details."""
         try:
-            RunEvent.now(event, attempt=self._attempt, step=step, details=details).append_to(self._path)
+            RunEvent.now(event, attempt=self.attempt, step=step, details=details).append_to(self._path)
         except OSError as error:
             self._say(f"{self._path} cannot be written: {error.strerror}; this event is lost: {event}")
 

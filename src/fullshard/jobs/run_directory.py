@@ -24,12 +24,14 @@ from fullshard.spec.run_files import (
     MEASUREMENT,
     METRICS,
     PLAN,
+    PROFILES,
+    SPANS,
     TRACKERS,
 )
 
-_WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, EVENTS, MEASUREMENT, EXPORT, TRACKERS}
+_WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, EVENTS, MEASUREMENT, EXPORT, TRACKERS, SPANS, PROFILES}
 # A run's own directories, including those of trackers and schedulers.
-_DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "trackers", "logs"}
+_DIRECTORIES = {CHECKPOINTS, SPANS, PROFILES, "tensorboard", "wandb", "mlruns", "trackers", "logs"}
 _REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
 # Programs, settings and texts that people write.
 _USER_SUFFIXES = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}

@@ -45,9 +45,12 @@ class MetricsLog:
                 f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
             ) from error
 
-    def write_step(self, metrics: StepMetrics) -> None:
-        """Appends the line of a step. Raises TrainError if it cannot be written."""
-        values = {k: _json_value(v) for k, v in metrics.measured_values().items()}
+    def write_step(self, metrics: StepMetrics, *, window: Mapping[str, object] | None = None) -> None:
+        """Appends the line of a step, with the figures of a window of steps if one has ended.
+
+        Raises TrainError if it cannot be written.
+        """
+        values = {k: _json_value(v) for k, v in (metrics.measured_values() | dict(window or {})).items()}
         data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
         try:
             written = self._file.write(data)
@@ -90,8 +93,10 @@ class RunLog:
         events: EventLog | None = None,
         trackers: Iterable[TrackerThread] = (),
     ) -> None:
-        self._every, self._peak, self._events = every, peak_tokens_per_second, events
+        self.every, self._peak, self._events = every, peak_tokens_per_second, events
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
+        self._window: Mapping[str, object] = {}  # figures that the next line of metrics.jsonl gets
+        self._tracked: dict[str, float] = {}  # values that the trackers get with the next step
 
     def record_step(
         self,
@@ -122,17 +127,29 @@ class RunLog:
             validation_loss=validation_loss,
         )
         if self._metrics is not None:
-            self._metrics.write_step(metrics)
+            self._metrics.write_step(metrics, window=self._window)
+        self._window = {}
         if step.skipped:
             self.record_skip(step)
-        if step.index % self._every == 0 or validation_loss is not None:
+        if step.index % self.every == 0 or validation_loss is not None:
             for one in self._trackers:
-                one.log(step.index, metrics.measured_values())
+                one.log(step.index, metrics.measured_values() | self._tracked)
+            self._tracked = {}
         self._print_tracker_messages()
         if self._progress is not None:
             self._progress.show_step_if_due(metrics)
         if validation_loss is not None:
             self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
+
+    def record_window(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
+        """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""
+        self._window = figures
+        self._tracked |= tracked
+
+    @property
+    def attempt(self) -> int:
+        """Number of the run's attempt, which only rank 0 knows; 1 on the others."""
+        return 1 if self._events is None else self._events.attempt
 
     def record_event(
         self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None

@@ -21,9 +21,11 @@ from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
 from fullshard.jobs.peak_bytes import gather_highest_peak
+from fullshard.jobs.profiles import profile_if_chosen
 from fullshard.jobs.run_directory import RunDirectory
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.jobs.run_start import open_directory_on_rank_zero
+from fullshard.jobs.step_observer import NoObserver, StepObserver, observe_steps
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.decoder import DecoderModel
@@ -86,6 +88,7 @@ class _TrainJob:
     command_started: float
     first_step: int
     checkpoints: RunCheckpointSaver
+    observer: StepObserver | NoObserver
     pace: Throughput
     skipped_before: int
     compiler: CompilerTally
@@ -105,9 +108,12 @@ class _TrainJob:
     signals: RecordedSignals = field(default_factory=RecordedSignals)
 
 
-def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+def run_job(
+    run: Run, *, resume: bool, plan: Plan | None, command_started: float, predicted_step: str | None = None
+) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
+    predicted_step: spans of the plan's predicted step, to be written beside the measured ones
     After SIGTERM or SIGINT, ends within two steps, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
@@ -117,6 +123,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
         plan = plan or _plan_without_prediction(run, ranks)
         job = _prepare_job(stack, plan, ranks=ranks, where=where, resume=resume, started=command_started)
+        job.observer.write_predicted(predicted_step)
         # Signals are only noted until everything is saved, because ranks must agree on how to react.
         with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
             interrupted = _train_steps(job)
@@ -170,6 +177,9 @@ def _prepare_job(
     run_log = open_run_log(run, rank=rank, world_size=size, after_step=step, flops_per_token=flops, peak=peak)
     log = stack.enter_context(run_log)
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
+    observed = observe_steps(
+        model, where, log=log, directory=directory.root, every=run.log.trace_every, first_step=step + 1
+    )
     job = _TrainJob(
         plan=plan,
         ranks=ranks,
@@ -182,6 +192,7 @@ def _prepare_job(
         command_started=started,
         first_step=step + 1,
         checkpoints=stack.enter_context(saver),
+        observer=stack.enter_context(observed),
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
         compiler=compiler,
@@ -252,7 +263,8 @@ def _iterate_and_record_steps(job: _TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
     profiled = _profiled_step_indices(job)
-    job.slowed = {metered, *profiled}
+    section, root, say = job.plan.run.log, job.directory.root, job.log.print_message
+    job.slowed = {metered, *profiled, *section.profile}
     while True:
         index = state.step + 1
         if index == metered:
@@ -267,7 +279,8 @@ def _iterate_and_record_steps(job: _TrainJob) -> bool:
             every = all_gather_object(traced.seconds)
             job.profiled.append(min(every, key=lambda seconds: seconds.exposed_collective_seconds))
         else:
-            step = next(steps, None)
+            with profile_if_chosen(section, index, rank=job.ranks.rank, directory=root, say=say):
+                step = next(steps, None)
         if step is None:
             return False
         if step.rollback and _try_roll_back(job, step):
@@ -296,6 +309,7 @@ def _try_roll_back(job: _TrainJob, step: Step) -> bool:
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
+    job.observer.forget_after(job.state.step)
     job.log.record_skip(step)
     figures = {"loss": step.loss, "grad_norm": step.grad_norm}
     job.log.record_event("rollback", step=step.index, details={"to_step": job.state.step, **figures})
@@ -316,6 +330,7 @@ def _record_validate_and_save(job: _TrainJob, step: Step) -> None:
 
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
+    job.observer.observe_step(step)
     _record_last_step(job)
     job.unrecorded_compile_seconds = _report_compilation(job, step)
     job.last = job.unrecorded = step
@@ -388,6 +403,7 @@ def _save_and_report_end(job: _TrainJob, *, interrupted: bool) -> None:
             f"all {job.plan.run.train.step_count} steps are done already; nothing was trained"
         )
     job.state.phase.enter(RunPhase.FINISHING)
+    job.observer.write_last()
     if interrupted:
         job.log.print_message(
             f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"

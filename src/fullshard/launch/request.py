@@ -22,7 +22,9 @@ class LaunchRequest(FrozenModel):
     """A job for all ranks of a launch, with its arguments.
 
     command_started: start of the command, in seconds since the epoch
-    job: `module:function`, which each rank calls as `job(run, resume=..., plan=..., command_started=...)`
+    predicted_step: spans of the plan's predicted step (`StepSpans.to_line`), for a job that saves them
+    job: `module:function`, which each rank calls as `job(run, resume=..., plan=..., command_started=...)`,
+        with `predicted_step=...` if there is one
 
     A job that was interrupted and has saved raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to
     standard error: standard output is for the result, which the command prints.
@@ -30,6 +32,7 @@ class LaunchRequest(FrozenModel):
 
     run: Run
     plan: Plan | None = None
+    predicted_step: str | None = None
     resume: bool = False
     command_started: float = Field(default_factory=time.time)
     job: str = "fullshard.jobs.train:run_job"
@@ -51,7 +54,8 @@ class LaunchRequest(FrozenModel):
         with disable_gc():
             job = self.import_job()
         try:
-            job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
+            more = {} if self.predicted_step is None else {"predicted_step": self.predicted_step}
+            job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started, **more)
         except SystemExit as left:
             if left.code == INTERRUPTED_EXIT_CODE:
                 raise

@@ -57,6 +57,7 @@ def decoder_flops_per_token(model: nn.Module, run: Run) -> float | None:
     parameters = sum(p.numel() for p in model.parameters())
     if not section.tied:  # a tied embedding also counts, since it is the head's matrix
         parameters -= section.vocabulary * section.d_model
+    parameters -= section.inactive_parameters
     return model_flops_per_token(
         parameters, layers=section.layers, d_model=section.d_model, sequence_length=run.data.sequence_length
     )

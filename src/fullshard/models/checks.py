@@ -37,7 +37,7 @@ def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = 
     tokens: number of tokens that the data may have; None if unknown
     model: the built model, whose config is read; before it is built, [model] and its config.json are read
     """
-    rows = _find_vocabulary_rows(model, run)
+    rows = find_vocabulary_rows(model, run)
     if rows is None or tokens is None or tokens <= rows:
         return
     key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
@@ -50,7 +50,7 @@ def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = 
     )
 
 
-def _find_vocabulary_rows(model: nn.Module | None, run: Run) -> int | None:
+def find_vocabulary_rows(model: nn.Module | None, run: Run) -> int | None:
     """Returns the number of rows of the model's token embedding; None if unknown."""
     if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary

@@ -1,4 +1,6 @@
-"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, dense or in experts."""
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +8,7 @@ from torch import Tensor, nn
 
 from fullshard.models.context_attention import ContextParallel
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
+from fullshard.models.experts import Experts, Router
 from fullshard.spec.model_section import DecoderConfig
 
 
@@ -82,14 +85,31 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU feed-forward layer: arXiv:2002.05202."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Mixture(nn.Module):
+    """Feed-forward layer of experts: each token goes to a few of them, and to all shared experts."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config.experts, d_model=config.d_model, d_ff=config.expert_width)
+        width = config.shared_experts * config.expert_width
+        self.shared = FeedForward(config.d_model, width) if width else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the output (batch, sequence, d_model), and the balance loss of each sequence (batch,)."""
+        routing = self.router(x)
+        y = self.experts(x.flatten(0, 1), routing.experts, routing.weights).view_as(x)
+        return (y if self.shared is None else y + self.shared(x)), routing.balance_loss
 
 
 class Block(nn.Module):
@@ -100,23 +120,40 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Mixture(config) if config.is_mixture else FeedForward(config.d_model, config.d_ff)
 
     def forward(
         self, x: Tensor, rotary: RotateByPosition, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Applies the layer to x (batch, sequence, d_model).
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Applies the layer to x (batch, sequence, d_model). Also returns its balance loss (batch,), if any.
 
         positions: (batch, sequence); by default 0, 1, 2, …
         mask: bool (batch, 1, sequence, sequence), True where a token is attended to; or document bounds, see
             `fullshard.models.document_attention`; by default causal
         """
         x = x + self.attention(self.attention_norm(x), rotary, positions, mask)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        y, balance = self.feed_forward(self.feed_forward_norm(x)), None
+        if isinstance(y, tuple):
+            y, balance = y
+        return x + y if balance is None else (x + y, balance)
+
+
+class DecoderOutput(NamedTuple):
+    """Output of a mixture with a balance loss, in training.
+
+    logits: (batch, sequence, vocabulary)
+    balance_loss: (batch,), of each sequence, summed over layers; in units of the loss of one token
+    """
+
+    logits: Tensor
+    balance_loss: Tensor
 
 
 class DecoderModel(nn.Module):
-    """Decoder that maps tokens (batch, sequence) int64 to logits (batch, sequence, vocabulary)."""
+    """Decoder that maps tokens (batch, sequence) int64 to logits (batch, sequence, vocabulary).
+
+    In training, a mixture with a balance loss returns a DecoderOutput.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -149,6 +186,12 @@ class DecoderModel(nn.Module):
             nn.init.normal_(module.output.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
         elif isinstance(module, FeedForward):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
+        elif isinstance(module, Router):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, Experts):
+            for weight in (module.gate, module.up):
+                nn.init.normal_(weight, std=0.02)
+            nn.init.normal_(module.down, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def forward(
         self,
@@ -156,7 +199,7 @@ class DecoderModel(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         document_bounds: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | DecoderOutput:
         """Returns the logits. `positions`, `documents`: int64 (batch, sequence).
 
         With `documents`, a token attends only to earlier tokens of its document. The same documents as
@@ -165,9 +208,14 @@ class DecoderModel(nn.Module):
         x, mask = self.embedding(tokens), document_bounds
         if mask is None and documents is not None:
             mask = _causal_document_mask(documents)
+        balance = None
         for block in self.blocks:
             x = block(x, self.positions, positions, mask)
-        return self.head(self.norm(x))
+            if isinstance(x, tuple):
+                x, own = x
+                balance = own if balance is None else balance + own
+        logits = self.head(self.norm(x))
+        return logits if balance is None else DecoderOutput(logits, balance)
 
 
 def _causal_document_mask(documents: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
     over = "" if plan.shard_degree == 1 else f" over {plan.shard_degree:,}"
     yield f"{plan.strategy}{over}{kept}"
     yield f"microbatch {plan.microbatch}"
-    yield "reduced each microbatch" if plan.sync_each_microbatch else "reduced once a step"
+    yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
     every = f" {run.recompute.block_period}" if run.recompute.mode == "every" else ""
     yield f"recompute {run.recompute.mode}{every}"
     yield f"prefetch {run.prefetch.mode}" + (
@@ -181,4 +181,4 @@ def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tu
             nodes=hardware.nodes * (2 if spread else 1),
             ranks_per_node=hardware.ranks_per_node * (1 if spread else 2),
         )
-        yield f"{more.world_size:,} GPUs and as many more tokens a step", twice, more
+        yield f"{more.world_size:,} GPUs, each with as many tokens a step as now", twice, more

@@ -56,6 +56,8 @@ class CandidateCosts:
             run = run_with_settings(run, {"sharding": traced})
         if run.sharding.tensor_parallel == "auto":
             run = run_with_settings(run, {"sharding": {"tensor_parallel": spec.tensor_parallel}})
+        if run.sharding.expert_parallel == "auto":
+            run = run_with_settings(run, {"sharding": {"expert_parallel": spec.expert_parallel}})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = usable_bytes(hardware, run)

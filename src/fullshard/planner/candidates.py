@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.offload import choose_update_device
+from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -122,9 +123,15 @@ def _iterate_for_target(
     per_node, split = hardware.ranks_per_node, apart.tensor
     node = per_node // split if per_node % split == 0 else 1
     meshes = list(_iterate_sharding_choices(run, world, node=node))
+    if (experts := run.sharding.expert_parallel) not in (1, "auto"):
+        divided = [m for m in meshes if m.shard_degree % experts == 0 or experts % m.shard_degree == 0]
+        meshes = divided or meshes[:1]
     # Building a plan with all pinned settings raises early if they are impossible.
     pinned = _run_with_sharding(run, meshes[0])
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
+    if plan.expert_parallel > 1 and (not spec.experts or spec.experts % plan.expert_parallel):
+        key = f"experts of {spec.name}"
+        raise indivisible_experts_error(spec.experts, ranks=plan.expert_parallel, key=key)
     _check_chip_has_fp8(plan, hardware)
     sizes = {trace.microbatch for trace in spec.traces}  # None: any size
     for mesh in meshes:
@@ -216,7 +223,8 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
-    if section.strategy != "auto" or run.precision.mode == "fp8" or section.tensor_degree > 1:
+    divides = section.tensor_degree > 1 or section.expert_parallel not in (1, "auto")
+    if section.strategy != "auto" or run.precision.mode == "fp8" or divides:
         return  # a named strategy is taken literally; FSDP2 gathers fp8 and split parameters from all ranks
     for mesh in freeing:
         inner = _group_sizes(mesh.shard_degree, node=node)

@@ -19,7 +19,7 @@ from math import ceil, log2
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.spec.hardware import CollectiveRate, Hardware
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -68,13 +68,7 @@ def collective_seconds(
     within: CollectiveRate = getattr(hardware.within, kind)
     if group.nodes == 1:
         return within.predict_seconds(count, group.ranks)
-    if hardware.across is None:
-        raise PlanError(
-            f"{hardware.name}: what joins its nodes is not known.",
-            got=f"{hardware.nodes} nodes, and a group of {group.ranks} ranks that spans {group.nodes}",
-            fix="a hardware.toml with [across], or one node",
-        )
-    across: CollectiveRate = getattr(hardware.across, kind)
+    across: CollectiveRate = getattr(_require_link_between_nodes(hardware, group), kind)
     far = group.nodes - 1
     near = group.ranks - group.nodes
     if kind == "all_reduce":
@@ -85,3 +79,29 @@ def collective_seconds(
     if near:
         seconds = max(seconds, moved / within.bytes_per_second) + near * within.hop_seconds
     return seconds
+
+
+def all_to_all_seconds(count: float, *, group: CollectiveLayout, hardware: Hardware) -> float:
+    """Returns the seconds in which each rank sends equal parts of `count` bytes to the ranks of a group.
+
+    Within a node, it is assumed to take as long as an all-gather whose result has this size (not measured).
+    To other nodes, each rank sends (n - p) / n of its bytes over its own share of the NICs, for p of the n
+    ranks in a node. Raises PlanError as `collective_seconds` does.
+    """
+    if group.nodes == 1 or group.ranks <= 1:
+        return collective_seconds("all_gather", count, group=group, hardware=hardware)
+    across = _require_link_between_nodes(hardware, group).all_gather
+    far = count * (group.ranks - group.in_node) / group.ranks
+    seconds = across.predict_seconds(far * group.nodes / (group.nodes - 1), group.nodes)
+    near = count * (group.in_node - 1) / group.ranks / hardware.within.all_gather.bytes_per_second
+    return max(seconds, near)
+
+
+def _require_link_between_nodes(hardware: Hardware, group: CollectiveLayout) -> Link:
+    if hardware.across is None:
+        raise PlanError(
+            f"{hardware.name}: what joins its nodes is not known.",
+            got=f"{hardware.nodes} nodes, and a group of {group.ranks} ranks that spans {group.nodes}",
+            fix="a hardware.toml with [across], or one node",
+        )
+    return hardware.across

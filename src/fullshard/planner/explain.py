@@ -23,6 +23,12 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel
 
 Binding = Literal["memory", "links", "host", "computing"]
+_LIMITS: dict[Binding, str] = {
+    "memory": "memory is the limit",
+    "links": "the links are the limit",
+    "host": "the host is the limit",
+    "computing": "computing is the limit",
+}
 _LARGEST = 3
 # The rules of thumb are compared with the choice, and never used for it: docs/design/rules-of-thumb.md.
 _ROOM = 0.5  # fraction of the device for state kept between steps; activations take the other half
@@ -76,7 +82,7 @@ class PlanExplanation(FrozenModel):
 
     def advice_lines(self) -> tuple[str, ...]:
         """Returns what binds, the largest lever, and the alternatives, a sentence or two each."""
-        lines = [f"{self.binds} binds: {self.because}"]
+        lines = [f"{_LIMITS[self.binds]}: {self.because}"]
         lines += [f"largest lever: {self.lever.text}"] if self.lever is not None else []
         named = self.fits and self.binds == "memory"  # `because` names the nearest step up
         others = [one for one in self.runners_up if not (named and one.lacks_bytes)]
@@ -148,8 +154,8 @@ def _binding_limit_and_reason(
     if time.engine > NOTABLE * total:
         return "host", f"FSDP2's own copies and hooks are {100 * time.engine / total:.0f} % of the step"
     share = 100 * (time.compute + time.recompute) / total
-    again = f", {100 * time.recompute / total:.0f} % a second time" if time.recompute else ""
-    return "computing", f"the model's kernels are {share:.0f} % of the step{again}"
+    again = f", {100 * time.recompute / total:.0f} % of it to recompute activations" if time.recompute else ""
+    return "computing", f"the model's kernels take {share:.0f} % of the step{again}"
 
 
 def _rule_of_thumb_verdicts(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[RuleOfThumb, ...]:

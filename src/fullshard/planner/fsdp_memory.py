@@ -170,8 +170,9 @@ class UnshardMemoryReplay:
         if unit.pending is None:
             return
         cast = size.largest_cast if size.shard_degree == 1 else 0
-        self.ledger.in_flight += size.unsharded + cast
+        self.ledger.in_flight += size.unsharded + cast + size.unpacking
         self.ledger.update_peaks(live)
+        self.ledger.in_flight -= size.unpacking
         if forward:
             self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
         self.ledger.in_flight -= cast + unit.resharded

@@ -12,6 +12,7 @@ unshard       a unit's shards, cast to the compute dtype (W/N bytes, freed at on
               copy. In forward the buffer lives until after the next unit's copy-out (so that the next gather
               may overlap), or until forward ends. In backward it is freed after its own copy-out.
 reshard       the parameters' W bytes are freed; resharding to k ranks keeps W/k of them.
+experts       sharded in another dim than 0 (`expert_shard_dim`) are copied out twice, through W more bytes.
 prefetch      in backward, once a unit is unsharded, the buffer of the one before it is already gathered.
 reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded; on the
               CPU, some are copied twice, `UnitBytes.reduce_copies`),

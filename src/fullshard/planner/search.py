@@ -257,6 +257,7 @@ def format_plan(plan: Plan) -> str:
         + (", compiled" if plan.run.run.compile is True else "")
         + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
         + (f", context_parallel={plan.context_parallel}" if plan.context_parallel > 1 else "")
+        + (f", expert_parallel={plan.expert_parallel}" if plan.expert_parallel > 1 else "")
         + (f", offload={plan.run.offload.tier}" if plan.run.offload.offloads_optimizer else "")
     )
 
@@ -296,7 +297,8 @@ def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
     fp8 = run.precision.mode == "fp8"  # weights are cast from masters on the device
-    if run.optimizer.name.lower() != "adamw" or run.optimizer.in_backward or fp8 or not host:
+    divided = run.sharding.expert_parallel not in (1, "auto")  # not combined yet
+    if run.optimizer.name.lower() != "adamw" or run.optimizer.in_backward or fp8 or divided or not host:
         return ()
     return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
 

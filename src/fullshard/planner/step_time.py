@@ -49,7 +49,7 @@ from fullshard.planner.streams import StreamClocks
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import MicrobatchTrace, ModelSpec
+from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
@@ -279,10 +279,12 @@ class StepTimePredictor:
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
         program = self._microbatch_work(plan, trace, adds=False).program
-        hardware, world, tensor = self.hardware, plan.world_size, plan.tensor_parallel
+        hardware, world = self.hardware, plan.world_size
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
-        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=tensor) for size in sizes)
+        apart = [_ranks_apart(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
+        pairs = zip(sizes, apart, strict=True)
+        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
         group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
@@ -346,6 +348,11 @@ class StepTimePredictor:
             optimizer=units.update / TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
+
+
+def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
+    """Returns the number of consecutive ranks that have other parts of a unit than those of a shard group."""
+    return plan.tensor_parallel * (plan.expert_parallel if unit.has_experts else 1)
 
 
 def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:

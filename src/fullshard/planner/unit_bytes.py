@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
+from fullshard.spec.expert_split import expert_shard_dim
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
@@ -37,6 +38,9 @@ class UnitBytes:
     frozen: int  # frozen own shards in their own dtype, wherever they are stored
     frozen_on_drive: int  # `frozen` in a file
     gathered: int  # all parameters as they are sent, padded: the all-gather buffer
+    unpacking: (
+        int  # what FSDP2 allocates beside `unsharded` to copy out parameters sharded in another dim than 0
+    )
     unsharded: int  # unsharded parameters that are allocated: `gathered`, without those used in place
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
     in_fp8: int  # elements of own shards that are gathered in fp8, padded
@@ -74,13 +78,9 @@ def unpadded_shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int
 
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
-    settings = MergedUnitSettings.for_unit(
-        plan, unit.override, kept=unit.kept, is_embedding=unit.is_embedding
-    )
+    unit, settings, inner = _local_unit(unit, plan)
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     reduced, master = ITEMSIZE[settings.precision.reduce], ITEMSIZE[settings.precision.master]
-    if plan.tensor_parallel > 1:
-        unit = _first_part_of_unit(unit, plan.tensor_parallel)
 
     def padded_shard_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree) // degree
@@ -109,6 +109,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         frozen=sum(padded_shard_numel(p) * p.itemsize for p in frozen),
         frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
         gathered=gathered,
+        unpacking=sum(p.numel * _compute_itemsize(p, settings) for p in inner),
         unsharded=gathered - _bytes_used_in_place(unit, settings),
         cast_copy=sum(casts) + uncast,
         in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
@@ -132,6 +133,30 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         in_eight_bits=sum(_eight_bit_moment_bytes(numel, master) for numel in own),
         master_itemsize=master,
     )
+
+
+def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSettings, list[ParamSpec]]:
+    """Returns (unit, settings, inner) of the part of `unit` that FSDP2 shards for a rank.
+
+    unit: with the shapes of the rank's part on the axes inside, and the dim first that FSDP2 shards.
+    inner: the parameters of which that is another dim than 0.
+    """
+    settings = MergedUnitSettings.for_unit(
+        plan,
+        unit.override,
+        kept=unit.kept,
+        is_embedding=unit.is_embedding,
+        has_experts=unit.has_experts,
+    )
+    if plan.tensor_parallel > 1:
+        unit = _first_part_of_unit(unit, plan.tensor_parallel)
+    if unit.has_experts:
+        unit = expert_parallel_unit(unit, plan.expert_parallel)
+    if not settings.shards_any_dim:
+        return unit, settings, []
+    degree = settings.shard_degree
+    inner = [p for p in unit.parameters if expert_shard_dim(p.shape, degree)]
+    return _unit_with_sharded_dim_first(unit, degree), settings, inner
 
 
 def _bytes_used_in_place(unit: UnitSpec, settings: MergedUnitSettings) -> int:
@@ -249,6 +274,23 @@ def _first_part_of_unit(unit: UnitSpec, ranks: int) -> UnitSpec:
     """Returns `unit` with the shapes of the first of the `ranks` ranks that share matmuls."""
     parts = tuple(p.model_copy(update={"shape": p.largest_part_shape(ranks)}) for p in unit.parameters)
     return unit.model_copy(update={"parameters": parts})
+
+
+def expert_parallel_unit(unit: UnitSpec, degree: int) -> UnitSpec:
+    """Returns `unit`, of experts, with the shapes of one rank's experts if `degree` ranks divide them."""
+    parts = tuple(
+        p.model_copy(update={"shape": (p.shape[0] // degree, *p.shape[1:])}) for p in unit.parameters
+    )
+    return unit.model_copy(update={"parameters": parts})
+
+
+def _unit_with_sharded_dim_first(unit: UnitSpec, degree: int) -> UnitSpec:
+    """Returns `unit`, of experts, with the dim first in which `degree` ranks shard each parameter."""
+    parts = list[ParamSpec]()
+    for parameter in unit.parameters:
+        shape, dim = parameter.shape, expert_shard_dim(parameter.shape, degree)
+        parts.append(parameter.model_copy(update={"shape": (shape[dim], *shape[:dim], *shape[dim + 1 :])}))
+    return unit.model_copy(update={"parameters": tuple(parts)})
 
 
 def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:

@@ -92,7 +92,8 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         pack, copied = pack if size.replicate_degree > 1 or not same else 0, 0
         copy_out = traffic_ticks(size.shards, unsharded) if unsharded else 0
     else:  # over one rank, shards are cast one by one and then copied
-        copy_out = traffic_ticks(0 if sharded else cast_in, 2 * unsharded)
+        copy_out = traffic_ticks(0 if sharded else cast_in, 2 * unsharded + 2 * size.unpacking)
+        pack += traffic_ticks(2 * size.unpacking) if size.trained_parameters else 0
     return UnitCost(
         has_parameters=size.gathered > 0,
         is_trained=reduced > 0,

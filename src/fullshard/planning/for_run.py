@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fullshard.errors import PlanError, SpecError, TraceError
 from fullshard.launch.environment import (
@@ -18,20 +18,24 @@ from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
 from fullshard.planning.describe_run import describe_run
-from fullshard.planning.parallel_degrees import may_pay_to_share_matmuls, search_parallel_degrees
+from fullshard.planning.expert_degrees import search_expert_degrees
+from fullshard.planning.parallel_degrees import may_pay_to_share_matmuls
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.unused_settings import unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
-from fullshard.training.schedule import warmup_warning
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+# Units of all microbatches of a step, each with about 20 spans, above which no predicted step is saved.
+_MOST_TRACED_UNITS = 2000
 
 
 def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:
@@ -46,8 +50,6 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
     request = _with_resolved_epochs(request)
-    if (note := warmup_warning(request.run)) is not None:
-        _print_note_on_rank_0(note)
     ranks, device = _rank_count_and_device_type(request)
     if request.plan is not None and not _is_plan_for_ranks(request.plan, ranks, device=device):
         return request  # nodes have left or joined: only the job can decide
@@ -66,15 +68,37 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
         model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
         if plain_defaults:
             _check_host_limit_is_planned(run, why="--no-plan was given", fix="leave out one of the two")
-            plan = plain
+            choice = _PlanChoice(plain)
         else:
-            plan = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
+            choice = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
+    plan = choice.plan
     if plan.prediction is not None and not plan.prediction.has_complete_step_time:
         _print_note_on_rank_0(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
-    return request.model_copy(update={"run": plan.run, "plan": plan})
+    update = {"run": plan.run, "plan": plan, "predicted_step": choice.predicted_step_line()}
+    return request.model_copy(update=update)
+
+
+class _PlanChoice(NamedTuple):
+    """The plan to train with, and the spec and the hardware that its prediction is of, if it has one."""
+
+    plan: Plan
+    spec: ModelSpec | None = None
+    hardware: Hardware | None = None
+
+    def predicted_step_line(self) -> str | None:
+        """Returns the spans of the predicted step as a line of JSON; None if unknown or too many."""
+        spec, hardware, prediction = self.spec, self.hardware, self.plan.prediction
+        if spec is None or hardware is None or prediction is None or not self.plan.run.log.trace_every:
+            return None
+        if len(spec.units) * self.plan.accumulation > _MOST_TRACED_UNITS:
+            return None
+        from fullshard.planner.spans import predict_step_spans
+
+        spans = predict_step_spans(spec, self.plan, hardware=hardware)
+        return StepSpans.of_prediction(spans, seconds=prediction.time.total).to_line()
 
 
 def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
@@ -132,7 +156,7 @@ def _check_checkpoint_dir_and_key(run: Run) -> None:
         KeyFile(Path(run.checkpoint.key_file)).check_usable()
 
 
-def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> Plan:
+def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> _PlanChoice:
     """Returns the plan to train with, including its prediction unless the planner cannot decide.
 
     chosen: the user's plan, which gets a prediction; None to search for the fastest plan
@@ -145,11 +169,12 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
             hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:
-            return predict(_describe_on(hardware, chosen, model=model), chosen, hardware)
+            spec = _describe_on(hardware, chosen, model=model)
+            return _PlanChoice(predict(spec, chosen, hardware), spec, hardware)
         quick = _find_plan_without_recompute(run, hardware, model=model)
-        if quick is not None and not may_pay_to_share_matmuls(quick, hardware):
+        if quick is not None and not may_pay_to_share_matmuls(quick.plan, hardware):
             return quick
-        _, spec, found = search_parallel_degrees(
+        _, spec, found = search_expert_degrees(
             lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
         )
     except (PlanError, SpecError, TraceError) as error:
@@ -157,13 +182,13 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         got = f" ({error.got})" if isinstance(error, TraceError) else ""
         fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
         _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
-        return chosen or plain
+        return _PlanChoice(chosen or plain)
     for left_out in spec.untraced:
         _print_note_on_rank_0(str(left_out))
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
         raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
-    return found.best
+    return _PlanChoice(found.best, spec, hardware)
 
 
 def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
@@ -202,17 +227,22 @@ def _build_and_check_model(run: Run) -> "Module":
     return model
 
 
-def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
+def _find_plan_without_recompute(
+    run: Run, hardware: Hardware, *, model: "Module | None"
+) -> _PlanChoice | None:
     """Returns the fastest plan without recompute if it fits; None if it does not, or recompute is not auto.
 
     Recompute trades time for memory, so no plan with recompute is faster. Tracing the model without it takes
     a quarter of the time of tracing all modes.
     """
-    if run.recompute.mode != "auto":
+    if run.recompute.mode != "auto" or run.sharding.expert_parallel == "auto":
         return None
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
-    found = search(_describe_on(hardware, plain, model=model), hardware, plain)
-    return found.best if found.best == found.fastest else None
+    spec = _describe_on(hardware, plain, model=model)
+    found = search(spec, hardware, plain)
+    if found.best is None or found.best != found.fastest:
+        return None
+    return _PlanChoice(found.best, spec, hardware)
 
 
 def _describe_on(hardware: Hardware, plan: Plan | Run, *, model: "Module | None") -> ModelSpec:

@@ -177,8 +177,7 @@ def _notes(plans: Sequence[MachinePlan]) -> Iterator[tuple[str, str]]:
         yield one.machine.name, f"{mesh_text(one.plan)}{offload}, {tokens} tokens a step"
         certainty = speed_certainty(one.question.spec.numel, hardware)
         if certainty is not None:
-            low, high, grounds = certainty
-            yield "", f"{100 * low:+.0f} to {100 * high:+.0f} %, predicted over measured: {grounds}"
+            yield "", certainty.text
         yield "", _rates_text(hardware)
     yield "plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"
     powers = [one.budget.power for one in plans if one.budget is not None and one.budget.power is not None]

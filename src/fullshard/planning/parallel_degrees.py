@@ -9,13 +9,15 @@ computes less. So a plan in which each rank has whole sequences and matmuls is f
   share matmuls gathers 1/T of them.
 
 Only then other numbers of ranks are tried, each with all other settings open, and the fastest plan that fits
-is chosen. Each needs a trace, which takes seconds.
+is chosen. One that offloads must be notably faster than all that do not: the rates of hosts differ more than
+those of links. Each number needs a trace, which takes seconds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
+from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import require_prediction, step_seconds_with_startup
 from fullshard.planner.candidates import divisors_largest_first, run_with_settings
 from fullshard.planner.search import SAME_SPEED, SearchResult, search
@@ -71,12 +73,23 @@ def search_parallel_degrees(
         own = run_with_settings(run, {"sharding": {"tensor_parallel": degree}})
         fitting += _iterate_tensor_searches(search_or_error, own, hardware=hardware)
     if fitting:
-        fastest = min(map(_seconds, fitting))
-        return next(one for one in fitting if _seconds(one) <= (1 + SAME_SPEED) * fastest)
+        return choose_fastest(fitting, run)
     if whole is None:
         assert error is not None, "a search has a result or an error"
         raise error
     return whole
+
+
+def choose_fastest(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
+    """Returns the first of the fastest of `searches`, all of which have a plan that fits.
+
+    One that offloads although `run` leaves that open is chosen only if it is notably faster than all others.
+    """
+    resident = [one for one in searches if not _offloads_by_choice(_fitting_plan(one), run)]
+    fastest = min(map(_seconds, searches))
+    if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(_seconds, resident))
+    return next(one for one in searches if _seconds(one) <= (1 + SAME_SPEED) * fastest)
 
 
 def _iterate_context_searches(
@@ -186,7 +199,11 @@ def _offloads_by_choice(plan: Plan, run: Run) -> bool:
     return run.offload.tier == "auto" and plan.run.offload.tier != "none"
 
 
-def _seconds(searched: DegreeSearch) -> float:
+def _fitting_plan(searched: DegreeSearch) -> Plan:
     best = searched.found.best
     assert best is not None, "only plans that fit are compared"
-    return step_seconds_with_startup(best)
+    return best
+
+
+def _seconds(searched: DegreeSearch) -> float:
+    return step_seconds_with_startup(_fitting_plan(searched))

@@ -21,7 +21,8 @@ from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.goodput import RESTART_SECONDS, Goodput, predict_goodput
 from fullshard.planner.search import SearchResult, no_plan_fits_error
 from fullshard.planner.sensitivity import SensitivityLine, plan_sensitivity
-from fullshard.planning.parallel_degrees import DegreeSearch, search_parallel_degrees
+from fullshard.planning.expert_degrees import search_expert_degrees
+from fullshard.planning.parallel_degrees import DegreeSearch
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
@@ -191,6 +192,7 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
         "fits": prediction.fits_in_memory,
         "bytes_per_rank": prediction.required_device_bytes,
         "seconds_per_step": prediction.time.total,
+        "what_if": plan.is_prediction_only,
     }
     if budget is not None:
         data["budget"] = budget.record(plan, prediction)
@@ -237,7 +239,7 @@ def choose_fastest_plan(question: PlanRequest) -> PlanResult:
 
 def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
     asked, hardware = question.asked, question.hardware
-    return search_parallel_degrees(
+    return search_expert_degrees(
         lambda run: question.spec if run == asked else question.subject.describe_model(run, hardware),
         asked,
         hardware=hardware,

@@ -41,6 +41,9 @@ OFF = "off"
 MOST_BYTES = 64 << 20
 """Limit of the size of the whole cache, in bytes. The least recently used entries are removed first."""
 
+_OF_MIXTURES = {
+    *("experts", "experts_per_token", "expert_d_ff", "shared_experts", "balance_loss", "balance_bias_rate"),
+}
 # Packages that change the modules that transformers builds, or that some of its models need.
 _LIBRARIES = (
     *("transformers", "peft", "kernels", "timm", "flash-attn", "flash-linear-attention"),
@@ -117,6 +120,8 @@ def build_spec_key(
             "ranks": run.sharding.tensor_degree,
             "styles": run.sharding.tensor_parallel_styles,
         }
+    if (experts := run.sharding.expert_parallel) not in (1, "auto"):
+        settings["experts"] = experts
     if device == "cuda" and isinstance(run.model, HuggingFaceModel):
         settings["attention_kernel"] = attention_kernel
     if isinstance(plan, Plan):
@@ -189,8 +194,11 @@ def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
 
 def _model_key(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
     """Returns the model's part of a key: its sizes, or a digest of its config.json and the options."""
-    if isinstance(section, DecoderConfig):
-        return section.model_dump(mode="json")
+    if isinstance(
+        section, DecoderConfig
+    ):  # a setting of mixtures leaves the keys of dense models as they are
+        sizes = section.model_dump(mode="json")
+        return sizes if section.is_mixture else {k: v for k, v in sizes.items() if k not in _OF_MIXTURES}
     path = locate_config_file(section.hf)
     try:
         config = read_bytes(path, most_bytes=VALUE_BYTES)

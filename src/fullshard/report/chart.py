@@ -14,6 +14,7 @@ _SIGN_COLUMN = 9.0  # signs nearer than this share one sign
 # Outlines of signs around (0, 0).
 _SIGNS = {
     "save": "M-4 4L4 4L0 -4Z",
+    "straggler": "M-4 0L0 -4L4 0L0 4Z",
     "resume": "M-3.5 -4L4 0L-3.5 4Z",
     "skip": "M-3.5 -3.5L3.5 3.5M3.5 -3.5L-3.5 3.5",
     "spike": "M0 -4.5L4.5 0L0 4.5L-4.5 0Z",

@@ -20,6 +20,7 @@ _LANES = {
     "skip": "not finite",
     "spike": "stood out",
     "rollback": "rolled back",
+    "straggler": "held up",
     "fault": "fault",
 }
 
@@ -27,7 +28,7 @@ _LANES = {
 def event_lanes(run: RunRecord) -> list[Lane]:
     """Returns the rows of signs for the events of the run whose step is known."""
     marks: dict[str, list[tuple[float, str]]] = {kind: [] for kind in _LANES}
-    for event in run.of_kind("resume", "rollback", "fault", "skip", "spike"):
+    for event in run.of_kind("resume", "rollback", "fault", "skip", "spike", "straggler"):
         if event.step is not None:
             marks[event.event].append((event.step, f"step {event.step:,}: {_describe(event)}"))
     marks["save"] = [(step, f"saved after step {step:,}") for step in run.saved_steps]
@@ -100,6 +101,12 @@ def _describe_rollback(event: RunEvent, details: Mapping[str, object]) -> str:
     return f"rolled back to step {details.get('to_step')}: loss {loss}, gradient norm {norm}"
 
 
+def _describe_straggler(event: RunEvent, details: Mapping[str, object]) -> str:
+    seconds = _number(details.get("seconds"))
+    per_step = f", {format_seconds(seconds)} per step" if seconds else ""
+    return f"rank {details.get('rank')} held the others up: {details.get('cause')}{per_step}"
+
+
 def _number(value: object) -> float | None:
     """Returns a number of a reasonable size, and None for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
@@ -118,6 +125,10 @@ _SENTENCES: Mapping[str, Callable[[RunEvent, Mapping[str, object]], str]] = {
     "skip": _describe_skip,
     "spike": _describe_skip,
     "rollback": _describe_rollback,
+    "straggler": _describe_straggler,
+    "straggler_over": lambda event, details: (
+        f"rank {details.get('rank')} no longer did: {details.get('cause')}"
+    ),
     "fault": lambda event, details: fault_text(event),
     "restart": lambda event, details: f"restart {details.get('count')} of {details.get('allowed')}",
     "signal": lambda event, details: f"the launcher received {details.get('signal')}",

@@ -19,6 +19,7 @@ from fullshard.report.plan import settings_rows
 from fullshard.report.run_comparison import comparison_verdict, figures_table, settings_table
 from fullshard.report.run_record import RunRecord
 from fullshard.report.settings import changed_settings
+from fullshard.report.step_timeline import step_timeline, straggler_table
 from fullshard.report.verdict import circumstances, verdict
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -36,6 +37,8 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         found = [
             ("Memory at the peak of the fullest rank", memory_table(run)),
             ("Seconds of a step", seconds_table(run)),
+            ("One step, rank by rank: colour is waiting", step_timeline(run)),
+            ("Ranks that held the others up", straggler_table(run)),
             ("Events", event_table(run)),
             ("The plan", "" if run.plan is None else _plan_section(run.plan)),
         ]

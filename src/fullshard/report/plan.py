@@ -198,6 +198,22 @@ def recompute_text(run: Run) -> str:
     return f"{'offload, ' if section.mode == 'offload' else ''}every {every}{end} block"
 
 
+def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) lines about the axes of ranks that share one computation."""
+    if plan.tensor_parallel > 1:
+        split = _format_count_of(plan.tensor_parallel, "rank")
+        yield "tensor parallel", f"matmuls over {split}, and the sequence between"
+    if plan.context_parallel > 1:
+        split = _format_count_of(plan.context_parallel, "rank")
+        yield (
+            "context parallel",
+            f"each sequence over {split}; keys and values by {plan.run.sharding.context_method}",
+        )
+    if plan.expert_parallel > 1:
+        split = _format_count_of(plan.expert_parallel, "rank")
+        yield "expert parallel", f"experts over {split}, which send each other tokens"
+
+
 def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines about a plan's settings. Those that `asked` pins are marked `(as asked)`."""
 
@@ -206,23 +222,17 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
 
     run, precision = plan.run, plan.precision
     yield "strategy", mark_as_asked(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
-    if plan.tensor_parallel > 1:
-        split = _format_count_of(plan.tensor_parallel, "rank")
-        yield "tensor parallel", f"matmuls over {split}, and the sequence between"
-    if plan.context_parallel > 1:
-        split = _format_count_of(plan.context_parallel, "rank")
-        yield (
-            "context parallel",
-            f"each sequence over {split}; keys and values by {run.sharding.context_method}",
-        )
+    if plan.is_prediction_only:
+        yield "WHAT-IF", "not yet run by train"
+    yield from _axis_rows(plan)
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there
     sequences = plan.data_parallel_degree * plan.microbatch * plan.accumulation
     batch = f"microbatch {plan.microbatch}"
     if plan.accumulation > 1:
-        when = "each" if plan.sync_each_microbatch else "once a step"
-        batch += f" × {plan.accumulation} accumulated (reduced {when})"
+        when = "in each" if plan.sync_each_microbatch else "once a step"
+        batch += f" × {plan.accumulation} accumulated, gradients reduced {when}"
     yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
     shared = "group" if plan.context_parallel > 1 else "rank"
     ranks, length = _format_count_of(plan.data_parallel_degree, shared), run.data.sequence_length
@@ -257,7 +267,16 @@ def _memory_rows(prediction: Prediction, *, margin: float) -> Iterator[tuple[str
     terms["allocator reserve"] = prediction.allocator_reserve_bytes
     terms["device context"] = prediction.context_bytes
     yield from _bar_rows(terms, format_bytes, whole=needed)
-    yield "  highest at", prediction.memory.moment
+    yield "  highest", _moment_text(prediction.memory.moment)
+
+
+def _moment_text(moment: str) -> str:
+    """Returns `microbatch 2, pre forward of norm+head` as `before the forward of norm+head, microbatch 2`."""
+    number, _, event = moment.rpartition(", ")
+    place, _, phase = event.partition(" ")
+    word = {"pre": "before the", "post": "after the", "end": "at the end of"}.get(place)
+    text = f"{word} {phase}" if word and phase else event
+    return f"{text}, {number}" if number else text
 
 
 def drive_traffic_lines(prediction: Prediction) -> Iterator[str]:
@@ -348,8 +367,8 @@ def _speed_rows(
     each = f", {format_count(rate / plan.world_size)} per rank" if plan.world_size > 1 else ""
     yield "speed", f"{format_count(rate)} tokens/s{each}"
     if certainty is not None:
-        low, high, grounds = certainty
-        yield "  certainty", f"{100 * low:+.0f} to {100 * high:+.0f} %, predicted over measured: {grounds}"
+        slow, fast = (format_count(rate / plan.world_size / (1 + error)) for error in reversed(certainty[:2]))
+        yield "  certainty", f"{slow} to {fast} per rank: {certainty.text}"
     if prediction.mfu is not None:
         yield "MFU", f"{100 * prediction.mfu:.1f} %"
 

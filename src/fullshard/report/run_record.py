@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fullshard.errors import SpecError
+from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
 from fullshard.report.metrics import StepColumns, read_metrics
 from fullshard.spec.event import RunEvent, read_events
+from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, MEASUREMENT, METRICS, PLAN
@@ -33,6 +35,8 @@ class RunRecord:
     measurement: what the last attempt measured; None if it has not ended, or ended without
     events: empty for a run of a version that did not write any
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
+    measured_steps: spans of the last sampled step on each rank that wrote it; empty for a run without spans
+    predicted_step: spans of the planned step; None if it is not known
     unreadable: names of records that are there, and that this version cannot read
     """
 
@@ -44,6 +48,8 @@ class RunRecord:
     events: list[RunEvent] = field(default_factory=list[RunEvent])
     saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
+    measured_steps: tuple[StepSpans, ...] = ()
+    predicted_step: StepSpans | None = None
 
     @property
     def last_step(self) -> int:
@@ -106,7 +112,16 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
         events=events,
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
+        measured_steps=_read_last_step(directory),
+        predicted_step=read_predicted_step(directory),
     )
+
+
+def _read_last_step(directory: Path) -> tuple[StepSpans, ...]:
+    try:
+        return tuple(read_step(directory, choose_step(directory, None)))
+    except (SpecError, OSError):
+        return ()
 
 
 def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[str]) -> T | None:

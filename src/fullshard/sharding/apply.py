@@ -8,16 +8,17 @@ The optimizer is built afterwards: one built earlier would hold parameters that 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.distributed.collectives import replace_gloo_collectives
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.compile import (
     CompiledForward,
@@ -32,6 +33,7 @@ from fullshard.sharding.fp8 import (
     convert_linears_to_fp8,
     gather_in_fp8,
 )
+from fullshard.sharding.fsdp_hooks import wrap_hooks_once
 from fullshard.sharding.fsdp_switches import (
     apply_group_switches,
     apply_local_switches,
@@ -40,24 +42,27 @@ from fullshard.sharding.fsdp_switches import (
 from fullshard.sharding.group_gather import gather_before_backward_of_each_module
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import (
+    build_expert_mesh,
     build_mesh,
     build_unsharded_mesh,
     share_post_forward_mesh,
-    split_tensor_axis,
+    split_inner_axis,
 )
 from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
-from fullshard.sharding.split_parameters import SplitDims, compute_with_local_parts, split_over_tensor_axis
+from fullshard.sharding.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import (
     Predicate,
     Unit,
+    check_experts_are_separate,
     find_blocks_with_units_inside,
     find_recompute_blocks,
     find_units,
 )
 from fullshard.sharding.unsharded_units import GradientBuckets
+from fullshard.spec.expert_split import expert_shard_dim
 from fullshard.spec.plan import DeviceType, Plan, check_training_supports_run
 from fullshard.spec.run import PrefetchSection
 
@@ -101,7 +106,7 @@ def shard(
     methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
         gathers these as for `forward`
     keeper: receives the shards if they are offloaded
-    split: how each parameter is divided over the `tp` axis, if the plan has one
+    split: how parameters are divided over the `tp` axis, or experts over `ep`, if the plan has one
 
     Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
     sharded like this; that model cannot be used any more. Warns of units that are too small or too large
@@ -137,12 +142,14 @@ class PreparedSharding:
     mesh: DeviceMesh  # of sharded units
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
-    split: SplitDims  # of all parameters over the `tp` axis; empty if the mesh has none
+    split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
+    expert_meshes: Mapping[bool, DeviceMesh]  # of divided experts: by whether the unit is sharded
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
-        is_sharded = unit.settings(self.plan).shard_degree == self.plan.shard_degree
-        return self.mesh if is_sharded else self.unsharded_mesh
+        if unit.has_experts and self.expert_meshes:
+            return self.expert_meshes[unit.is_sharded]
+        return self.mesh if unit.is_sharded else self.unsharded_mesh
 
 
 def prepare_sharding(
@@ -162,27 +169,37 @@ def prepare_sharding(
     check_training_supports_run(plan.run)
     check_switches(plan.run.fsdp, device)
     _check_not_sharded(model)
-    assert (plan.tensor_parallel > 1) == bool(split), "the matmuls are divided, or no parameter is"
+    is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
+    assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
     _check_methods_exist(model, methods)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
     repeated = find_recompute_blocks(model, section, units=found)
     mesh = unsharded_mesh = build_mesh(plan)
-    if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
+    if not all(unit.is_sharded for unit in found):
         unsharded_mesh = build_unsharded_mesh(plan)
+    expert_meshes = dict[bool, DeviceMesh]()
+    if plan.expert_parallel > 1:
+        check_experts_are_separate(found, set(split or ()))
+        kinds = sorted({unit.is_sharded for unit in found if unit.has_experts})
+        expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
     warn_of_unit_sizes(found, plan, stacklevel=3)
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated)
-    return PreparedSharding(plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {})
+    return PreparedSharding(
+        plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
+    )
 
 
 def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
     """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device."""
     plan, units, device = prepared.plan, prepared.units, prepared.device
     replace_parameters_by_meta(model, units, plan=plan)
-    for unit in units if prepared.split else ():
-        split_over_tensor_axis(model, unit, split=prepared.split, mesh=prepared.mesh_of_unit(unit))
+    for unit in units:
+        mesh = prepared.mesh_of_unit(unit)
+        if split_inner_axis(mesh)[1] is not None:
+            split_over_inner_axis(model, unit, split=prepared.split, mesh=mesh)
     if prepared.fp8 is not None:
         convert_linears_to_fp8(prepared.fp8, device=device)
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
@@ -192,8 +209,9 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
     position = {module: i for i, module in enumerate(model.modules())}
     with share_post_forward_mesh():
         for unit in units:
-            mesh, _ = split_tensor_axis(prepared.mesh_of_unit(unit))
+            mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+            wrap_hooks_once(cast(FSDPModule, unit.modules[0]))
             if unit.settings(plan).skips_copies:
                 first = unit.modules[0]
                 buckets.skip_copies(cast(FSDPModule, first), position=position[first])
@@ -292,6 +310,9 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=fsdp_mixed_precision_policy(settings.precision, is_root=unit.is_root),
             ignored_params=scalars or None,
+            shard_placement_fn=partial(_shard_experts, degree=settings.shard_degree)
+            if settings.shards_any_dim
+            else None,
         )
     except RuntimeError as error:
         integers = {one.dtype for m in modules for one in m.parameters() if not one.is_floating_point()}
@@ -305,13 +326,18 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
         ) from error
     gather_before_backward_of_each_module(modules)
     engine_module = cast(FSDPModule, modules[0])
-    if plan.tensor_parallel > 1:
+    if plan.tensor_parallel > 1 or (plan.expert_parallel > 1 and unit.has_experts):
         compute_with_local_parts(engine_module)
     if not settings.gathers_in_backward:
         engine_module.set_unshard_in_backward(False)
     apply_local_switches(engine_module, plan.run.fsdp)
     if plan.device == "cpu":
         replace_gloo_collectives(engine_module)
+
+
+def _shard_experts(parameter: nn.Parameter, *, degree: int) -> Shard:
+    """Returns the placement of stacked experts over `degree` ranks."""
+    return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree))
 
 
 def _reduce_gradients_of_all_experts(unit: Unit, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """Opens the process group of a run, and builds the device mesh of a Plan."""
 
 import importlib
+import math
 import os
 import time
 import uuid
@@ -25,6 +26,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 
 REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
+EXPERT_SHARD_AXIS, EXPERT_AXIS = "dp_mod_ep", "ep"
 _MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TURN_SECONDS = 0.05
@@ -239,13 +241,27 @@ def _init_mesh(plan: Plan, axes: Mapping[str, int], *, shards: int) -> DeviceMes
     return init_device_mesh(plan.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def split_tensor_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Returns the axes of `mesh` that FSDP2 shards and replicates over, and its `tp` axis, if it has one."""
+def build_expert_mesh(plan: Plan, *, is_sharded: bool) -> DeviceMesh:
+    """Builds the mesh of divided experts over the same ranks: (`dp_replicate`, `dp_mod_ep`, `ep`).
+
+    Adjacent ranks divide the experts. Those that have the same ones shard and replicate them.
+
+    is_sharded: False for units that the plan does not shard
+    """
+    given = (plan.replicate_degree, plan.shard_degree)
+    replicas, shards = plan.expert_degrees(*given if is_sharded else (math.prod(given), 1))
+    sizes = {REPLICATE_AXIS: replicas} if replicas > 1 else {}
+    sizes |= {EXPERT_SHARD_AXIS: shards, EXPERT_AXIS: plan.expert_parallel}
+    return init_device_mesh(plan.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def split_inner_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Returns the axes that FSDP2 shards and replicates over, and the `tp` or `ep` axis inside, if any."""
     names = mesh.mesh_dim_names
     assert names is not None, "all our meshes have names"
-    if TENSOR_AXIS not in names:
+    if names[-1] not in (TENSOR_AXIS, EXPERT_AXIS):
         return mesh, None
-    return mesh[names[:-1]], mesh[TENSOR_AXIS]
+    return mesh[names[:-1]], mesh[names[-1]]
 
 
 def build_context_group(plan: Plan) -> dist.ProcessGroup:
@@ -267,6 +283,16 @@ def build_tensor_group(plan: Plan) -> dist.ProcessGroup:
     _check_world_size(plan)
     ranks = torch.arange(plan.world_size).view(-1, plan.tensor_parallel)
     return _build_own_group(ranks.tolist(), "tensor_parallel")
+
+
+def build_expert_group(plan: Plan) -> dist.ProcessGroup:
+    """Builds the groups of adjacent ranks that divide experts, and returns this rank's. Collective.
+
+    Raises PlanError as `build_mesh` does.
+    """
+    _check_world_size(plan)
+    ranks = torch.arange(plan.world_size).view(-1, plan.expert_parallel)
+    return _build_own_group(ranks.tolist(), "expert_parallel")
 
 
 def _build_own_group(ranks: list[list[int]], name: str) -> dist.ProcessGroup:

@@ -30,6 +30,7 @@ _SAVED_NAMES = _MATMUL_NAMES | {
     *(f"aten::_scaled_dot_product_{kind}" for kind in (*_ATTENTION_KINDS, "fused_attention_overrideable")),
     *(f"aten::_{kind}_attention_forward" for kind in ("flash", "efficient", "cudnn")),
     *("torch_attn::_varlen_attn", "fullshard::document_attention", "flex_attention"),
+    "fullshard::_grouped_mm",
     "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
 }
 OperationPolicy = Callable[[Any], CheckpointPolicy]
@@ -65,11 +66,19 @@ def apply_recompute(
         return
     for block in chosen:
         recomputed = partial(checkpoint, block.forward, use_reentrant=False)
-        if section.mode == "selective":
+        if section.mode == "selective" and not _changes_its_matmuls(block):
             # The compiler reads torch's contexts, and must see all operations.
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
             recomputed = partial(recomputed, context_fn=own)
         block.forward = recomputed
+
+
+def _changes_its_matmuls(block: nn.Module) -> bool:
+    """Returns whether a recurrent layer in `block` writes into the results of its matmuls.
+
+    Such a result cannot be saved, and torch does not notice. The whole block is recomputed then.
+    """
+    return any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in block.modules())
 
 
 def block_recompute_policy(section: RecomputeSection) -> OperationPolicy | None:

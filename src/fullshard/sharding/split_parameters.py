@@ -1,14 +1,15 @@
-"""Parameters divided over the `tp` axis of a mesh before FSDP2 shards them over its other axes.
+"""Parameters divided over the inner axis of a mesh (`tp`, `ep`) before FSDP2 shards them over the others.
 
 [Note: DTensors are storage]
 Each parameter is a DTensor on (`dp_replicate`, `dp_shard`, `tp`): checkpoints, norms and optimizers see its
 whole shape, and which part of it this rank has. While a unit computes, FSDP2 would wrap what it gathers in a
 DTensor over `tp`. Here modules get the local tensor instead, so that forward and backward run no DTensor
-operation: their collectives are those of `fullshard.models.tensor_parallel`.
+operation: their collectives are those of `fullshard.models.tensor_parallel`. Experts are the same on
+(`dp_replicate`, `dp_mod_ep`, `ep`): see `fullshard.models.expert_parallel`.
 
 [Note: the order of two splits]
-`tp` splits a parameter first, and `dp_shard` splits that part. If both split dim 0, the placement over
-`dp_shard` is FSDP2's `_StridedShard`: for it `is_shard()` is False, and so are `is_shard(0)` and
+The inner axis splits a parameter first, and `dp_shard` splits that part. If both split dim 0, the placement
+over `dp_shard` is FSDP2's `_StridedShard`: for it `is_shard()` is False, and so are `is_shard(0)` and
 `isinstance(placement, Shard)`. Ask `is_replicate()` instead. Each rank's part is still one box of the whole
 tensor, which `compute_local_shape_and_global_offset` returns.
 """
@@ -22,17 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard.sharding.mesh import split_tensor_axis
+from fullshard.sharding.mesh import split_inner_axis
 from fullshard.sharding.units import Unit
 
 SplitDims = Mapping[str, int | None]
-"""Parameter name -> the dim that the `tp` axis splits, or None if each of its ranks has all of it."""
+"""Parameter name -> the dim that the inner axis splits, or None if each of its ranks has all of it."""
 
 
-def split_over_tensor_axis(model: nn.Module, unit: Unit, *, split: SplitDims, mesh: DeviceMesh) -> None:
-    """Replaces the parameters of `unit`, which are on the meta device, by DTensors over the mesh's `tp`."""
-    _, axis = split_tensor_axis(mesh)
-    assert axis is not None, "only plans with a tp axis split parameters"
+def split_over_inner_axis(model: nn.Module, unit: Unit, *, split: SplitDims, mesh: DeviceMesh) -> None:
+    """Replaces the parameters of `unit`, which are on the meta device, by DTensors over the inner axis."""
+    _, axis = split_inner_axis(mesh)
+    assert axis is not None, "only meshes with an inner axis split parameters"
     made: dict[int, nn.Parameter] = {}
     for name, parameter in unit.parameters.items():
         dim = split[name]

@@ -1,13 +1,14 @@
 """Divides a model into communication units, whose parameters are gathered, used and freed together."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fullshard.distributed.stacked_experts import is_experts
 from fullshard.errors import ShardError
 from fullshard.sharding.blocks import (
     called_modules_with_parameters,
@@ -34,6 +35,7 @@ class Unit:
     keep_until_backward: bool = False  # whether its backward comes right after its forward
     override: UnitOverride | None = None  # the override of `sharding.units` that applies to it
     is_embedding: bool = False  # whether it only looks up rows, so that backward does not need its parameters
+    has_experts: bool = False  # whether its parameters are experts, which `expert_parallel` may divide
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     @property
@@ -45,6 +47,11 @@ class Unit:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property
+    def is_sharded(self) -> bool:
+        """False if its parameters stay whole under any strategy."""
+        return self.override is None or self.override.strategy is None
+
+    @property
     def holds_experts(self) -> bool:
         """True if some parameters may get no gradient on a rank whose tokens went to other experts."""
         return any("experts" in name.split(".") for name in self.parameters)
@@ -52,7 +59,13 @@ class Unit:
     def settings(self, plan: Plan) -> MergedUnitSettings:
         """Returns the unit's settings: the plan's, with the unit's override applied."""
         kept = self.is_root or self.keep_until_backward
-        return MergedUnitSettings.for_unit(plan, self.override, kept=kept, is_embedding=self.is_embedding)
+        return MergedUnitSettings.for_unit(
+            plan,
+            self.override,
+            kept=kept,
+            is_embedding=self.is_embedding,
+            has_experts=self.has_experts,
+        )
 
 
 def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
@@ -77,7 +90,25 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     recomputed = {m for b in find_recompute_blocks(model, section, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _only_looks_up_rows(unit) and unit.modules[0] not in recomputed
+    experts = {id(p) for module in model.modules() if is_experts(module) for p in module.parameters()}
+    for unit in units:
+        held = {id(parameter) for parameter in unit.parameters.values()}
+        unit.has_experts = bool(held) and held <= experts
     return units
+
+
+def check_experts_are_separate(units: Iterable[Unit], divided: Collection[str]) -> None:
+    """Raises ShardError if a unit has both experts that ranks divide (`divided`) and other parameters."""
+    mixed = [
+        unit for unit in units if not unit.has_experts and not unit.parameters.keys().isdisjoint(divided)
+    ]
+    if mixed:
+        raise ShardError(
+            f"the experts in {mixed[0].name} are not a unit of their own.",
+            got="sharding.expert_parallel above 1, sharding.units that join experts with other modules",
+            why="experts are sharded over other ranks than the modules around them",
+            fix='sharding.units.policy = "block" and separate_experts = true, as by default',
+        )
 
 
 def _only_looks_up_rows(unit: Unit) -> bool:

@@ -35,11 +35,20 @@ class CertaintyTable(FrozenModel):
 
 
 class Certainty(NamedTuple):
-    """Expected deviation of a predicted speed, `low` to `high` as fractions, and its grounds as text."""
+    """Expected deviation of a predicted speed from a measured one, `low` to `high` as fractions.
+
+    grounds: the rows that it is from, as text
+    """
 
     low: float
     high: float
     grounds: str
+
+    @property
+    def text(self) -> str:
+        """The deviation and its grounds, as `predicted 11 % too low to 28 % too high, as are …`."""
+        low, high = f"{-100 * self.low:.0f} % too low", f"{100 * self.high:.0f} % too high"
+        return f"predicted {low} to {high}, as are {self.grounds}"
 
 
 @cache
@@ -65,4 +74,6 @@ def speed_certainty(numel: int, hardware: Hardware) -> Certainty | None:
         spread = table.one_node if one else table.several_nodes
         where = "one node" if one else "several nodes"
         return Certainty(spread.low, spread.high, f"90 % of {spread.rows} published rows on {where}")
-    return Certainty(table.all.low, table.all.high, f"the worst of {table.all.rows} published rows; {why}")
+    return Certainty(
+        table.all.low, table.all.high, f"the worst two of {table.all.rows} published rows ({why})"
+    )

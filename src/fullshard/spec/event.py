@@ -34,6 +34,9 @@ class RunEvent(FrozenModel):
         save_failed  a checkpoint could not be written: `error`
         skip         nothing was updated, since loss or norm was not finite: `loss`, `grad_norm`
         spike        nothing was updated, since loss or norm stood out: `loss`, `grad_norm`
+        straggler    a rank holds the others up: `rank`, `cause`, `seconds` per step, `share` of a step,
+                     `from_step` (see `fullshard.spec.straggler`)
+        straggler_over  it does so no longer: `rank`, `cause`
         rollback     back to step `to_step`, because of `step`: `loss`, `grad_norm`
         fault        a rank failed: `rank`, `error`, `message`, `exit_code`. `step` is the last recorded one
         restart      the ranks are started again: `count`, `allowed`

@@ -15,7 +15,7 @@ from fullshard.spec.catalog import (
     read_catalog_chips,
     read_catalog_links,
 )
-from fullshard.spec.hardware import CALIBRATE, AttentionKernel, Chip, Hardware, Link
+from fullshard.spec.hardware import CALIBRATE, AttentionKernel, Chip, Hardware, Link, Rates
 from fullshard.spec.rates import default_gpu_rates, read_default_rate_figures
 from fullshard.spec.toml_file import read_toml
 
@@ -62,15 +62,13 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
     kernel = attention_kernel or entry.attention_kernel
     table = read_default_rate_figures()
     memory = table.memory_use
-    runs = entry.matmul_runs_of
-    dated = f"runs of {runs}: compare only with machines whose rates are of the same time" if runs else ""
-    sources = ("catalog, not calibrated", entry.matmul_source, dated, entry.attention_source)
+    rates = default_gpu_rates(entry, kernel)
     return Hardware(
         name=entry.name,
         device="cuda",  # any device with its own memory
         chip=entry.chip,
         attention_kernel=kernel,
-        rates=default_gpu_rates(entry, kernel),
+        rates=rates,
         within=link_from_catalog(entry.within),
         across=link_from_catalog(entry.across),
         contention=table.overlap.contention,
@@ -79,8 +77,20 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
         fragmentation=memory.fragmentation,
         usable_fraction=memory.ecc_fraction if entry.ecc else memory.usable_fraction,
         host_bytes_per_second=entry.host_bytes_per_second * table.host.copy_efficiency,
-        source="; ".join(filter(None, sources)),
+        source=f"catalog, not calibrated: {_rates_summary(entry, rates, kernel=kernel)}",
     )
+
+
+def _rates_summary(entry: CatalogChip, rates: Rates, *, kernel: AttentionKernel) -> str:
+    """Returns the rate of large matmuls with the time of the runs that it is fitted to, and the kernel."""
+    matmul = f"large matmuls at {rates.matmul['bf16'][-1].rate / 1e12:,.0f} TFLOP/s in bf16"
+    runs = entry.matmul_runs_of
+    dated = (
+        f"fitted to runs of {runs}: compare only with machines whose rates are of the same time"
+        if runs
+        else ""
+    )
+    return "; ".join(filter(None, (", ".join(filter(None, (matmul, dated))), f"attention by {kernel}")))
 
 
 def _find_chip(name: str, text: str) -> CatalogChip:

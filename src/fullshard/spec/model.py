@@ -1,5 +1,6 @@
 """ModelSpec: the planner's description of a model by shapes, bytes and kernels, without weights and torch."""
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from math import prod
@@ -18,9 +19,9 @@ Event = Literal[
 
 
 ComputeKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
-KernelKind = ComputeKind | Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
-SharedAxis = Literal["context", "tensor"]
-"""The ranks of a collective in the middle of computation: those that share a sequence, or its matmuls."""
+KernelKind = ComputeKind | Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "row_exchange"]
+SharedAxis = Literal["context", "tensor", "expert"]
+"""The ranks of a collective in the middle of computation: those that share sequences, matmuls or experts."""
 
 
 class ParamSpec(FrozenModel):
@@ -59,6 +60,7 @@ class UnitSpec(FrozenModel):
     position: index of the unit in the order in which modules are registered, the root first
     is_block: True for one of the model's repeated blocks
     is_embedding: True if it only looks up rows, so that its backward does not need its parameters
+    has_experts: True if its parameters are experts of a mixture, whose dim 0 is the expert
     kept: True if the unit stays gathered between forward and backward: the root, and the unit whose backward
         comes right after its forward
     """
@@ -70,6 +72,7 @@ class UnitSpec(FrozenModel):
     kept: bool = False
     override: UnitOverride | None = None
     is_embedding: bool = False
+    has_experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -108,7 +111,7 @@ class Kernel(FrozenModel):
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
     bytes: bytes that one launch reads and writes in device memory; of a collective, those of the tensor of
-        all ranks, or for `all_to_all`, of one rank
+        all ranks, or for `all_to_all` and `row_exchange`, of one rank
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels
@@ -221,6 +224,8 @@ class ModelSpec(FrozenModel):
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
     context_parallel, context_method: settings by which the traced rank has a part of each sequence
     tensor_parallel: number of ranks that share the traced matmuls
+    expert_parallel: number of ranks that divide the experts; the traced rank's experts get as many rows as it
+        sends. Parameters in `units` are whole.
     fp8: summary of which matrices are multiplied in fp8; empty if none are
     """
 
@@ -235,6 +240,7 @@ class ModelSpec(FrozenModel):
     context_parallel: int = 1
     context_method: Literal["gather", "ulysses"] = "gather"
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
     untraced: tuple[UntracedSettings, ...] = ()
@@ -246,6 +252,12 @@ class ModelSpec(FrozenModel):
     def numel(self) -> int:
         """Number of elements of all parameters; tied parameters count once."""
         return sum(unit.numel for unit in self.units) + self.scalars
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer, by which ranks can divide them; 0 if the model is no mixture."""
+        counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]
+        return math.gcd(*counts) if counts else 0
 
     @cached_property
     def derived_value_cache(self) -> dict[Hashable, object]:
@@ -263,7 +275,8 @@ class ModelSpec(FrozenModel):
                 for p in unit.parameters
             )
             override = None if unit.override is None else unit.override.model_copy(update={"match": ""})
-            kinds.append(first.setdefault((shapes, override, unit.kept, unit.is_embedding), index))
+            traits = (unit.kept, unit.is_embedding, unit.has_experts)
+            kinds.append(first.setdefault((shapes, override, *traits), index))
         return tuple(kinds)
 
     def choose_trace(
@@ -296,6 +309,12 @@ class ModelSpec(FrozenModel):
                 f"the spec of {self.name} was traced with another division of sequences.",
                 got=f"sharding.context_parallel = {asked} ({section.context_method}), and a spec for "
                 f"{traced} ({self.context_method})",
+                fix="describe(model, plan) with this plan",
+            )
+        if self.expert_parallel != plan.expert_parallel:
+            raise PlanError(
+                f"the spec of {self.name} was traced with another division of experts.",
+                got=f"sharding.expert_parallel = {plan.expert_parallel}, a spec for {self.expert_parallel}",
                 fix="describe(model, plan) with this plan",
             )
         return self.choose_trace(run.recompute, plan.microbatch, compiled=run.run.compile is True)

@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from fullshard.spec.value import NUMBER, FrozenModel, Options, PathText, PositiveCount, PositiveScalar
+from fullshard.spec.value import (
+    NUMBER,
+    Count,
+    FrozenModel,
+    NonNegativeScalar,
+    Options,
+    PathText,
+    PositiveCount,
+    PositiveScalar,
+)
 
 MOST_LAYERS = 2_048  # the deepest models ever trained have about a thousand layers
 
@@ -15,6 +24,15 @@ class DecoderConfig(FrozenModel):
 
     The defaults are a model that is small enough to learn in two minutes on two cores. Instead of sizes, the
     section may have `hf` (a transformers model) or `python` (any module): docs/models.md.
+
+    `experts`: number of experts in each feed-forward layer (a mixture of experts); 0 is one dense layer
+    `experts_per_token`: number of experts that each token goes to
+    `expert_d_ff`: inner width of one expert; 0 is `d_ff`
+    `shared_experts`: number of further experts that every token goes to
+    `balance_loss`: factor of the loss that balances the tokens among the experts of each layer, sequence by
+        sequence; 0 for none
+    `balance_bias_rate`: change per step of the bias by which DeepSeek-V3 balances experts without a loss
+        (0.001 there); 0 for none
     """
 
     vocabulary: PositiveCount = 256
@@ -27,6 +45,38 @@ class DecoderConfig(FrozenModel):
     rope_theta: PositiveScalar = 10_000.0
     norm_eps: PositiveScalar = 1e-5
     tied: bool = False
+    experts: Count = 0
+    experts_per_token: PositiveCount = 2
+    expert_d_ff: Count = 0
+    shared_experts: Count = 0
+    balance_loss: NonNegativeScalar = 0.0
+    balance_bias_rate: NonNegativeScalar = 0.0
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if the feed-forward layers have experts."""
+        return self.experts > 0
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one expert."""
+        return self.expert_d_ff or self.d_ff
+
+    @property
+    def inactive_parameters(self) -> int:
+        """Number of parameters of experts that a token does not go to."""
+        each = 3 * self.d_model * self.expert_width
+        return self.layers * (self.experts - self.experts_per_token) * each if self.is_mixture else 0
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.is_mixture and self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token = {self.experts_per_token} is over experts = {self.experts}")
+        settings = ("shared_experts", "expert_d_ff", "balance_loss", "balance_bias_rate")
+        given = [name for name in settings if getattr(self, name)]
+        if given and not self.is_mixture:
+            raise ValueError(f"{given[0]} = {getattr(self, given[0])} needs experts = <number of experts>")
+        return self
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:

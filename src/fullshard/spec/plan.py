@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fullshard.errors import PlanError
+from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy, UnitOverride
@@ -99,6 +100,8 @@ class Plan(FrozenModel):
     run: the run with every `auto` resolved
     context_parallel: number of adjacent ranks that share each sequence. It divides `replicate_degree` ×
         `shard_degree`, since parameters are sharded and replicated over these ranks as over all others.
+    expert_parallel: number of adjacent ranks that divide the experts of a mixture. It divides the same
+        product: experts are sharded and replicated over the ranks that have the same ones.
     reshard_after_forward: True frees a unit's gathered parameters after its forward, False keeps them for its
         backward, and an int keeps them sharded over that many ranks in between
     microbatch: sequences in one forward pass, of a rank or of the ranks that share them
@@ -114,6 +117,7 @@ class Plan(FrozenModel):
     shard_degree: PositiveInt
     tensor_parallel: PositiveInt = 1
     context_parallel: PositiveInt = 1
+    expert_parallel: PositiveInt = 1
     reshard_after_forward: bool | int
     precision: Precision
     microbatch: PositiveInt
@@ -135,6 +139,14 @@ class Plan(FrozenModel):
         """Number of ranks over which FSDP2 averages gradients: all of those that have tokens of their own."""
         return self.replicate_degree * self.shard_degree
 
+    def expert_degrees(self, replicate_degree: int, shard_degree: int) -> tuple[int, int]:
+        """Returns (replicate degree, shard degree) of experts that `expert_parallel` ranks divide.
+
+        Arguments: the degrees that the experts would have if no ranks divided them
+        """
+        shards = max(shard_degree // self.expert_parallel, 1)
+        return replicate_degree * shard_degree // (self.expert_parallel * shards), shards
+
     def counts_tokens(self, rank: int) -> bool:
         """Returns whether a rank counts its tokens and loss: one of the ranks that share matmuls does."""
         return rank % self.tensor_parallel == 0
@@ -143,6 +155,11 @@ class Plan(FrozenModel):
     def copies_gradients_to_host(self) -> bool:
         """True if the plan copies each reduced gradient from a GPU to the host for an offload target."""
         return self.run.offload.offloads_optimizer and self.device == "cuda"
+
+    @property
+    def is_prediction_only(self) -> bool:
+        """True if the plan can be predicted, but not run yet."""
+        return _unsupported_with_expert_parallel(self.run) is not None
 
     @classmethod
     def from_run(
@@ -154,7 +171,7 @@ class Plan(FrozenModel):
 
         Raises PlanError if degrees or batches do not divide, and for settings that do not work together.
         """
-        check_offload_supports_optimizer(run)
+        check_training_supports_run(run)
         return cls.from_run_for_prediction(
             run, world_size=world_size, device=device, bf16_hardware=bf16_hardware
         )
@@ -163,15 +180,19 @@ class Plan(FrozenModel):
     def from_run_for_prediction(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
-        """Returns a plan as `from_run` does, also for an optimizer whose state cannot be offloaded."""
+        """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
         _check_tensor_parallel_supports_run(run)
         run = _resolve_auto_settings(run)
         tensor = run.sharding.tensor_degree
         context = run.sharding.context_degree
         ranks = _count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
         groups = _count_groups(ranks, context, key="context_parallel", shared="a sequence")
+        experts = run.sharding.expert_parallel
+        assert isinstance(experts, int), "auto is resolved"
+        _count_groups(ranks, experts, key="expert_parallel", shared="experts")
         _check_sequence_is_divisible(run)
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
+        _check_experts_are_divisible(run, shard_degree=shard)
         microbatch, accumulation = _microbatch_and_accumulation(run, groups)
         _check_optimizer_in_backward(run, microbatch=microbatch, accumulation=accumulation)
         mode = run.precision.mode
@@ -189,6 +210,7 @@ class Plan(FrozenModel):
             shard_degree=shard,
             tensor_parallel=tensor,
             context_parallel=context,
+            expert_parallel=experts,
             reshard_after_forward=_choose_reshard_after_forward(run, shard),
             precision=Precision.from_mode(mode, run),
             microbatch=microbatch,
@@ -213,6 +235,7 @@ class MergedUnitSettings(FrozenModel):
 
     gathers_in_backward: whether parameters that were resharded are gathered again for backward
     skips_copies: whether the unit is not sharded, and gathered and reduced without FSDP2's copies
+    shards_any_dim: whether `expert_shard_dim` chooses the dim of its shards; otherwise it is dim 0
     """
 
     replicate_degree: int
@@ -221,15 +244,23 @@ class MergedUnitSettings(FrozenModel):
     gathers_in_backward: bool
     precision: Precision
     skips_copies: bool
+    shards_any_dim: bool
 
     @classmethod
     def for_unit(
-        cls, plan: Plan, override: UnitOverride | None, *, kept: bool, is_embedding: bool = False
+        cls,
+        plan: Plan,
+        override: UnitOverride | None,
+        *,
+        kept: bool,
+        is_embedding: bool = False,
+        has_experts: bool = False,
     ) -> Self:
         """Returns the plan's settings for a unit, with the unit's override.
 
         kept: True keeps the unit gathered after forward, because its backward comes next
         is_embedding: True if its backward does not need its parameters
+        has_experts: True if its parameters are experts, which `expert_parallel` divides
         """
         own = override or _NO_OVERRIDE
         unsharded = own.strategy is not None
@@ -240,6 +271,8 @@ class MergedUnitSettings(FrozenModel):
             reshard = own.reshard_after_forward
         replicas = plan.replicate_degree * (plan.shard_degree if unsharded else 1)
         degree = 1 if unsharded else plan.shard_degree
+        if has_experts and plan.expert_parallel > 1:
+            replicas, degree = plan.expert_degrees(replicas, degree)
         precision = Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision
         return cls(
             replicate_degree=replicas,
@@ -255,13 +288,40 @@ class MergedUnitSettings(FrozenModel):
             and (plan.device == "cpu" or replicas == 1)
             and plan.run.offload.tier == "none"
             and not precision.gathers_fp8,
+            shards_any_dim=has_experts
+            and degree > 1
+            and isinstance(reshard, bool)
+            and plan.run.offload.tier == "none",
         )
 
 
 def check_training_supports_run(run: Run) -> None:
-    """Raises PlanError for settings that do not work together."""
+    """Raises PlanError for settings that do not work together, or that training does not support yet."""
     _check_tensor_parallel_supports_run(run)
+    if unsupported := _unsupported_with_expert_parallel(run):
+        raise PlanError(
+            "this is planned, not yet run.",
+            got=f"sharding.expert_parallel = {run.sharding.expert_parallel}, {unsupported}",
+            why="fullshard plan predicts it; fullshard train cannot run both together yet",
+            fix="one of the two settings as by default",
+        )
     check_offload_supports_optimizer(run)
+
+
+def _unsupported_with_expert_parallel(run: Run) -> str | None:
+    """Returns the first setting of `run` that training does not combine with expert parallel, if any."""
+    model, precision, section = run.model, run.precision.mode, run.sharding
+    unsupported = {
+        "model.python": not isinstance(model, DecoderConfig | HuggingFaceModel),
+        f'offload.tier = "{run.offload.tier}"': run.offload.tier not in ("auto", "none"),
+        f'precision.mode = "{precision}"': precision in _FP8,
+        f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
+        "optimizer.in_backward = true": run.optimizer.in_backward,
+        f"adapter.rank = {run.adapter.rank}": run.adapter.rank > 0,
+        "sharding.reshard_after_forward": section.reshard_after_forward is not None,
+    }
+    divides = section.expert_parallel not in (1, "auto")
+    return next((setting for setting, is_set in unsupported.items() if is_set and divides), None)
 
 
 def _check_tensor_parallel_supports_run(run: Run) -> None:
@@ -276,12 +336,13 @@ def _check_tensor_parallel_supports_run(run: Run) -> None:
 
 def first_setting_without_tensor_parallel(run: Run) -> str | None:
     """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
-    model, precision = run.model, run.precision.mode
+    model, precision, experts = run.model, run.precision.mode, run.sharding.expert_parallel
+    is_custom = not isinstance(model, DecoderConfig | HuggingFaceModel)
     unsupported = {
-        "model.python without sharding.tensor_parallel_styles": not isinstance(
-            model, DecoderConfig | HuggingFaceModel
-        )
+        "model.python without sharding.tensor_parallel_styles": is_custom
         and not run.sharding.tensor_parallel_styles,
+        "model.experts": isinstance(model, DecoderConfig) and model.is_mixture,
+        f"sharding.expert_parallel = {experts}": experts not in (1, "auto"),
         f'precision.mode = "{precision}"': precision in _FP8,
         f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
         "sharding.reshard_after_forward": run.sharding.reshard_after_forward is not None,
@@ -335,13 +396,30 @@ def _check_sequence_is_divisible(run: Run) -> None:
         )
 
 
+def _check_experts_are_divisible(run: Run, *, shard_degree: int) -> None:
+    """Raises PlanError if ranks cannot have equally many experts, all of whose shards are on equal groups."""
+    ranks, model = run.sharding.expert_parallel, run.model
+    assert isinstance(ranks, int), "auto is resolved"
+    if ranks == 1:
+        return
+    if isinstance(model, DecoderConfig) and (not model.is_mixture or model.experts % ranks):
+        raise indivisible_experts_error(model.experts, ranks=ranks, key="model.experts")
+    if shard_degree % ranks and ranks % shard_degree:
+        raise PlanError(
+            f"experts divided over {ranks} ranks cannot be sharded in groups of {shard_degree}.",
+            got=f"sharding.expert_parallel = {ranks}, {shard_degree} ranks in a shard group",
+            why="one of the two must divide the other",
+            fix=f"sharding.expert_parallel = one of {_divisors(shard_degree)}",
+        )
+
+
 def _resolve_auto_settings(run: Run) -> Run:
     """Returns `run` with a default for each `auto` of compile, sharding, recompute, prefetch and offload."""
     hybrid = run.sharding.shard_degree is not None
     strategy = Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD
     plain: dict[str, dict[str, object]] = {
         "run": {"compile": False},
-        "sharding": {"strategy": strategy, "context_parallel": 1, "tensor_parallel": 1},
+        "sharding": {"strategy": strategy, "context_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1},
         "recompute": {"mode": "none"},
         "prefetch": {"mode": "implicit"},
         "offload": {"tier": "none", "update": "host"},

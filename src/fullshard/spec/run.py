@@ -127,6 +127,9 @@ class ShardingSection(FrozenModel):
         unless a plan with whole sequences does not fit in device memory.
     `context_method`: how attention reaches the keys of other ranks: `gather` gathers them; `ulysses`
         exchanges tokens for heads, which the number of ranks must divide
+    `expert_parallel`: divides the experts of a mixture over this many adjacent ranks, which send each other
+        the tokens for them, instead of gathering all experts of a layer. See docs/expert-parallel.md. `auto`
+        is the fastest that fits; 1 if nothing is planned.
     """
 
     renamed = {"reshard_to": "reshard_after_forward"}
@@ -138,6 +141,7 @@ class ShardingSection(FrozenModel):
     tensor_parallel_styles: dict[str, str] = {}
     context_parallel: PositiveCount | Literal["auto"] = "auto"
     context_method: Literal["gather", "ulysses"] = "gather"
+    expert_parallel: PositiveCount | Literal["auto"] = 1
     units: UnitSection = UnitSection()
 
     @property
@@ -283,12 +287,19 @@ class LogSection(FrozenModel):
     `every`: steps between log lines
     `profile_steps`: steps profiled for the table of where the time goes, from the fourth on; excluded from
         speed figures. A shorter run has no table.
+    `profile`: steps that torch's profiler records, with shapes, stacks and kernels, on the ranks
+        `profile_ranks`; excluded from speed figures. See docs/trace.md.
+    `trace_every`: steps between those whose spans each rank writes, for `fullshard trace` and the report; 0
+        records no spans, and names no slow ranks
     `trackers`: `tensorboard`, `wandb`, `mlflow` (each an extra), or the name of an entry point in the group
         `fullshard.trackers` of another package. See docs/trackers.md.
     """
 
     every: PositiveCount = 10
     profile_steps: Count = 2
+    profile: tuple[PositiveCount, ...] = ()
+    profile_ranks: tuple[Count, ...] = (0,)
+    trace_every: Count = 100
     trackers: tuple[str, ...] = ()
     sample_tokens: Count = 160
 
@@ -400,6 +411,9 @@ class Run(FrozenModel):
         elif self.offload.offloads_optimizer:
             setting = f'offload.tier = "{self.offload.tier}"'
             why = "a tier updates group by group, and its gradients leave the device anyway"
+        elif isinstance(self.model, DecoderConfig) and self.model.balance_bias_rate:
+            setting = f"model.balance_bias_rate = {self.model.balance_bias_rate}"
+            why = "recompute reads the bias while units are updated"
         else:
             return self
         raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")

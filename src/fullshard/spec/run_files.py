@@ -2,6 +2,9 @@
 
 CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
 METRICS, EVENTS, MEASUREMENT = "metrics.jsonl", "events.jsonl", "measurement.json"
+SPANS, PROFILES = "spans", "profiles"
+PREDICTED_STEP = "predicted.jsonl"
+"""The planned step, in the directory of spans."""
 EXPORT = "model.safetensors"
 TRACKERS = "trackers.json"
 """The identifier of each tracker's record of the run."""

@@ -1,6 +1,7 @@
 """The phase of a run that a rank is in, which the training loop sets and the watchdog reads."""
 
 from enum import StrEnum
+from typing import Protocol
 
 
 class RunPhase(StrEnum):
@@ -25,9 +26,20 @@ SLOW_PHASES = frozenset(
 """Phases without a usual duration, for which the watchdog waits longer."""
 
 
+class PhaseObserver(Protocol):
+    """An object that is informed about the phases of this rank."""
+
+    def note_phase(self, phase: RunPhase, step: int, /) -> object:
+        """Notes that the rank enters `phase`, after `step` finished steps."""
+
+    def note_hang(self) -> object:
+        """Notes that the run hangs. Called by the watchdog's thread, before it ends the process."""
+
+
 class PhaseTracker:
     """The current phase of this rank, and its number of finished steps.
 
+    observer: informed about each phase; None for no one
     changes: number of times that a phase was entered; the watchdog takes an increase as progress
     has_finished_step: whether this process has finished a step, and thus compilation and first allocations
     """
@@ -35,10 +47,13 @@ class PhaseTracker:
     def __init__(self) -> None:
         self.step, self.phase = 0, RunPhase.STARTING
         self.changes, self.has_finished_step = 0, False
+        self.observer: PhaseObserver | None = None
 
     def enter(self, phase: RunPhase) -> None:
         self.phase = phase
         self.changes += 1
+        if self.observer is not None:
+            self.observer.note_phase(phase, self.step)
 
     def finish_step(self, step: int) -> None:
         self.step, self.has_finished_step = step, True

@@ -253,6 +253,8 @@ class _Watchdog:
     def _report_and_exit(self) -> None:
         """Publishes this rank's report, diagnoses the hang or waits for another rank's verdict, and exits."""
         own, first = self._make_report(), True
+        if self._where.observer is not None:
+            self._where.observer.note_hang()
         with suppress(RuntimeError):
             self._board.publish_report(own)
             first = self._board.request_reports()

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import lcm
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError
 from fullshard.models.context_parallel import use_context_parallel
+from fullshard.models.expert_parallel import keep_own_experts, use_expert_parallel
 from fullshard.models.tensor_parallel import use_tensor_parallel
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
@@ -66,7 +68,6 @@ from fullshard.tracing.example_batch import (
 )
 from fullshard.tracing.failures import NEEDS_VALUES, TRACE_FAILURES, error_text, trace_error
 from fullshard.tracing.kernels import distinct_storage_bytes, list_tensors
-from fullshard.tracing.parameter_specs import parameters_gathered_in_fp8, unit_and_parameter_specs
 from fullshard.tracing.phases import (
     KernelIndex,
     can_extrapolate_to_smaller,
@@ -76,6 +77,7 @@ from fullshard.tracing.phases import (
 from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, MicrobatchTracer, training_mode
+from fullshard.tracing.unit_specs import parameters_gathered_in_fp8, unit_and_parameter_specs
 
 # Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -116,9 +118,8 @@ def describe(
     """
     plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
     _check_not_sharded(model)
-    section = plan.run.sharding.units
-    given = find_units(model, section, predicate=units)
-    blocks = find_recompute_blocks(model, section, units=given)
+    given = find_units(model, plan.run.sharding.units, predicate=units)
+    blocks = find_recompute_blocks(model, plan.run.sharding.units, units=given)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
     with ExitStack() as stack, disable_packing_detection(), fold_time_of_recurrent_layers():
@@ -139,6 +140,7 @@ def describe(
         context_parallel=plan.context_parallel,
         context_method=plan.run.sharding.context_method,
         tensor_parallel=plan.tensor_parallel,
+        expert_parallel=plan.expert_parallel,
         kernels=study.table.kernels,
         traces=tuple(traces),
         untraced=tuple(untraced),
@@ -198,7 +200,11 @@ def _one_rank_plan_and_settings(
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
     settings = list(product(recomputes, run.compile_choices(device)))
-    return Plan.from_run(alone, world_size=sharding.ranks_per_sequence, device=device), device, settings
+    experts = 1 if sharding.expert_parallel == "auto" else sharding.expert_parallel
+    ranks = lcm(sharding.ranks_per_sequence, experts)
+    groups = microbatch * (ranks // sharding.ranks_per_sequence)
+    alone = alone.model_copy(update={"train": train.model_copy(update={"global_batch": groups})})
+    return Plan.from_run(alone, world_size=ranks, device=device), device, settings
 
 
 @dataclass
@@ -454,6 +460,9 @@ def _copy_model_as_fake(
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
         use_context_parallel(twin, plan, rank=0, group="context")
+        if plan.expert_parallel > 1:
+            own = use_expert_parallel(twin, plan, group="expert")
+            keep_own_experts(twin, own, ranks=plan.expert_parallel)
         cast_buffers(twin, plan.precision)
     if fp8 is not None:
         linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}

@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fullshard.distributed.row_exchange import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.distributed.sequence_parts import EXCHANGE, GATHER, REDUCE, REDUCE_ALL
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.model import KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
+from fullshard.tracing.cpu_scratch import cpu_scratch_bytes
 from fullshard.tracing.recurrent_layers import (
     LSTM_LAYER,
     lstm_backward_scratch_bytes,
@@ -29,13 +31,14 @@ _ATTENTION = "_scaled_dot_product_"
 # Attention within documents: on a GPU, with tensors (tokens, heads, head_dim), and on the CPU.
 _VARLEN, _DOCUMENTS = "_varlen_attn", "document_attention"
 GROUPED = "_grouped_mm"
-# Collectives of ranks that share sequences or matmuls, and how many times their input's bytes they need
-# besides results.
+# Collectives in the middle of computation, and how many times their input's bytes they need besides results.
 _COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
     GATHER: ("all_gather", 0),
     REDUCE: ("reduce_scatter", 1),
     EXCHANGE: ("all_to_all", 2),
     REDUCE_ALL: ("all_reduce", 0),
+    EXCHANGE_ROWS: ("row_exchange", 0),
+    EXCHANGE_COUNTS: ("row_exchange", 0),
 }
 # Operations that create or inspect tensors and launch no kernel.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
@@ -119,7 +122,8 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
     On the CPU those of an addition in place are known, which casts the tensor that it adds, and those of the
-    backward of an LSTM. On a GPU:
+    backward of an LSTM. Those of matmuls and attention are measured (`fullshard.tracing.cpu_scratch`). On a
+    GPU:
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -163,7 +167,7 @@ def _cpu_transient_bytes(call: OpCall) -> int:
     if call.bare_operator_name == f"{LSTM_LAYER}_backward":
         return lstm_backward_scratch_bytes(call.arguments_by_name())
     if call.bare_operator_name != "add_":
-        return 0
+        return cpu_scratch_bytes(call.func, call.args, name=call.bare_operator_name, kwargs=call.kwargs)
     total, added = call.args[:2]
     differs = isinstance(added, Tensor) and added.ndim and added.dtype != total.dtype
     return added.numel() * total.itemsize if differs else 0
@@ -196,7 +200,7 @@ def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
 def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
     """Returns the result shape of a grouped matmul (the experts of a mixture), whose groups end at `offs`."""
     named = call.arguments_by_name()
-    left, right, ends = named["self"], named["mat2"], named.get("offs")
+    left, right, ends = call.args[0], named["mat2"], named.get("offs")
     groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
     rows, columns = left.shape[-2], right.shape[-1]
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
@@ -204,8 +208,7 @@ def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
 
 def _grouped_matmul_flops(call: OpCall) -> int:
     """Returns the FLOP of a grouped matmul, which multiplies each row by the matrix of its own group only."""
-    named = call.arguments_by_name()
-    left, right = named["self"], named["mat2"]
+    left, right = call.args[0], call.arguments_by_name()["mat2"]
     each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
     return each * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
 

@@ -2,14 +2,18 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.distributed.agreement import world_size
+from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.sharding.mesh import TENSOR_AXIS
@@ -17,18 +21,19 @@ from fullshard.sharding.mesh import TENSOR_AXIS
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
 
-def list_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the gradients of all parameters that have one, including those of offloaded parameters."""
+def list_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the gradients of `parameters` that have one, including those of offloaded parameters."""
     if not isinstance(optimizer, StreamingAdamW):
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        return [p.grad for p in parameters if p.grad is not None]
     names, outside = optimizer.offloaded.names_of, optimizer.gradients
-    every = (outside.find_gradient(names[p]) if p in names else p.grad for p in model.parameters())
+    every = (outside.find_gradient(names[p]) if p in names else p.grad for p in parameters)
     return [gradient for gradient in every if gradient is not None]
 
 
-def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Clears the gradients of all parameters, including those that the optimizer does not update."""
-    model.zero_grad(set_to_none=True)
+def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Clears the gradients of `parameters`, and those of offloaded parameters."""
+    for parameter in parameters:
+        parameter.grad = None
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradients.clear()
 
@@ -40,7 +45,8 @@ def average_scalar_gradients(gradients: Sequence[Tensor]) -> None:
     if not scalars or world_size() == 1:
         return
     flat = torch.stack(scalars)
-    dist.all_reduce(flat)
+    with TimedRange("all_reduce"):
+        dist.all_reduce(flat)
     for scalar, total in zip(scalars, flat.unbind(), strict=True):
         scalar.copy_(total / world_size())
 
@@ -66,7 +72,8 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
                 groups[part.dtype, group].append(part)
     for (_, group), parts in groups.items():
         flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat, group=group)
+        with TimedRange("all_reduce"):
+            dist.all_reduce(flat, group=group)
         for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))
 
@@ -105,6 +112,11 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
 def _count_replicas(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return world_size()
+    return world_size() // _count_parts(tensor.device_mesh, tensor.placements)
+
+
+@lru_cache(maxsize=64)  # a step asks for each parameter
+def _count_parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
     # See [Note: the order of two splits] in `fullshard.sharding.split_parameters`.
-    sharding_axes = (axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
-    return world_size() // math.prod(map(tensor.device_mesh.size, sharding_axes))
+    sharding_axes = (axis for axis, placement in enumerate(placements) if not placement.is_replicate())
+    return math.prod(map(mesh.size, sharding_axes))

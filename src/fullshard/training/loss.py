@@ -72,6 +72,9 @@ def next_token_loss(
         model, lambda: model(tokens, **arguments), labels=labels, chunk_rows=chunk_rows
     )
     count = (labels != IGNORED_LABEL).sum()
+    rows: Tensor | None = getattr(output, "balance_loss", None)  # of the reference decoder, per sequence
+    if rows is not None:
+        total = total + (rows * (labels != IGNORED_LABEL).sum(dim=1)).sum()
     balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
     if balance is not None:
         total = total + cast(Any, model.config).router_aux_loss_coef * balance * count

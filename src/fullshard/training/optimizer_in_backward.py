@@ -27,8 +27,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import record_function
 
+from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.training.gradients import local_gradient_norms, sum_gradients_over_tensor_axis
@@ -106,7 +106,7 @@ class OptimizerInBackward:
     def _update_parameters(self, parameters: Sequence[Tensor]) -> None:
         if not parameters:
             return
-        with record_function("fullshard::optimizer"):
+        with TimedRange("optimizer"):
             gradients = [p.grad for p in parameters if p.grad is not None]
             sum_gradients_over_tensor_axis(gradients)
             self._norms.update(zip(parameters, local_gradient_norms(gradients).values(), strict=True))

@@ -15,6 +15,7 @@ from torch import nn
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.models.context_parallel import use_context_parallel
+from fullshard.models.expert_parallel import use_expert_parallel
 from fullshard.models.tensor_parallel import use_tensor_parallel
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
@@ -38,7 +39,7 @@ from fullshard.offload.state import (
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.sharding import apply
 from fullshard.sharding.materialize import Initialise, local_device
-from fullshard.sharding.mesh import build_context_group, build_tensor_group
+from fullshard.sharding.mesh import build_context_group, build_expert_group, build_tensor_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
@@ -61,7 +62,7 @@ def shard(
     """Shards `model` like `fullshard.sharding.apply.shard`, and creates the state that the plan offloads.
 
     If the plan divides sequences over ranks, the attention of `model` reaches the keys of other ranks. If it
-    divides matmuls, see `fullshard.models.tensor_parallel`.
+    divides matmuls, see `fullshard.models.tensor_parallel`; experts, `fullshard.models.expert_parallel`.
 
     system: the system calls for the drive of the offload target
 
@@ -73,6 +74,8 @@ def shard(
     split = None
     if plan.tensor_parallel > 1:
         split = use_tensor_parallel(model, plan, rank=rank(), group=build_tensor_group(plan).group_name)
+    if plan.expert_parallel > 1:
+        split = use_expert_parallel(model, plan, group=build_expert_group(plan).group_name)
     if plan.run.offload.is_on_drive and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
     keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None

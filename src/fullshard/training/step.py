@@ -22,7 +22,7 @@ compute the same numbers in the same way, so they give the same parameters, bit 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +30,16 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from fullshard.distributed.agreement import rank
+from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import TrainError
 from fullshard.sharding.fp8 import reuse_weight_scales
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import (
     WIDTH,
@@ -47,6 +49,7 @@ from fullshard.survival.fingerprint import (
     step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.balance import balance_experts
 from fullshard.training.decision import StepDecision, decide_step, step_result
 from fullshard.training.figures import HostCopy, PendingResult, StepResult, copy_to_device
 from fullshard.training.gradients import (
@@ -118,10 +121,10 @@ def run_step(
     with reuse_weight_scales(state.model):
         nominal = run(updates=updates)
     where.enter(RunPhase.REDUCE)
-    gradients = list_gradients(state.model, state.optimizer)
+    gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(gradients)
     sum_gradients_over_tensor_axis(gradients if in_backward is None else ())
-    with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
+    with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
         norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
         sums[2] = local_share_of_squared_norm(norms) if norms else 0.0
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
@@ -134,17 +137,25 @@ def run_step(
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
         result.read()
     set_learning_rate(state.optimizer, learning_rate)
-    with record_function("fullshard::optimizer"):
+    with TimedRange("optimizer"):
         if not result.is_read:
             update_as_device_decides(state.optimizer, decision)
         elif in_backward is not None:
             _check_finite_update(result.read(), step=state.step + 1)
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
-    clear_gradients(state.model, state.optimizer)
+    _finish_update(state, plan, parameters=parameters)
     if plan.precision.loss_scaling and result.read().tokens > 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
+
+
+def _finish_update(state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter]) -> None:
+    """Clears the gradients of `parameters`, and changes the biases of experts, if the model has some."""
+    clear_gradients(parameters, state.optimizer)
+    section = plan.run.model
+    if isinstance(section, DecoderConfig) and section.balance_bias_rate:
+        balance_experts(state.model, rate=section.balance_bias_rate)
 
 
 def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResult:
@@ -214,7 +225,8 @@ def _all_reduce(
     known_here = torch.tensor([float(stop), *numbers], dtype=torch.float64)
     totals = torch.cat([sums, copy_to_device(known_here, sums.device)])
     if plan.world_size > 1:
-        dist.all_reduce(totals)
+        with TimedRange("all_reduce"):
+            dist.all_reduce(totals)
     return _Totals(totals, own, plan.world_size)
 
 

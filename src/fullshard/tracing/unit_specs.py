@@ -1,4 +1,4 @@
-"""Units and parameters of a model as they are in a ModelSpec."""
+"""Specs of a model's units and parameters."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,4 +51,5 @@ def unit_and_parameter_specs(
             kept=unit.is_root or unit.keep_until_backward,
             override=unit.override,
             is_embedding=unit.is_embedding,
+            has_experts=unit.has_experts,
         )

@@ -1,0 +1,288 @@
+"""Whether a rank that holds the others up is named, with its cause: delays injected into a small training.
+
+    torchrun --nproc-per-node 4 bench/stragglers.py [--trials 20] [--clean 20] [--seed 1] [--json]
+
+In each window of steps, at most one rank is delayed by 100 to 200 ms per step, for one cause. Prints for each
+cause how often the right rank and cause were named, nothing, or anything else. The thresholds are those of
+`fullshard.survival.stragglers` and `link_probe`; the seeds are not those with which these were chosen.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.distributed.agreement import all_gather_object
+from fullshard.distributed.ranges import record_ranges
+from fullshard.jobs.straggler_watch import StragglerWatch
+from fullshard.profiler.interruptions import Interruptions
+from fullshard.profiler.span_clock import HostClock
+from fullshard.profiler.step_recorder import StepRecorder
+from fullshard.profiler.unit_hooks import record_units
+from fullshard.sharding.mesh import process_group
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.spec.straggler import StragglerCause
+from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+
+WINDOW = 4
+WARMUP_WINDOWS = 3  # the first one probes the links
+SETTINGS = (
+    "sharding.strategy=full_shard",
+    "train.global_batch=16",
+    "data.sequence_length=4",
+    "train.steps=1000000",
+    "schedule.warmup_steps=1",
+    "optimizer.learning_rate=1e-4",
+    "precision.mode=fp32",
+)
+_STOPPER = (
+    "import os, signal, sys, time\n"
+    "for line in sys.stdin:\n"
+    "    late, seconds = map(float, line.split())\n"
+    "    time.sleep(late); os.kill({pid}, signal.SIGSTOP)\n"
+    "    time.sleep(seconds); os.kill({pid}, signal.SIGCONT)\n"
+)
+Injection = tuple[int, StragglerCause, float] | None  # rank, cause, seconds per step
+
+
+@dataclass
+class Delay:
+    """The delay of this rank in the current step.
+
+    sends: messages that this rank sent since the start
+    sends_of_step: messages of a step, over which a slow link divides its delay
+    """
+
+    cause: StragglerCause | None = None
+    seconds: float = 0.0
+    sends: int = 0
+    sends_of_step: int = 0
+    garbage: list[list[int]] = field(default_factory=list[list[int]])
+
+    def burn(self, cause: StragglerCause) -> None:
+        """Computes for the delay's processor time, if it is for `cause`."""
+        if self.cause is cause:
+            end = time.thread_time() + self.seconds
+            a = torch.randn(64, 64)
+            while time.thread_time() < end:
+                a = torch.mm(a, a).tanh()
+
+    def sleep(self, cause: StragglerCause) -> None:
+        if self.cause is cause:
+            time.sleep(self.seconds)
+
+
+class Layers(nn.Module):
+    """x (rows, 64) -> (rows, 1), with a place for each delay."""
+
+    def __init__(self, delay: Delay) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 1)
+        self.delay = delay
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.delay.burn(StragglerCause.FORWARD)
+        if self.delay.cause is StragglerCause.GARBAGE:
+            gc.collect()
+        out = self.head(x)
+        out.register_hook(lambda _: self.delay.burn(StragglerCause.BACKWARD))
+        return out
+
+
+class Rows:
+    """A batch of random rows."""
+
+    def __init__(self, delay: Delay) -> None:
+        self.delay = delay
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(step * 64 + rank)
+        for _ in range(plan.accumulation):
+            self.delay.sleep(StragglerCause.DATA)
+            yield torch.randn(plan.microbatch, 64, generator=generator)
+
+
+class SlowSends:
+    """Context in which each message that this rank sends is late, if the delay is that of a slow link."""
+
+    def __init__(self, delay: Delay) -> None:
+        self.delay, self.send = delay, dist.isend
+
+    def __enter__(self) -> None:
+        setattr(dist, "isend", self._send_late)  # noqa: B010
+
+    def __exit__(self, *error: object) -> None:
+        setattr(dist, "isend", self.send)  # noqa: B010
+
+    def _send_late(self, *args: Any, **kwargs: Any) -> Any:
+        self.delay.sends += 1
+        if self.delay.cause is StragglerCause.LINK:
+            time.sleep(self.delay.seconds / max(1, self.delay.sends_of_step))
+        return self.send(*args, **kwargs)
+
+
+def run_windows(
+    schedule: Sequence[Injection], *, settings: Sequence[str] = SETTINGS
+) -> list[list[tuple[int, str]]]:
+    """Returns (rank, cause) of what was named in each window of `schedule`. Collective."""
+    delay, rank = Delay(), dist.get_rank()
+    plan = Plan.from_run(Run.load(overrides=list(settings)), world_size=dist.get_world_size(), device="cpu")
+    with torch.device("meta"):
+        model = Layers(delay)
+    shard(model, plan)
+    optimizer = build_optimizer(model, plan)
+    optimizer.register_step_pre_hook(lambda *_: delay.burn(StragglerCause.OPTIMIZER))
+    state = TrainState(model, optimizer, data=Rows(delay))
+    state.phase = PhaseTracker()
+    named: list[list[tuple[int, str]]] = []
+    with ExitStack() as stack:
+        stack.enter_context(SlowSends(delay))
+        recorder = StepRecorder(HostClock(), interruptions=stack.enter_context(Interruptions()))
+        stack.callback(recorder.close)
+        stack.enter_context(record_ranges(recorder))
+        stack.enter_context(record_units(model, recorder))
+        state.phase.observer = _Phases(recorder)
+        watch = StragglerWatch(every=WINDOW, device=torch.device("cpu"))
+        stopper = stack.enter_context(_stopper())
+        steps, seen = train(state, plan, loss=lambda m, x: m(x).square().mean()), 0
+        padded = [None] * WARMUP_WINDOWS + list(schedule) + [None]
+        for number in range(1, len(padded) * WINDOW + 2):
+            # A window that ends with step n is of the steps before it: those from n - WINDOW to n - 1.
+            now = padded[min(number // WINDOW, len(padded) - 1)]
+            _set_delay(delay, now if now is not None and now[0] == rank else None)
+            if number == 2 * WINDOW:
+                delay.sends_of_step = delay.sends // (2 * WINDOW - 1)
+            if delay.cause is StragglerCause.PAUSE and stopper.stdin is not None:
+                stopper.stdin.write(f"{random.random() * 0.01} {delay.seconds}\n")
+                stopper.stdin.flush()
+            step = next(steps)
+            state.phase.enter(RunPhase.SAVING)
+            delay.sleep(StragglerCause.SAVING)
+            all_gather_object(None)
+            state.phase.enter(RunPhase.BETWEEN_STEPS)
+            closed = [one for one in recorder.closed if one.step > seen]
+            seen = closed[-1].step if closed else seen
+            watch.add_steps(closed)
+            # The link is as slow in the probe as in the window that it follows.
+            before = padded[(number - 1) // WINDOW - 1] if number > WINDOW else None
+            if before is not None and before[0] == rank and before[1] is StragglerCause.LINK:
+                _set_delay(delay, before)
+            result = watch.exchange(step.index)
+            if result is not None:
+                named.append([(one.rank, str(one.cause)) for one in result.stragglers])
+        stopper.send_signal(signal.SIGKILL)
+    return named[WARMUP_WINDOWS : WARMUP_WINDOWS + len(schedule)]
+
+
+class _Phases:
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.note_phase = recorder.note_phase
+
+    def note_hang(self) -> None:
+        return
+
+
+def _stopper() -> "subprocess.Popen[str]":
+    """Starts a process that stops this one: each line of its input is a delay and a duration, in seconds."""
+    program = _STOPPER.format(pid=os.getpid())
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)
+
+
+def _set_delay(delay: Delay, injection: Injection) -> None:
+    before = delay.cause
+    delay.cause, delay.seconds = (None, 0.0) if injection is None else injection[1:]
+    if delay.cause is StragglerCause.GARBAGE and before is not StragglerCause.GARBAGE:
+        delay.garbage = _garbage(delay.seconds)
+    elif delay.cause is not StragglerCause.GARBAGE:
+        delay.garbage = []
+
+
+def _garbage(seconds: float) -> list[list[int]]:
+    """Returns living objects that a collection needs `seconds` to look at."""
+    made: list[list[int]] = []
+    took = 0.0
+    while took < seconds:
+        made += [[i] for i in range(50_000)]
+        started = time.thread_time()
+        gc.collect()
+        took = time.thread_time() - started
+    return made
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--trials", type=int, default=20, help="windows of each cause (20)")
+    asked.add_argument("--clean", type=int, default=20, help="windows without a delay (20)")
+    asked.add_argument("--seed", type=int, default=1)
+    asked.add_argument("--json", action="store_true")
+    given = asked.parse_args()
+    torch.set_num_threads(1)
+    with process_group("cpu") as ranks:
+        draw = random.Random(given.seed)
+        schedule: list[Injection] = [None] * given.clean
+        schedule += [
+            (draw.randrange(ranks.world_size), cause, draw.uniform(0.1, 0.2))
+            for cause in StragglerCause
+            for _ in range(given.trials)
+        ]
+        draw.shuffle(schedule)
+        gc.freeze()
+        started = time.perf_counter()
+        named = run_windows(schedule)
+        if ranks.rank == 0:
+            seconds = (time.perf_counter() - started) / (len(schedule) + WARMUP_WINDOWS) / WINDOW
+            print(json.dumps(_counts(schedule, named)) if given.json else _page(schedule, named, seconds))
+
+
+def _counts(
+    schedule: Sequence[Injection], named: Sequence[list[tuple[int, str]]]
+) -> dict[str, dict[str, int]]:
+    """Returns cause -> outcome -> number of windows; `none` are the windows without a delay."""
+    counts: dict[str, Counter[str]] = {}
+    for injected, found in zip(schedule, named, strict=True):
+        cause = "none" if injected is None else str(injected[1])
+        right = [] if injected is None else [(injected[0], cause)]
+        outcome = "right" if found == right else "nothing" if not found else "wrong"
+        counts.setdefault(cause, Counter())[outcome] += 1
+    return {cause: dict(one) for cause, one in counts.items()}
+
+
+def _page(schedule: Sequence[Injection], named: Sequence[list[tuple[int, str]]], seconds: float) -> str:
+    lines = ["| injected | windows | right | nothing named | something else named |", "|---|---|---|---|---|"]
+    for cause, one in sorted(_counts(schedule, named).items()):
+        total = sum(one.values())
+        lines.append(
+            f"| {cause} | {total} | {one.get('right', 0)} | {one.get('nothing', 0)} | {one.get('wrong', 0)} |"
+        )
+    others = [
+        f"{injected and (injected[0], str(injected[1]), round(injected[2], 3))}: named {found}"
+        for injected, found in zip(schedule, named, strict=True)
+        if found != ([] if injected is None else [(injected[0], str(injected[1]))])
+    ]
+    return "\n".join([*lines, "", f"{seconds:.3f} s per step", *others])
+
+
+if __name__ == "__main__":
+    main()

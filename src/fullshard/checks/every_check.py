@@ -1,0 +1,116 @@
+"""All checks, in one tuple, and the function that makes them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.checks.before_run import CHECKS_WITHOUT_TORCH, Check
+from fullshard.checks.data import (
+    DataTrial,
+    check_duplicates,
+    check_labels,
+    check_lengths,
+    check_order,
+    check_vocabulary_range,
+)
+from fullshard.checks.model_numbers import (
+    check_first_loss,
+    check_gradients,
+    check_microbatches,
+    check_repeatability,
+    check_row_independence,
+    check_sees_future,
+)
+from fullshard.checks.model_parts import (
+    check_dtypes,
+    check_graphs,
+    check_initial_values,
+    check_meta_tensors,
+    check_tied_parameters,
+    check_unit_sizes,
+)
+from fullshard.checks.model_trial import ModelTrial
+from fullshard.checks.rank_facts import RankFacts
+from fullshard.checks.ranks import (
+    check_clocks,
+    check_connections,
+    check_links,
+    check_same_settings,
+    check_sharded_step,
+    check_state_dtypes,
+)
+from fullshard.checks.run_context import RunContext
+from fullshard.distributed.agreement import ErrorCapture
+from fullshard.spec.finding import Finding
+
+CHECKS = (
+    *CHECKS_WITHOUT_TORCH,
+    Check("first_loss", "model", check_first_loss),
+    Check("sees_future", "model", check_sees_future),
+    Check("row_independence", "model", check_row_independence),
+    Check("repeatability", "model", check_repeatability),
+    Check("gradients", "model", check_gradients),
+    Check("tied_parameters", "model", check_tied_parameters),
+    Check("microbatches", "model", check_microbatches),
+    Check("initial_values", "model", check_initial_values),
+    Check("dtypes", "model", check_dtypes),
+    Check("meta_tensors", "model", check_meta_tensors),
+    Check("unit_sizes", "model", check_unit_sizes),
+    Check("graphs", "model", check_graphs),
+    Check("vocabulary_range", "data", check_vocabulary_range),
+    Check("labels", "data", check_labels),
+    Check("lengths", "data", check_lengths),
+    Check("duplicates", "data", check_duplicates),
+    Check("order", "data", check_order),
+    Check("clocks", "ranks", check_clocks),
+    Check("connections", "ranks", check_connections),
+    Check("links", "ranks", check_links),
+    Check("same_settings", "ranks", check_same_settings),
+    Check("sharded_step", "ranks", check_sharded_step),
+    Check("state_dtypes", "ranks", check_state_dtypes),
+)
+GROUPS = ("settings", "machine", "storage", "model", "data", "ranks")
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """Parts that the checks of each group read; a Finding stands for a part that is missing.
+
+    run: for the groups settings, machine and storage
+    """
+
+    run: RunContext
+    model: ModelTrial | Finding
+    data: DataTrial | Finding
+    ranks: RankFacts | Finding
+
+    def part_for(self, group: str) -> Any:
+        return {"model": self.model, "data": self.data, "ranks": self.ranks}.get(group, self.run)
+
+
+def iterate_findings(context: CheckContext, *, group: str) -> Iterator[Finding]:
+    """Makes the checks of a group, and yields what each finds.
+
+    If a part of the context is missing, the first check of its group reports why, and the others are skipped.
+    """
+    part, skipped = context.part_for(group), Finding.skipped
+    for check in CHECKS:
+        if check.group != group:
+            continue
+        yield check.name_finding(part if isinstance(part, Finding) else _find(check, part))
+        if isinstance(part, Finding):
+            part = skipped(f"the {group} could not be checked") if part.is_problem else part
+
+
+def _find(check: Check, part: Any) -> Finding:
+    """Returns the finding of a check. An exception, from a model or data of the user, is a failure."""
+    attempt = ErrorCapture()
+    with attempt:
+        return check.find(part)
+    error = attempt.error
+    lines = str(error).strip().splitlines() or [""]
+    return Finding.failure(
+        f"{type(error).__name__}: {lines[0][:300]}",
+        why="the check computes what a step of training computes",
+        fix=getattr(error, "fix", None),
+    )

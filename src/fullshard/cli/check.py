@@ -1,0 +1,159 @@
+"""`fullshard check`."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.cli.options import AsJson, Overrides, RunPath
+from fullshard.system.terminal import is_live_terminal
+
+if TYPE_CHECKING:
+    from fullshard.checks.data import DataTrial
+    from fullshard.checks.every_check import CheckContext
+    from fullshard.checks.model_trial import ModelTrial
+    from fullshard.checks.rank_facts import RankFacts
+    from fullshard.spec.finding import Finding
+    from fullshard.spec.plan import Plan
+    from fullshard.spec.run import Run
+
+# On the CPU, two ranks show what more ranks would show.
+_CPU_RANKS = 2
+
+
+def check(
+    run_path: RunPath = None,
+    *,
+    overrides: Overrides = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what every check found.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check model, data, machine and settings before a run.
+
+    Trains nothing, and takes about a minute. Under torchrun or srun, checks the links, clocks and versions of
+    all hosts. The exit code is 0 without a failure (warnings are allowed), and 10 with one. docs/check.md
+    explains every check.
+    """
+    from fullshard.errors import CheckFailedError
+    from fullshard.spec.finding import CheckReport, Finding
+    from fullshard.spec.run import Run
+
+    started, run = time.monotonic(), Run.load(run_path, overrides=overrides or [])
+    is_first = os.environ.get("RANK", "0") == "0"
+    plan = _plan_or_failure(run)
+    found: list[Finding] = [plan] if isinstance(plan, Finding) else []
+    if isinstance(plan, Finding):
+        _show("settings", found, verbose=verbose, quiet=as_json or not is_first)
+    else:
+        found = _find_all(plan, verbose=verbose, as_json=as_json, is_first=is_first)
+    if not is_first:
+        raise typer.Exit(0)
+    seconds = time.monotonic() - started
+    report = CheckReport(
+        findings=tuple(found), seconds=round(seconds, 2), processor_seconds=round(sum(os.times()[:4]), 2)
+    )
+    if as_json:
+        typer.echo(report.model_dump_json())
+    else:
+        from fullshard.report.checks import report_text
+
+        typer.echo(report_text(report))
+    raise typer.Exit(CheckFailedError.exit_code if report.worst == "failure" else 0)
+
+
+def _plan_or_failure(run: "Run") -> "Plan | Finding":
+    """Returns the plan that `fullshard train` would run, or its error as a finding."""
+    from fullshard.errors import FullshardError
+    from fullshard.launch.request import LaunchRequest
+    from fullshard.planning.for_run import request_with_plan
+    from fullshard.spec.finding import Finding
+
+    try:
+        plan = request_with_plan(LaunchRequest(run=run)).plan
+    except FullshardError as error:
+        got = error.what if error.got is None else f"{error.what} got: {error.got}"
+        failed = Finding.failure(got, why=error.why, fix=error.fix)
+        return failed.model_copy(update={"check": "plan", "group": "settings"})
+    assert plan is not None, "a request without a plan gets one"
+    return plan
+
+
+def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> "list[Finding]":
+    from fullshard.launch.environment import is_started_by_torchrun
+
+    # Ranks that torchrun started meet first: the others would wait for rank 0.
+    facts = _gather_rank_facts(plan) if is_started_by_torchrun() else None
+    if not is_first:
+        return []
+    from fullshard.checks.every_check import GROUPS, iterate_findings
+
+    found: list[Finding] = []
+    for group in GROUPS:
+        _print_progress(group)
+        context = _context_for(group, plan, facts=facts)
+        own = list(iterate_findings(context, group=group))
+        _show(group, own, verbose=verbose, quiet=as_json)
+        found += own
+    return found
+
+
+def _context_for(group: str, plan: "Plan", *, facts: "RankFacts | Finding | None") -> "CheckContext":
+    """Returns the context with the part that the checks of `group` read. The other parts are left out."""
+    from fullshard.checks.data import build_data_trial
+    from fullshard.checks.every_check import CheckContext
+    from fullshard.checks.model_trial import build_model_trial
+    from fullshard.checks.run_context import RunContext
+    from fullshard.spec.finding import Finding
+
+    left_out = Finding.skipped("not asked for")
+    model: ModelTrial | Finding = build_model_trial(plan) if group == "model" else left_out
+    data: DataTrial | Finding = build_data_trial(plan) if group == "data" else left_out
+    ranks = left_out
+    if group == "ranks":
+        ranks = _gather_rank_facts(plan) if facts is None else facts
+    return CheckContext(run=RunContext(plan), model=model, data=data, ranks=ranks)
+
+
+def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
+    """Returns what the ranks of the run find out about each other, or that they could not be started.
+
+    On the CPU, two ranks are started unless others are there already.
+    """
+    from fullshard.checks.rank_facts import FILE_NAME, RankFacts
+    from fullshard.launch.request import LaunchRequest
+    from fullshard.launch.scratch import temporary_private_directory
+    from fullshard.launch.start import perform_request
+    from fullshard.spec.finding import Finding
+
+    ranks = min(plan.world_size, _CPU_RANKS) if plan.device == "cpu" else plan.world_size
+    with temporary_private_directory() as directory:
+        own = {"dir": str(directory), "ranks": ranks, "restarts": 0, "device": plan.device}
+        setup = plan.run.run.model_copy(update=own)
+        run = plan.run.model_copy(update={"run": setup})
+        exit_code = perform_request(LaunchRequest(run=run, job="fullshard.checks.rank_job:run_rank_checks"))
+        path = Path(directory, FILE_NAME)
+        if exit_code == 0 and path.exists():
+            return RankFacts.read_json(path, what="the facts of the ranks")
+    if exit_code > 128:  # a signal ended them
+        raise typer.Exit(exit_code)
+    return Finding.failure(
+        f"the ranks ended with exit code {exit_code}; the message is above",
+        why="a run would end like this in its first step",
+        fix="FULLSHARD_TRACEBACK=1 fullshard check shows where",
+    )
+
+
+def _show(group: str, findings: "list[Finding]", *, verbose: bool, quiet: bool) -> None:
+    from fullshard.report.checks import show_group
+
+    if not quiet:
+        show_group(group, findings, verbose=verbose)
+        sys.stdout.flush()
+
+
+def _print_progress(group: str) -> None:
+    if is_live_terminal(sys.stderr) and group in ("model", "data", "ranks"):
+        print(f"checking the {group} …", file=sys.stderr, flush=True)

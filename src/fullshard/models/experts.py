@@ -1,0 +1,196 @@
+"""Experts of a mixture: the router, and feed-forward layers whose weights are stacked.
+
+Tokens are sorted by expert, and each matrix of all experts is one grouped matmul. No token is dropped: an
+expert computes as many rows as come to it, which may be none.
+
+[Note: the seam of experts]
+A module of experts has `num_experts`, parameters whose dim 0 is the expert, and
+`forward(hidden_states, top_k_index, top_k_weights)`, as those of transformers 5 have. So it can compute with
+other rows and with fewer experts: see `fullshard.models.expert_parallel`.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fullshard.spec.model_section import DecoderConfig
+
+_ALIGNED_BYTES = 16
+_LEAST_CAPABILITY = (8, 0)  # of GPUs with grouped matmuls
+
+
+class Routing(NamedTuple):
+    """The experts of each token.
+
+    experts, weights: (tokens, experts per token)
+    balance_loss: (batch,), of each sequence, or None
+    """
+
+    experts: Tensor
+    weights: Tensor
+    balance_loss: Tensor | None
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, in fp32 (or a wider dtype).
+
+    The scores of a token are a softmax over all experts, or with `balance_bias_rate` sigmoids. The highest
+    are chosen, and their scores, scaled to a sum of 1, are the weights.
+
+    balance_loss   factor · N / (K T) · Σ_e (tokens that chose e) · (mean share of e in the scores), for N
+                   experts, K of them per token, and T tokens of a sequence (arXiv:2412.19437, equations 17 to
+                   20). It is a function of one sequence, so it depends neither on ranks nor on microbatches.
+    balance_bias   (N,), added to the scores for the choice alone. `fullshard.training.balance` raises it
+                   after a step for experts with fewer tokens than the mean, and lowers it for the others.
+    tokens         (N,), tokens that chose each expert since the last such change. Recompute counts all
+                   tokens of a layer again, which changes no comparison of its experts.
+    """
+
+    balance_bias: Tensor
+    tokens: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.d_model))
+        self.experts_per_token, self.factor = config.experts_per_token, config.balance_loss
+        self.has_bias = config.balance_bias_rate > 0
+        if self.has_bias:
+            self.register_buffer("balance_bias", torch.empty(config.experts, dtype=torch.float32))
+            self.register_buffer("tokens", torch.empty(config.experts, dtype=torch.float32), persistent=False)
+            self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        if self.has_bias and not self.balance_bias.is_meta:
+            self.balance_bias.zero_()
+            self.tokens.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """Returns the experts of the tokens of x (batch, sequence, d_model)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.sigmoid() if self.has_bias else logits.softmax(-1)
+        chosen = scores.detach() + self.balance_bias if self.has_bias else scores.detach()
+        index = chosen.topk(self.experts_per_token, dim=-1).indices  # (batch, sequence, experts per token)
+        weights = scores.gather(-1, index)
+        weights = weights / weights.sum(-1, keepdim=True)
+        if self.has_bias and self.training:
+            self.tokens.add_(count_rows(index, len(self.weight)))
+        balance = self._balance_loss(scores, index) if self.factor and self.training else None
+        return Routing(index.flatten(0, 1), weights.flatten(0, 1), balance)
+
+    def _balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
+        length, experts = scores.shape[1:]
+        chosen = torch.zeros_like(scores).scatter_(-1, index, 1.0).sum(1)  # (batch, experts)
+        shares = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        return self.factor * experts / (self.experts_per_token * length) * (chosen * shares).sum(-1)
+
+
+class Experts(nn.Module):
+    """SwiGLU experts with stacked weights (experts, in, out). See [Note: the seam of experts]."""
+
+    takes_any_experts = True
+
+    def __init__(self, experts: int, *, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate = nn.Parameter(torch.empty(experts, d_model, d_ff))
+        self.up = nn.Parameter(torch.empty(experts, d_model, d_ff))
+        self.down = nn.Parameter(torch.empty(experts, d_ff, d_model))
+
+    def forward(  # signature: of transformers' experts
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """Returns the weighted sum of the outputs of each token's experts, (tokens, d_model).
+
+        hidden_states: (tokens, d_model)
+        top_k_index, top_k_weights: (tokens, experts per token)
+        """
+        order = top_k_index.flatten().argsort(stable=True)
+        ends = count_rows(top_k_index, self.num_experts).cumsum(0).to(torch.int32)
+        rows = hidden_states[order // top_k_index.shape[1]]  # sorted by expert
+        inner = F.silu(multiply_groups(rows, self.gate, ends=ends)) * multiply_groups(
+            rows, self.up, ends=ends
+        )
+        return sum_choices(multiply_groups(inner, self.down, ends=ends), order, weights=top_k_weights)
+
+
+def count_rows(index: Tensor, experts: int) -> Tensor:
+    """Returns the number of times that each expert occurs in `index`, int64 (experts,)."""
+    counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
+    return counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+
+
+def sum_choices(rows: Tensor, order: Tensor, *, weights: Tensor) -> Tensor:
+    """Returns the weighted sums of rows that were sorted by `order`, (tokens, channels).
+
+    rows: (tokens · choices, channels), row i for choice order[i]
+    weights: (tokens, choices)
+    """
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    each = rows[place].view(*weights.shape, rows.shape[-1])
+    return (each * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
+    """Returns rows (rows, in) times the matrix of their group, (rows, out).
+
+    matrices: (groups, in, out)
+    ends: int32 (groups,), where each group of rows ends
+    """
+    if _has_kernel(rows, matrices):
+        return _kernel()(rows, matrices, offs=ends)
+    return multiply_groups_in_turn(rows, matrices, ends)
+
+
+def _kernel() -> Any:
+    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
+    """Returns whether torch has one kernel for these groups: not in fp64, nor for rows that are unaligned.
+
+    Without values, for the compiler and on fake tensors, torch knows it in bf16 alone.
+    """
+    has_values = not (torch.compiler.is_compiling() or isinstance(rows, FakeTensor))
+    if not has_values and rows.dtype != torch.bfloat16:
+        return False
+    aligned = all(width * rows.itemsize % _ALIGNED_BYTES == 0 for width in matrices.shape[1:])
+    if _kernel() is None or not aligned or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    return rows.device.type != "cuda" or torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
+
+
+# Named as torch's, whose meaning it has, so that traces count it alike.
+@torch.library.custom_op("fullshard::_grouped_mm", mutates_args=())
+def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
+    """Multiplies one group at a time, where torch has no kernel for all.
+
+    left (rows, in) and mat2 (groups, in, out) give (rows, out); left (in, rows) and mat2 (rows, out) give
+    (groups, in, out), the gradient of the matrices.
+    """
+    ends = [0, *offs.tolist()]
+    spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    if mat2.ndim == 3:
+        return torch.cat([left[span] @ matrix for span, matrix in zip(spans, mat2, strict=True)])
+    return torch.stack([left[:, span] @ mat2[span] for span in spans])
+
+
+@multiply_groups_in_turn.register_fake
+def _grouped_shape(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
+    shape = (left.shape[0], mat2.shape[-1])
+    return left.new_empty(shape if mat2.ndim == 3 else (len(offs), *shape))
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # signature: torch's
+    ctx.save_for_backward(*inputs)
+
+
+@partial(multiply_groups_in_turn.register_autograd, setup_context=_save_inputs)
+def _grouped_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+    left, mat2, offs = ctx.saved_tensors
+    of_left = multiply_groups_in_turn(gradient, mat2.transpose(1, 2), offs)
+    return of_left, multiply_groups_in_turn(left.t(), gradient, offs), None

@@ -1,0 +1,94 @@
+"""Machines and runs for the checks before a run: a quiet one, and what differs from it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.checks.machine_access import MachineAccess
+from fullshard.checks.run_context import RunContext
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import MemoryTerms, Prediction, TimeTerms
+from fullshard.spec.run import Run
+from fullshard.system.load import ProcessorSeconds
+
+GIB = 1 << 30
+SMI = "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |"
+TORCH = "cuda: Optional[str] = '12.4'\n"
+NVLINK = """\tGPU0\tGPU1\tNIC0\tCPU Affinity
+GPU0\t X \tNV18\tPXB\t0-31
+GPU1\tNV18\t X \tPXB\t0-31
+NIC0\tPXB\tPXB\t X
+"""
+ACROSS_SOCKETS = NVLINK.replace("NV18", "SYS")
+HEALTHY = "0, 0, 41, 700.00, 700.00, Not Active\n1, 0, 43, 700.00, 700.00, Not Active\n"
+
+
+class Processors:
+    """Processor time of two cores over samples of one second each, of which others use a share."""
+
+    def __init__(self, others: float) -> None:
+        self.others, self.samples = others, -1
+
+    def __call__(self) -> ProcessorSeconds:
+        self.samples += 1
+        return ProcessorSeconds(2 * self.others * self.samples, 2.0 * self.samples, 0.0)
+
+
+def quiet_machine(root: Path) -> MachineAccess:
+    """Two cores, enough of everything, no GPU, no other program."""
+    return MachineAccess(
+        environment={},
+        root=root,
+        run_command=lambda command: None,
+        soft_limit=lambda name: 65536 if name == "RLIMIT_NOFILE" else None,
+        version=lambda package: {"torch": "2.13.0"}.get(package),
+        requirements=lambda package: ["torch<2.16,>=2.11"] if package == "fullshard" else [],
+        torch_version_file=lambda: TORCH,
+        can_resolve=lambda host: True,
+        space_bytes=lambda path: (1000 * GIB, 500 * GIB),
+        usable_cores=lambda: 2,
+        processor_seconds=Processors(0.01),
+    )
+
+
+def gpu_machine(root: Path, **answers: str) -> MachineAccess:
+    """A quiet machine with two healthy GPUs; `answers` replaces what nvidia-smi prints (plain, topo, …)."""
+    printed = {"plain": SMI, "topo": NVLINK, "health": HEALTHY, "processes": "", **answers}
+
+    def run_command(command: Sequence[str]) -> str | None:
+        text = " ".join(command)
+        kinds = {"topo": "topo", "query-gpu": "health", "compute-apps": "processes"}
+        return printed[next((kind for part, kind in kinds.items() if part in text), "plain")]
+
+    return replace(quiet_machine(root), run_command=run_command)
+
+
+def write_files(root: Path, **texts: str) -> Path:
+    """Writes files below `root`; `__` in a name stands for `/`. Returns `root`."""
+    for name, text in texts.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def context_of(machine: MachineAccess, *settings: str, ranks: int = 2, **plan: Any) -> RunContext:
+    """The default run on `machine`, with a prediction of 2 GiB per rank, of which 1 GiB is saved."""
+    made = Plan.from_run(Run.load(overrides=settings), world_size=ranks)
+    memory = MemoryTerms.model_validate(
+        {name: 0 for name, field in MemoryTerms.model_fields.items() if field.is_required()} | {"moment": ""}
+    ).model_copy(update={"parameter_shards": GIB // 2, "optimizer_state": GIB // 2})
+    time = TimeTerms.model_validate(
+        {name: 0 for name, f in TimeTerms.model_fields.items() if f.is_required()}
+    )
+    prediction = Prediction(
+        hardware="fake",
+        memory=memory,
+        allocator_reserve_bytes=GIB,
+        capacity_bytes=8 * GIB,
+        time=time,
+        tokens_per_step=1,
+        tokens_per_second=1.0,
+    )
+    return RunContext(made.model_copy(update={"prediction": prediction, **plan}), machine)

@@ -1,0 +1,62 @@
+"""Mixtures of transformers whose experts are divided over ranks compute what they compute whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import ShardError
+from fullshard.sharding.materialize import materialize
+from fullshard.training.loss import next_token_loss
+from fullshard.training.shard import shard
+from tests.fakes.architectures import whole
+from tests.fakes.architectures_hf import LENGTH, batch_of
+from tests.fakes.plans import plan_of
+from tests.training.test_families import built
+
+DIVIDED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe")
+REFUSED = ("llama",)
+
+
+def outcome(name: str, *settings: str) -> str:
+    """Compares gradients, each rank's of a batch of its own, with those of the whole model of all batches."""
+    count = dist.get_world_size()
+    plan = plan_of(
+        count, "model.experts=4", "sharding.expert_parallel=2", f"data.sequence_length={LENGTH}", *settings
+    )
+    plain = materialize(built(name)[0], seed=0)
+    for rank in range(count):
+        (next_token_loss(plain, batch_of(name, rank))[0] / count).backward()
+    try:
+        model = shard(built(name)[0], plan)
+    except ShardError as error:
+        return str(error)
+    next_token_loss(model, batch_of(name, dist.get_rank()), chunk_rows=5)[0].backward()
+    sharded = dict(model.named_parameters())
+    for key, parameter in plain.named_parameters():
+        assert torch.equal(whole(sharded[key]), parameter), key
+        if parameter.grad is not None:
+            gradient = sharded[key].grad
+            assert gradient is not None, key
+            torch.testing.assert_close(
+                whole(gradient), parameter.grad, rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}"
+            )
+    return "same"
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_same_gradients(name: str, ranks: Callable[..., Any]) -> None:
+    assert ranks(2).run(outcome, name) == ["same"] * 2
+
+
+def test_the_same_gradients_sharded_over_further_ranks(ranks: Callable[..., Any]) -> None:
+    for name in ("mixtral", "gpt_oss"):
+        assert ranks(4).run(outcome, name, "recompute.mode=full") == ["same"] * 4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_models_are_refused(name: str, ranks: Callable[..., Any]) -> None:
+    for message in ranks(2).run(outcome, name):
+        assert "sharding.expert_parallel = 1" in message

@@ -1,0 +1,182 @@
+"""The expert-parallel axis: its memory and its bytes, as real ranks have them, and the search over it."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.dryrun.step import run_dry_step
+from fullshard.errors import PlanError
+from fullshard.planner.collectives import CollectiveLayout, all_to_all_seconds
+from fullshard.planner.search import predict, search
+from fullshard.planner.unit_bytes import unit_bytes
+from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
+from fullshard.spec.hardware import CollectiveRate
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+from tests.fakes.hardware import cpu_of, hardware_of
+from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
+from tests.planner.test_search import prediction_of
+
+LAYERS, RANKS, EXPERTS, CHOICES = 3, 4, 8, 2
+
+
+def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) -> Plan:
+    sizes = [f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"]
+    return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
+
+
+class CountExchanges(TorchDispatchMode):
+    """Counts the bytes of rows that this rank hands to exchanges, those of its own experts included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "exchange_rows" in str(func):
+            self.rows += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged_bytes(plan: Plan) -> int:
+    model = shard(meta_model(plan), plan)
+    state = TrainState(model, build_optimizer(model, plan))
+    with torch.autograd.set_multithreading_enabled(False), CountExchanges() as count:
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+    return count.rows
+
+
+@pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("full", 6)])
+def test_ranks_exchange_the_rows_that_the_plan_counts(mode: str, exchanges: int, ranks: Any) -> None:
+    """In all; a single rank gets other numbers of rows than it sends."""
+    plan = expert_plan(2, f"recompute.mode={mode}", accumulation=2)
+    tokens = plan.microbatch * plan.run.data.sequence_length
+    rows = 4 * CHOICES * tokens * plan.run.decoder_config.d_model  # bytes of one exchange, fp32
+    expected = exchanges * LAYERS * plan.accumulation * rows
+    assert sum(ranks(RANKS).run(exchanged_bytes, plan)) == RANKS * expected
+    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
+    hardware = cpu_of(RANKS)
+    link = hardware.within.model_copy(update={"all_gather": rate})
+    hardware = hardware.model_copy(update={"within": link})
+    counts = 8 * EXPERTS * LAYERS * plan.accumulation * (exchanges // 2 - 1)
+    found = prediction_of(predict(described(plan), plan, hardware)).time.model_parallel
+    assert found == pytest.approx((expected + counts) / 2, rel=1e-9)  # (E - 1) / E go to other ranks
+
+
+def random_plans(count: int) -> list[Plan]:
+    rng, found = random.Random(0), list[Plan]()
+    while len(found) < count:
+        ranks = rng.choice((2, 4))
+        strategy = rng.choice(("full_shard", "shard_grad_op", "zero1", "hybrid_shard"))
+        settings = [f"sharding.strategy={strategy}"]
+        settings += ["sharding.shard_degree=2"] if strategy == "hybrid_shard" else []
+        found.append(
+            expert_plan(
+                rng.choice([n for n in (1, 2, 4) if n <= ranks]),
+                *settings,
+                f"recompute.mode={rng.choice(('none', 'full', 'selective'))}",
+                f"prefetch.mode={rng.choice(('implicit', 'none', 'explicit'))}",
+                f"precision.mode={rng.choice(('fp32', 'bf16'))}",
+                f"model.shared_experts={rng.choice((0, 1))}",
+                f"data.sequence_length={rng.choice((64, 128))}",
+                ranks=ranks,
+                accumulation=rng.choice((1, 2)),
+            )
+        )
+    return found
+
+
+PLANS = random_plans(12)
+
+
+def label(plan: Plan) -> str:
+    parts = (plan.world_size, plan.expert_parallel, plan.strategy, plan.run.recompute.mode)
+    return "-".join(map(str, (*parts, plan.run.prefetch.mode, plan.precision.param, plan.accumulation)))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, marks=() if i < 4 else pytest.mark.long, id=label(plan))
+        for i, plan in enumerate(PLANS)
+    ],
+)
+def test_a_rank_holds_what_the_plan_says(plan: Plan) -> None:
+    """As the dry run, which runs the same code as training, if rows are balanced."""
+    dry = run_dry_step(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=0)
+    assert predicted(plan).total == pytest.approx(dry.peak_bytes, rel=0.01)
+
+
+def test_real_ranks_hold_nearly_as_much(ranks: Any) -> None:
+    """Routing by random weights is not quite balanced."""
+    plan = expert_plan(2, "data.sequence_length=512", "model.max_sequence=512", "recompute.mode=none")
+    real = [sum(parts.values()) for parts in ranks(RANKS).run(measured, plan)]
+    assert sum(real) / RANKS == pytest.approx(predicted(plan).total, rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "experts", "share"), [(8, 1, 8), (8, 8, 8), (64, 1, 64), (64, 4, 64)])
+def test_each_rank_has_an_equal_share_of_few_experts(ranks: int, experts: int, share: int) -> None:
+    """Also with fewer experts than ranks, which shard them in another dim then."""
+    plan = expert_plan(experts, ranks=ranks)
+    unit = next(one for one in described(plan).units if one.has_experts)
+    size = unit_bytes(unit, plan)
+    assert size.shards * share == 4 * unit.numel
+    assert size.gathered == (4 * unit.numel // experts if experts < ranks else size.gathered)
+
+
+def test_an_exchange_between_nodes_uses_each_rank_its_own_share_of_the_network() -> None:
+    hardware = hardware_of(2, 8)
+    assert hardware.across is not None
+    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
+    link = hardware.across.model_copy(update={"all_gather": rate})
+    slow = hardware.model_copy(update={"across": link})
+    assert all_to_all_seconds(16, group=CollectiveLayout(16, 8, 2), hardware=slow) == pytest.approx(8)
+    alone = hardware.model_copy(update={"across": None})
+    with pytest.raises(PlanError, match="what joins its nodes"):
+        all_to_all_seconds(16, group=CollectiveLayout(16, 8, 2), hardware=alone)
+
+
+def test_numbers_of_ranks_follow_nodes_and_divide_the_experts() -> None:
+    assert list(iterate_expert_degrees(hardware_of(4, 8), 16)) == [2, 4, 8, 16]
+    assert list(iterate_expert_degrees(hardware_of(1, 8), 12)) == [2, 4]
+    assert not list(iterate_expert_degrees(hardware_of(1, 8), 0))
+
+
+def test_the_search_over_the_axis_finds_the_fastest_number() -> None:
+    plan = expert_plan(1, ranks=8)
+    run = Run.parse(plan.run.model_dump(mode="json"), source="here").with_overrides(
+        ["sharding.expert_parallel=auto", "sharding.strategy=auto", "model.expert_d_ff=4096"]
+    )
+    hardware = hardware_of(1, 8)
+
+    def describe(one: Run) -> Any:
+        degree = one.sharding.expert_parallel
+        return described(
+            Plan.from_run(
+                one.with_overrides(
+                    [
+                        f"sharding.expert_parallel={1 if degree == 'auto' else degree}",
+                        "sharding.strategy=full_shard",
+                    ]
+                ),
+                world_size=8,
+            )
+        )
+
+    found = search_expert_degrees(describe, run, hardware=hardware)
+    assert found.found.best is not None
+    times = {}
+    for degree in (1, 2, 4, 8):
+        own = run.with_overrides([f"sharding.expert_parallel={degree}"])
+        best = search(describe(own), hardware, own).best
+        assert best is not None
+        times[degree] = prediction_of(best).time.total
+    assert prediction_of(found.found.best).time.total <= min(times.values()) * 1.01

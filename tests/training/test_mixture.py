@@ -1,0 +1,125 @@
+"""The mixture form of the reference decoder: its numbers, its balance, and what is known about it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard.models.build import build_model, decoder_flops_per_token
+from fullshard.models.decoder import DecoderModel, Mixture
+from fullshard.models.experts import multiply_groups, multiply_groups_in_turn
+from fullshard.sharding.materialize import materialize
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.tracing.describe import describe
+from fullshard.training.balance import balance_experts
+from fullshard.training.loss import next_token_loss
+from tests.training.same_numbers import assert_same_numbers, make_run, train_sharded
+
+# ranks, model, strategy, and what differs from the default
+CASES: list[tuple[int, str, str, dict[str, Any]]] = [
+    (2, "mixture_decoder", "full_shard", {"recompute": "selective", "loss_chunk": 4}),
+    (3, "biased_mixture_decoder", "zero1", {"accumulation": (2, "last_microbatch"), "recompute": "full"}),
+    (4, "mixture_decoder", "hybrid_shard", {"units": "size", "accumulation": (2, "every_microbatch")}),
+    (2, "biased_mixture_decoder", "no_shard", {"extra": ["run.compile=true"]}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
+    count, model, strategy, more = case
+    run = make_run(model=model, ranks=count, strategy=strategy, **more)
+    assert_same_numbers(model, ranks(count).run(train_sharded, model, run))
+
+
+def mixture(**sizes: Any) -> Mixture:
+    config = DecoderConfig.parse({"d_model": 16, "d_ff": 24, "layers": 1, "heads": 2, **sizes}, source="here")
+    with torch.device("meta"):
+        model = DecoderModel(config)
+    layer = materialize(model, seed=0).blocks[0].feed_forward
+    assert isinstance(layer, Mixture)
+    return layer
+
+
+def one_by_one(layer: Mixture, x: Tensor) -> Tensor:
+    """Each token by itself, as the papers write it."""
+    experts, chosen = layer.experts, layer.router.experts_per_token
+    rows: list[Tensor] = []
+    for token in x.flatten(0, 1):
+        scores = (layer.router.weight @ token).softmax(0)
+        best = scores.topk(chosen)
+        y = torch.zeros_like(token)
+        for weight, e in zip(best.values / best.values.sum(), best.indices, strict=True):
+            inner = F.silu(token @ experts.gate[e]) * (token @ experts.up[e])
+            y = y + weight * (inner @ experts.down[e])
+        rows.append(y if layer.shared is None else y + layer.shared(token))
+    return torch.stack(rows).view_as(x)
+
+
+def test_a_mixture_is_the_weighted_sum_of_the_best_experts_of_each_token() -> None:
+    layer = mixture(experts=5, experts_per_token=3, shared_experts=2)
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(layer(x)[0], one_by_one(layer, x))
+
+
+@pytest.mark.parametrize("width", [16, 5])  # with torch's kernel, and in turn
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0)])
+def test_groups_have_the_products_and_gradients_of_their_own_matrix(
+    counts: tuple[int, ...], width: int
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), width, generator=rng).requires_grad_()
+    matrices = torch.randn(len(counts), width, width, generator=rng).requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    parts = zip(rows.split(counts), matrices, strict=True)
+    plain = torch.cat([part @ matrix for part, matrix in parts]).square().sum()
+    expected = torch.autograd.grad(plain, (rows, matrices))
+    for product in (
+        multiply_groups(rows, matrices, ends=ends),
+        multiply_groups_in_turn(rows, matrices, ends),
+    ):
+        found = torch.autograd.grad(product.square().sum(), (rows, matrices))
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_balance_loss_is_least_where_experts_are_equally_likely() -> None:
+    layer = mixture(experts=4, experts_per_token=1, balance_loss=1.0).train()
+    x = torch.randn(3, 64, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layer.router.weight.normal_()
+        even = layer(x)[1]
+        x[1] = x[1, :1]  # all tokens of one sequence go to one expert
+        uneven = layer(x)[1]
+    assert even is not None
+    assert uneven is not None
+    assert torch.equal(uneven[[0, 2]], even[[0, 2]]), "each sequence is balanced by itself"
+    assert uneven[1] > even[1] >= 0.9
+    assert layer.eval()(x)[1] is None
+
+
+def test_biases_move_tokens_to_experts_that_have_few() -> None:
+    layer = mixture(experts=4, experts_per_token=1, balance_bias_rate=0.02).train()
+    x = torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(0)) + 1
+    loads: list[Tensor] = []
+    with torch.no_grad():
+        layer.router.weight.normal_(generator=torch.Generator().manual_seed(1))
+        for _ in range(60):
+            before = layer.router.weight.clone()
+            layer(x)
+            loads.append(layer.router.tokens.clone())
+            balance_experts(layer, rate=0.02)
+    assert torch.equal(before, layer.router.weight)
+    assert loads[0].max() > 2 * 64
+    assert loads[-1].max() < 1.2 * 64
+
+
+def test_active_parameters_and_flops_leave_out_experts_that_a_token_does_not_reach() -> None:
+    run = make_run(model="mixture_decoder", ranks=1, strategy="full_shard")
+    model = build_model(run)
+    spec = describe(model, run, loss=next_token_loss)
+    assert spec.numel == sum(p.numel() for p in model.parameters())
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert spec.active_numel == spec.numel - 13 * 24 - vectors - run.decoder_config.inactive_parameters
+    assert decoder_flops_per_token(model, run) == pytest.approx(spec.flops_per_token, rel=0.01)
