@@ -337,10 +337,9 @@ def _check_tensor_parallel_supports_run(run: Run) -> None:
 def first_setting_without_tensor_parallel(run: Run) -> str | None:
     """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
     model, precision, experts = run.model, run.precision.mode, run.sharding.expert_parallel
-    is_custom = not isinstance(model, DecoderConfig | HuggingFaceModel)
+    styles = run.sharding.tensor_parallel_styles or isinstance(model, DecoderConfig | HuggingFaceModel)
     unsupported = {
-        "model.python without sharding.tensor_parallel_styles": is_custom
-        and not run.sharding.tensor_parallel_styles,
+        "model.python without sharding.tensor_parallel_styles": not styles,
         "model.experts": isinstance(model, DecoderConfig) and model.is_mixture,
         f"sharding.expert_parallel = {experts}": experts not in (1, "auto"),
         f'precision.mode = "{precision}"': precision in _FP8,
