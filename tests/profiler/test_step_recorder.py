@@ -49,6 +49,7 @@ def recorded(settings: tuple[str, ...], clock: Any, *, model: Any = Wide, profil
     """The steps that were recorded, and the terms that the profiler found in the last of them."""
     state, plan = sharded(run_of("train.microbatch=2", *settings), model=model)
     state.phase = PhaseTracker()
+    before = methods_of_units(state.model)
     recorder = StepRecorder(clock)
     state.phase.observer = Observer(recorder)
     traced = None
@@ -60,13 +61,15 @@ def recorded(settings: tuple[str, ...], clock: Any, *, model: Any = Wide, profil
             with profile_step(torch.device("cpu")) as traced:
                 next(steps)
     recorder.finish()
-    left = [name for m in state.model.modules() if hasattr(m, "_get_fsdp_state") for name in left_over(m)]
+    left = [name for name, method in methods_of_units(state.model).items() if before.get(name) != method]
     return list(recorder.closed), None if traced is None else traced.seconds, left
 
 
-def left_over(module: Any) -> list[str]:
-    group = module._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else [name for name in vars(group) if name in ("pre_forward", "unshard")]
+def methods_of_units(model: Any) -> dict[Any, Any]:
+    """The methods that were set on FSDP2's parameter groups, by group and name."""
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return {(id(one), name): value for one in groups for name, value in vars(one).items() if callable(value)}
 
 
 def terms_of_both(
@@ -74,7 +77,7 @@ def terms_of_both(
 ) -> tuple[dict[str, float], dict[str, float], list[str], list[Any]]:
     steps, traced, left = recorded(settings, HostClock())
     assert [one.step for one in steps] == [1, 2, 3, 4, 5, 6]
-    assert left == [], "the methods are FSDP2's own again"
+    assert left == [], "the methods are the same again"
     spans = step_spans(steps[-1])
     known = {"attempt": 1, "rank": 0, "host": "h", "reason": "r", "begin_ns": 0}
     own = StepSpans(step=6, seconds=steps[-1].seconds, spans=tuple(spans), **known).terms()

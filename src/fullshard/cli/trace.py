@@ -21,7 +21,10 @@ def trace(
     ] = Path("trace.json.gz"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not such a trace.")] = False,
 ) -> None:
-    """Write a measured step of all ranks, and the planned step, as a trace for https://ui.perfetto.dev."""
+    """Write a step of all ranks as a trace for Perfetto.
+
+    The planned step is in it as well. Open it in https://ui.perfetto.dev.
+    """
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes, format_seconds
     from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step, trace_processes
