@@ -142,6 +142,7 @@ def _target_from_saved_spec(path: Path) -> PlanTarget:
         f"model.max_sequence={length}",
         f"precision.mode={_precision_mode_of_spec(spec)}",
         f"sharding.tensor_parallel={spec.tensor_parallel}",
+        f"sharding.expert_parallel={spec.expert_parallel}",
     )
     if spec.precision.fp8 is not None:
         settings += (f"precision.fp8_min_features={spec.precision.fp8.min_features}",)
