@@ -1,8 +1,9 @@
 """Draws settings at random from the cross of models and mechanisms, for bench/runs.py.
 
-python bench/draw.py RANKS COUNT SEED [chunked] > SETTINGS.toml
+python bench/draw.py RANKS COUNT SEED [chunked | shared] > SETTINGS.toml
 
-With `chunked`, the logits of each setting are computed in chunks of a random number of rows.
+With `chunked`, the logits of each setting are computed in chunks of a random number of rows. With `shared`,
+two or more ranks share each matmul, and some share sequences as well.
 """
 
 import random
@@ -59,15 +60,44 @@ def with_chunked_logits(draw: random.Random, name: str, overrides: list[str]) ->
     return f"{name} chunk {rows}", [*overrides, f"train.loss_chunk={rows}"]
 
 
-def main(ranks: int, count: int, seed: int, *, chunked: bool) -> None:
+def with_shared_matmuls(
+    draw: random.Random, name: str, overrides: list[str], *, ranks: int
+) -> tuple[str, list[str]]:
+    tensor = draw.choice([one for one in (2, 4) if ranks % one == 0])
+    context = draw.choice([1, 1, 2]) if ranks >= 2 * tensor else 1
+    heads, kv_heads = draw.choice([(8, 8), (4, 2), (8, 1)])
+    data = dict(one.split("=", 1) for one in overrides)
+    batch = int(data["train.global_batch"]) // (tensor * context)
+    own = {
+        "model.heads": heads,
+        "model.kv_heads": kv_heads,
+        "sharding.tensor_parallel": tensor,
+        "sharding.context_parallel": context,
+        "train.global_batch": batch,
+        "train.loss_chunk": draw.choice([0, 16]),
+    }
+    own |= {"model.d_ff": 384} if "uneven" in name else {}
+    name = (
+        f"{name} tensor {tensor} context {context} heads {heads}/{kv_heads} chunk {own['train.loss_chunk']}"
+    )
+    return name, [*overrides, *(f"{key}={value}" for key, value in own.items())]
+
+
+def main(ranks: int, count: int, seed: int, *, form: str) -> None:
     draw = random.Random(seed)
     drawn: dict[str, list[str]] = {}
     while len(drawn) < count:
         one = setting(draw, ranks)
-        drawn |= dict([with_chunked_logits(draw, *one) if chunked else one])
+        if form == "shared" and ("hpz" in one[0] or "hybrid" in one[0]):
+            continue
+        if form == "chunked":
+            one = with_chunked_logits(draw, *one)
+        elif form == "shared":
+            one = with_shared_matmuls(draw, *one, ranks=ranks)
+        drawn |= dict([one])
     for name, overrides in drawn.items():
         print(f'[[setting]]\nname = "{name}"\noverrides = {overrides}\n')
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), chunked=sys.argv[4:] == ["chunked"])
+    main(*map(int, sys.argv[1:4]), form="".join(sys.argv[4:]))

@@ -3,7 +3,8 @@
     python bench/preset_specs.py
 
 Run it after a change of what `describe` finds, and for a new version of torch. It takes about three seconds
-of processor time for each preset.
+of processor time for each preset. Of presets from 100B parameters on, the parts that each of 8 ranks has are
+described too, since a batch often has fewer sequences than so many ranks.
 """
 
 from importlib.metadata import version
@@ -12,12 +13,18 @@ from fullshard.planning.describe_run import describe_run
 from fullshard.planning.spec_cache import SHIPPED_FILE, build_spec_key, compress_specs
 from fullshard.planning.target import resolve_plan_target
 from fullshard.spec.presets import read_presets
+from fullshard.spec.tensor_split import can_decoder_be_split
 
+PER_NODE, LARGE = 8, 1e11
 specs = {}
 for preset in read_presets():
-    run = resolve_plan_target(preset.name).load_run(["precision.mode=bf16"])
-    key = build_spec_key(run, "cuda")
-    assert key is not None, "presets can be cached"
-    specs[key.settings] = describe_run(run, "cuda", cached=False)
+    for ranks in (1, PER_NODE):
+        settings = ["precision.mode=bf16", f"sharding.tensor_parallel={ranks}"]
+        run = resolve_plan_target(preset.name).load_run(settings)
+        key = build_spec_key(run, "cuda")
+        assert key is not None, "presets can be cached"
+        specs[key.settings] = spec = describe_run(run, "cuda", cached=False)
+        if spec.numel < LARGE or not can_decoder_be_split(preset.model, PER_NODE):
+            break
 SHIPPED_FILE.write_bytes(compress_specs(specs, torch=version("torch")))
 print(f"{SHIPPED_FILE}: {len(specs)} presets, {SHIPPED_FILE.stat().st_size:,} bytes")

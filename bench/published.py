@@ -38,6 +38,32 @@ BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in ("blind
 KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
 
 
+# What ranks that share matmuls do with the modules of bench/gpt.py and bench/spelled.py.
+GPT_STYLES = {
+    "embedding": "embedding",
+    "blocks.0": "cut_input",
+    "blocks.*": "divide:heads",
+    "blocks.*.attention_norm": "gather_output",
+    "blocks.*.feed_forward_norm": "gather_output",
+    "blocks.*.inputs": "colwise_3",
+    "blocks.*.output": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "norm": "gather_output",
+    "head": "head",
+}
+SPELLED_STYLES = {
+    **{name: style for name, style in GPT_STYLES.items() if not style.startswith(("divide", "colwise_3"))},
+    **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "gate", "up")},
+}
+
+
+def styles_of(row: dict[str, Any]) -> dict[str, str]:
+    if row["model"].get("norm") == "operations":
+        return SPELLED_STYLES
+    return {} if row["model"]["gated"] else GPT_STYLES
+
+
 # Embedding, last norm and head are gathered with the root: `fully_shard` on each block, then on the model.
 ROOT_UNIT = ("sharding.units.policy=names", 'sharding.units.names=["blocks.*"]')
 
@@ -119,7 +145,10 @@ def plan_of(row: dict[str, Any]) -> Plan:
         "prefetch.mode=implicit",
         "run.device=cuda",
     ]
-    plan = Plan.from_run_for_prediction(Run.load(overrides=overrides), world_size=world, device="cuda")
+    run = Run.load(overrides=overrides)
+    sharding = run.sharding.model_copy(update={"tensor_parallel_styles": styles_of(row)})
+    run = run.model_copy(update={"sharding": sharding})
+    plan = Plan.from_run_for_prediction(run, world_size=world, device="cuda")
     # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
     precision = plan.precision.model_copy(update={"stochastic_rounding": False})
     return plan.model_copy(update={"precision": precision})
@@ -132,7 +161,8 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     spelled = row["model"].get("norm") == "operations"
     loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
     run = plan.run
-    settings = (run.sharding.units, run.sharding.context_degree, run.recompute, run.run.compile)
+    parallel = (run.sharding.context_degree, plan.tensor_parallel)
+    settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss))
     if key not in SPECS:
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.profiler.memory import measure_peak_memory
@@ -46,10 +47,11 @@ def settings(path: str | Path) -> list[dict[str, Any]]:
 def microbatches(plan: Plan, device: torch.device) -> Iterator[dict[str, Tensor]]:
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
-        yield {
+        batch = {
             name: torch.randint(0, plan.run.decoder_config.vocabulary, shape, device=device)
             for name in ("tokens", "labels")
         }
+        yield cut_sequences(batch, plan)
 
 
 def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:

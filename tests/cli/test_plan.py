@@ -54,17 +54,6 @@ def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(
     assert sum(line.endswith("chosen") for line in lines) == 1
 
 
-def test_what_cannot_be_run_yet_is_said_to_be_a_what_if(
-    spec_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pins = ("--set", "sharding.tensor_parallel=2", "--set", "offload.tier=optimizer:cpu")
-    assert main(["plan", str(spec_path), "--on", "8xH100", "--compare", *pins]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    said = [" ".join(line.split()[1:]) for line in lines if line.startswith("WHAT-IF")]
-    assert said == ["not yet run by train"]
-
-
 def test_what_is_pinned_is_kept(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pins = ("sharding.strategy=zero2", "recompute.mode=full", "train.microbatch=2")
     data = planned(

@@ -214,22 +214,39 @@ def test_fp8_is_a_precision(text, mode):
 
 
 @pytest.mark.parametrize(
-    ("text", "lost"),
+    ("text", "degrees"),
     [
+        ("[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4", (4, 1)),
+        ("[training]\nlocal_batch_size = 2\n[parallelism]\ncontext_parallel_degree = 4", (1, 4)),
         (
-            "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4",
-            ("parallelism.tensor_parallel_degree",),
+            "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 2\n"
+            "context_parallel_degree = 2",
+            (2, 2),
         ),
-        ("[training]\nlocal_batch_size = 2\n[parallelism]\ncontext_parallel_degree = 4", ()),
-        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ncontext_parallel_size: 4", ()),
-        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\nsequence_parallel_degree: 4", ()),
-        ('{"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}', ()),
+        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ncontext_parallel_size: 4", (1, 4)),
+        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\nsequence_parallel_degree: 4", (1, 4)),
+        ("base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ntensor_model_parallel_size: 4", (4, 1)),
+        ('{"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}', (1, 4)),
+        ('{"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 4}}', (4, 1)),
     ],
 )
-def test_ranks_that_share_a_sequence_do_not_multiply_the_batch(text, lost):
+def test_ranks_that_share_a_sequence_or_matmuls_do_not_multiply_the_batch(text, degrees):
     conversion = convert_config(text, name="config", ranks=16)
     assert conversion.run.train.global_batch == 8
-    assert conversion.lost_keys == lost
+    section = conversion.run.sharding
+    assert (section.tensor_degree, section.context_degree) == degrees
+    assert conversion.lost_keys == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 4}",
+        "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 4}",
+    ],
+)
+def test_accelerates_degrees_of_tensor_parallelism_are_set(text):
+    assert converted(text).run.sharding.tensor_parallel == 4
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
     run = plan.run
     units = run.sharding.units.model_dump_json()
     settings = (run.model, run.data, run.precision, run.recompute)
-    parts = f"{plan.context_parallel} {run.sharding.context_method} {plan.expert_parallel}"
+    degrees = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
+    parts = f"{degrees} {run.sharding.context_method}"
     key = (plan.device, frozen, units, parts, *(section.model_dump_json() for section in settings))
     if key not in _DESCRIBED:  # a second each
         _DESCRIBED[key] = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)

@@ -23,7 +23,7 @@ from fullshard.planner.step_time import StepTimePredictor, predict_terms
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
-from fullshard.spec.run import Run, Tier
+from fullshard.spec.run import Tier
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
 from tests.planner.test_search import prediction_of
@@ -287,9 +287,7 @@ def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
 def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     ranks, device = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from(["cuda", "cpu"]))
     hardware = with_host(hardware_of(1, ranks) if device == "cuda" else cpu_of(ranks))
-    what_if = WhatIfSettings(
-        tiers=TIERS, tensor=data.draw(st.sampled_from([(1,), (1, 2)][: max(1, ranks // 2)]))
-    )
+    what_if = WhatIfSettings(tiers=TIERS)
     pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", "prefetch.mode=implicit")
     spec, run = decoder_spec(SMALL), run_for(SMALL, *pins, "plan.memory_margin=0")
     everything = [
@@ -350,14 +348,6 @@ def test_a_tier_that_the_host_has_no_room_for_does_not_fit():
     assert search(spec, narrow, run).best is None
     with pytest.raises(PlanError, match=r"1\.00 GiB of host memory"):
         plan_best(spec, narrow, run)
-
-
-def test_what_cannot_be_run_yet_is_refused():
-    tier = "offload.tier=optimizer:cpu"
-    run = Run.load(overrides=["train.global_batch=8", "sharding.tensor_parallel=2", tier])
-    with pytest.raises(PlanError, match="planned, not yet run"):
-        Plan.from_run(run, world_size=2)
-    assert Plan.from_run_for_prediction(run, world_size=2).is_prediction_only
 
 
 def test_a_drive_that_nobody_measured_is_asked_for():

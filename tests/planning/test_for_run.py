@@ -125,13 +125,9 @@ def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
         request_with_plan(LaunchRequest(run=request("run.ranks=2").run, plan=of_four))
 
 
-def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
-    pins = ("sharding.tensor_parallel=2", "adapter.rank=2")
-    with pytest.raises(PlanError, match="not yet run"):
-        request_with_plan(request(*pins))
-    what_if = Plan.from_run_for_prediction(request(*pins).run, world_size=2, device="cpu")
-    with pytest.raises(PlanError, match="not yet run"):
-        request_with_plan(request().model_copy(update={"plan": what_if}))
+def test_settings_that_do_not_work_together_are_refused_before_ranks_start() -> None:
+    with pytest.raises(PlanError, match="do not work together"):
+        request_with_plan(request("sharding.tensor_parallel=2", "optimizer.name=adamw8bit"))
 
 
 def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(

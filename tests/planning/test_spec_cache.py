@@ -209,10 +209,11 @@ def test_code_from_elsewhere_is_not_cached(overrides: tuple[str, ...]) -> None:
     assert build_spec_key(Run.load(overrides=overrides), "cpu") is None
 
 
-def shipped_key(name: str) -> SpecKey:
+def shipped_key(name: str, *settings: str) -> SpecKey:
     from fullshard.planning.target import resolve_plan_target
 
-    found = build_spec_key(resolve_plan_target(name).load_run(["precision.mode=bf16"]), "cuda")
+    run = resolve_plan_target(name).load_run(["precision.mode=bf16", *settings])
+    found = build_spec_key(run, "cuda")
     assert found is not None
     return found
 
@@ -221,9 +222,9 @@ def test_every_preset_is_shipped() -> None:
     specs = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
-    assert set(specs) == {shipped_key(preset.name).settings for preset in read_presets()}, (
-        "bench/preset_specs.py"
-    )
+    keys = {shipped_key(preset.name).settings for preset in read_presets()}
+    keys.add(shipped_key("llama3.1-405b", "sharding.tensor_parallel=8").settings)
+    assert set(specs) == keys, "bench/preset_specs.py"
 
 
 def test_shipped_specs_are_for_one_torch_whatever_its_build(tmp_path: Path) -> None:

@@ -101,19 +101,21 @@ def run_of(length: int, *overrides: str) -> Run:
 
 
 def test_tokens_a_step_are_shared_out_in_whole_sequences():
-    assert choose_global_batch(run_of(8192), tokens=128 * 8192, ranks=8) == (128, None)
-    sequences, note = choose_global_batch(run_of(8192), tokens=4_000_000, ranks=8)
+    assert choose_global_batch(run_of(8192), tokens=128 * 8192, ranks=8, per_node=8) == (128, None)
+    sequences, note = choose_global_batch(run_of(8192), tokens=4_000_000, ranks=8, per_node=8)
     assert sequences == 488
     assert note is not None
     assert "488.28 sequences" in note
     assert "3,997,696" in note
-    sequences, _ = choose_global_batch(run_of(8192, "train.microbatch=3"), tokens=4_000_000, ranks=8)
+    sequences, _ = choose_global_batch(
+        run_of(8192, "train.microbatch=3"), tokens=4_000_000, ranks=8, per_node=8
+    )
     assert sequences % 24 == 0
 
 
 def test_without_a_wish_a_step_has_about_a_million_tokens_or_one_sequence_a_rank():
-    assert choose_global_batch(run_of(8192), tokens=None, ranks=8) == (128, None)
-    sequences, note = choose_global_batch(run_of(8192), tokens=None, ranks=16384)
+    assert choose_global_batch(run_of(8192), tokens=None, ranks=8, per_node=8) == (128, None)
+    sequences, note = choose_global_batch(run_of(8192), tokens=None, ranks=16384, per_node=1)
     assert sequences == 16384
     assert note is not None
     assert "134M tokens a step" in note
@@ -121,4 +123,4 @@ def test_without_a_wish_a_step_has_about_a_million_tokens_or_one_sequence_a_rank
 
 def test_fewer_tokens_than_ranks_can_share_are_refused():
     with pytest.raises(PlanError, match="too few for 16,384 ranks"):
-        choose_global_batch(run_of(8192), tokens=16_000_000, ranks=16384)
+        choose_global_batch(run_of(8192), tokens=16_000_000, ranks=16384, per_node=1)

@@ -23,7 +23,7 @@ from fullshard.training.state import TrainState
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY
 from tests.survival.test_replicas import flip
-from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
+from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded, train_unsharded
 
 LENGTH = 16
 
@@ -35,7 +35,15 @@ CASES: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (4, 2, "decoder", "full_shard", {"units": "unsharded_head", "recompute": "selective"}),
     (4, 2, "one_kv_head_decoder", "zero1", {"prefetch": "explicit", "context": 2}),
     (2, 2, "tied_decoder", "full_shard", {"extra": ["run.compile=true"]}),
+    (
+        4,
+        2,
+        "one_kv_head_decoder",
+        "full_shard",
+        {"recompute": "every", "extra": ["offload.tier=optimizer:cpu"]},
+    ),
 ]
+TIERS = ("optimizer:cpu", "params+optimizer:cpu", "optimizer:nvme", "params+optimizer:nvme")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -43,6 +51,21 @@ def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> N
     count, tensor, model, strategy, more = case
     run = make_run(model=model, ranks=count, strategy=strategy, tensor=tensor, length=LENGTH, **more)
     assert_same_numbers(model, ranks(count).run(train_sharded, model, run), length=LENGTH)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
+def test_the_same_numbers_from_any_offload_target(
+    tier: str, strategy: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    more = {"tensor": 2, "length": LENGTH, "extra": [f"offload.tier={tier}", f"run.dir={tmp_path}"]}
+    run = make_run(model="one_kv_head_decoder", ranks=4, strategy=strategy, **more)
+    _, losses, norms = train_unsharded("one_kv_head_decoder", torch.float64, length=LENGTH)
+    # The parameters themselves are on the drive.
+    for _, own_losses, own_norms in ranks(4).run(train_sharded, "one_kv_head_decoder", run):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        assert own_norms == pytest.approx(norms, rel=1e-4)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -57,6 +80,23 @@ def state_of(tensor: int, *extra: str, model: str = "decoder") -> tuple[TrainSta
     plan = Plan.from_run(run, world_size=count)
     module = shard(build(model, run), plan)
     return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
+
+
+def trained(tensor: int, *extra: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms of three steps, and the parameters after them."""
+    state, plan = state_of(tensor, "optimizer.clip_norm=0", *extra)
+    steps = [step for step, _ in zip(train(state, plan), range(3), strict=False)]
+    return [s.grad_norm for s in steps], {n: whole(p) for n, p in state.model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.long)])
+def test_an_update_in_backward_is_the_same(strategy: str, ranks: Callable[..., Any]) -> None:
+    more = f"sharding.strategy={strategy}"
+    norms, expected = ranks(4).run(trained, 2, more)[0]
+    for own_norms, values in ranks(4).run(trained, 2, more, "optimizer.in_backward=true"):
+        assert own_norms == pytest.approx(norms, rel=1e-6)
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
 def initial_values(tensor: int) -> dict[str, Tensor]:

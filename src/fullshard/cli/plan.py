@@ -378,7 +378,9 @@ def _build_plan_request(
             sequences, note = choose_global_batch_for_any_ranks(asked, tokens=per_step)
         else:
             ranks = max(1, hardware.world_size // asked.sharding.ranks_per_sequence)
-            sequences, note = choose_global_batch(asked, tokens=per_step, ranks=ranks)
+            sequences, note = choose_global_batch(
+                asked, tokens=per_step, ranks=ranks, per_node=hardware.ranks_per_node
+            )
         asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         _print_note(note)
     for text in subject.differs:

@@ -128,12 +128,16 @@ def _convert_autocast(state: ConversionState) -> bool:
 def _convert_batch_sizes(state: ConversionState) -> None:
     """Sets the batch sizes: train_batch_size is the microbatch × the accumulation steps × the ranks.
 
-    Ranks that share sequences count as one.
+    Ranks that share sequences or matmuls count as one.
     """
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (state.checked_positive_integer(key) for key in keys)
-    shared = parse_positive_integer(state.get("sequence_parallel_size")) or 1
-    if shared > 1:
+    sequence, tensor = (
+        parse_positive_integer(state.get(key)) or 1
+        for key in ("sequence_parallel_size", "tensor_parallel.autotp_size")
+    )
+    shared = sequence * tensor
+    if sequence > 1:
         state.infer_setting("sharding.context_method", "ulysses", origin="sequence_parallel_size")
     ranks = state.ranks and max(1, state.ranks // shared)
     given = [value for value in (micro, steps, ranks) if value]

@@ -41,8 +41,6 @@ DTYPES = {
 OFFLOAD_ALL = "params+optimizer:cpu"
 # Explanations that several tables share, as `$name`.
 _TEXTS = {
-    "tensor_parallel": "sharding.tensor_parallel divides matmuls; it is not converted, because it works with "
-    "fewer models and settings: fullshard plan run.toml --set sharding.tensor_parallel=N predicts the step",
     "context_method": "sharding.context_method: ranks gather keys and values, or exchange tokens for heads",
     "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes their "
     'paths, such as ["model.layers.*"]',

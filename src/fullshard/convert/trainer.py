@@ -36,7 +36,7 @@ _DEFAULTS = {
 }
 _AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine"}
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-# Degrees of ranks that share each sequence.
+# Degrees of ranks that share each sequence or its matmuls.
 _MODEL_PARALLEL = (
     "tensor_parallel_size",
     "context_parallel_size",

@@ -30,6 +30,7 @@ _FUNCTIONAL = torch.ops._c10d_functional
 MODEL_PARALLEL_RANGE = "model_parallel"
 """Name of the ranges by which `fullshard.profiler.trace` finds collectives within computation."""
 GATHER, REDUCE, EXCHANGE = "gather_sequence", "reduce_sequence", "exchange_heads"
+REDUCE_ALL = "reduce_over_ranks"
 """Names of the operations, in the namespace `fullshard`."""
 
 
@@ -193,6 +194,21 @@ def exchange_heads(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:
         else:
             received = _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(sent, each, each, group))
     return torch.cat(received.unbind(), dim=2 if to_heads else 1)
+
+
+@torch.library.custom_op(f"fullshard::{REDUCE_ALL}", mutates_args=())
+def reduce_over_ranks(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
+    """Returns the sum, or the `maximum`, of `x` over ranks. It has no gradient. Collective."""
+    reduced = x.clone()
+    with TimedRange(MODEL_PARALLEL_RANGE):
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        dist.all_reduce(reduced, op=op, group=group_of_name(group))
+    return reduced
+
+
+@reduce_over_ranks.register_fake
+def _reduced_like(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
+    return torch.empty_like(x)
 
 
 @gather_sequence.register_fake

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard.distributed.sequence_parts import gather_sequence, group_of_name
+from fullshard.distributed.sequence_parts import gather_sequence, reduce_over_ranks
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,15 @@ class VocabularyPart:
         """This rank's first token."""
         return self.rank * self.largest
 
+    @property
+    def tokens(self) -> range:
+        """This rank's tokens."""
+        return range(self.first, min(self.first + self.largest, self.size))
+
     def local_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of `tokens` in this rank's part (0 if not in it), and which are in it."""
-        count = min(self.largest, self.size - self.first)
         rows = tokens - self.first
-        own = (rows >= 0) & (rows < count)
+        own = (rows >= 0) & (rows < len(self.tokens))
         return torch.where(own, rows, 0), own
 
     def gather_logits(self, logits: Tensor) -> Tensor:
@@ -50,17 +53,15 @@ class VocabularyPart:
 
         logits: this rank's (rows, part of the vocabulary)
         """
-        group, logits = group_of_name(self.group), logits.detach().to(dtype)
-        greatest = logits.amax(-1)
-        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+        logits = logits.detach().to(dtype)
+        greatest = reduce_over_ranks(logits.amax(-1), True, self.group)
         shifted = logits - greatest.unsqueeze(-1)
-        sums = shifted.exp().sum(-1)
-        dist.all_reduce(sums, group=group)
+        sums = reduce_over_ranks(shifted.exp().sum(-1), False, self.group)
         return shifted.sub_(sums.log_().unsqueeze(-1))
 
-    def sum_over_parts(self, tensor: Tensor) -> None:
-        """Sums `tensor` over the ranks that share the vocabulary, in place. Collective."""
-        dist.all_reduce(tensor, group=group_of_name(self.group))
+    def sum_over_parts(self, tensor: Tensor) -> Tensor:
+        """Returns the sum of `tensor` over the ranks that share the vocabulary. Collective."""
+        return reduce_over_ranks(tensor, False, self.group)
 
 
 class _GatherLogits(torch.autograd.Function):

@@ -194,7 +194,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 while found:  # each is freed once it is added
                     sums[-len(found)] += found.pop(0)
         if work.part is not None:
-            work.part.sum_over_parts(total)
+            total = work.part.sum_over_parts(total)
         ctx.gradients = _in_dtypes_of(needed, sums)
         if hidden_gradient is not None:
             ctx.gradients.insert(0, hidden_gradient.view_as(hidden))

@@ -80,15 +80,19 @@ def _styles_of_modules(model: Any) -> dict[str, str]:
     plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     patterns = {re.escape(one).replace(r"\*", r"\d+"): style for one, style in plan.items()}
     styles: dict[str, str] = {}
+    adapted = tuple(
+        f"{name}." for name, one in model.base_model.named_modules() if hasattr(one, "base_layer")
+    )
     for name, module in model.base_model.named_modules():
-        if not name.startswith("layers."):
+        if not name.startswith("layers.") or name.startswith(adapted):
             continue
         style = next((s for pattern, s in patterns.items() if re.fullmatch(pattern, name)), None)
-        matrices = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        own = getattr(module, "base_layer", module)  # inside an adapter
+        matrices = any(parameter.ndim > 1 for parameter in own.parameters(recurse=False))
         if style is None and not matrices:
             continue
         divides = style in _DIVIDED
-        if style not in _STYLES or (divides and (type(module) is not nn.Linear or name.count(".") < 3)):
+        if style not in _STYLES or (divides and (type(own) is not nn.Linear or name.count(".") < 3)):
             raise _unsupported_error(
                 model,
                 why=f"{name} has the style {style!r}, which is not supported"

@@ -54,6 +54,8 @@ class CandidateCosts:
         if run.sharding.context_parallel == "auto":
             traced = {"context_parallel": spec.context_parallel, "context_method": spec.context_method}
             run = run_with_settings(run, {"sharding": traced})
+        if run.sharding.tensor_parallel == "auto":
+            run = run_with_settings(run, {"sharding": {"tensor_parallel": spec.tensor_parallel}})
         if run.sharding.expert_parallel == "auto":
             run = run_with_settings(run, {"sharding": {"expert_parallel": spec.expert_parallel}})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.offload import choose_update_device
-from fullshard.planner.tensor_parallel import check_tensor_parallel_split
 from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -82,7 +81,6 @@ class WhatIfSettings(NamedTuple):
     """Settings to try instead of the run's own; an empty tuple keeps the run's own."""
 
     tiers: tuple[Tier, ...] = ()  # offload targets
-    tensor: tuple[int, ...] = ()  # tensor-parallel degrees
 
 
 class Candidate(NamedTuple):
@@ -112,9 +110,9 @@ def iterate_candidates(
     """
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
     tiers = (what_if and what_if.tiers) or (own,)
-    degrees = (what_if and what_if.tensor) or (run.sharding.tensor_parallel,)
-    for degree, tier in product(degrees, tiers):
-        yield from _iterate_for_target(spec, hardware, run=run, apart=OffloadAndTensorParallel(tier, degree))
+    for tier in tiers:
+        apart = OffloadAndTensorParallel(tier, run.sharding.tensor_degree)
+        yield from _iterate_for_target(spec, hardware, run=run, apart=apart)
 
 
 def _iterate_for_target(
@@ -131,7 +129,6 @@ def _iterate_for_target(
     # Building a plan with all pinned settings raises early if they are impossible.
     pinned = _run_with_sharding(run, meshes[0])
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
-    check_tensor_parallel_split(spec, plan)
     if plan.expert_parallel > 1 and (not spec.experts or spec.experts % plan.expert_parallel):
         key = f"experts of {spec.name}"
         raise indivisible_experts_error(spec.experts, ranks=plan.expert_parallel, key=key)
@@ -226,7 +223,7 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
-    divides = section.tensor_parallel > 1 or section.expert_parallel not in (1, "auto")
+    divides = section.tensor_degree > 1 or section.expert_parallel not in (1, "auto")
     if section.strategy != "auto" or run.precision.mode == "fp8" or divides:
         return  # a named strategy is taken literally; FSDP2 gathers fp8 and split parameters from all ranks
     for mesh in freeing:

@@ -36,7 +36,6 @@ from typing import NamedTuple
 from fullshard.errors import PlanError
 from fullshard.planner.fsdp_memory import GradientMemoryReplay, MemoryLedger, UnshardMemoryReplay
 from fullshard.planner.offload import device_update_buffer_bytes
-from fullshard.planner.tensor_parallel import check_tensor_parallel_split
 from fullshard.planner.trace_memory import LiveBytes, PhaseBytes, memory_trace
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_state_bytes, unit_bytes, update_temporary_bytes
 from fullshard.spec.model import ModelSpec
@@ -96,7 +95,6 @@ class _StepMemoryReplay:
         self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
-        check_tensor_parallel_split(spec, plan)
         self.units = units = memory_trace(spec, plan, reach=self.reach).units
         sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
         order = sorted(range(len(units)), key=lambda i: spec.units[units[i]].position)

@@ -406,7 +406,7 @@ def activation_copy_ticks(
     """Returns the copies of each phase, or () without any. Raises PlanError if their rate is unknown."""
     if not has_activation_copies(phases):
         return ()
-    each = host_copy_bytes_per_second(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
+    each = host_copy_bytes_per_second(hardware, 'recompute.mode = "offload"')
 
     def copies_of_phase(phase: TracePhase) -> ActivationIoTicks:
         out, back = (sum(one.value_at(plan.microbatch) for one in lines) for lines in (phase.out, phase.back))
@@ -427,7 +427,7 @@ def predict_activation_offload_terms(
     held = copied = 0
     for phase, times in zip(phases, turns, strict=True):
         for line in phase.out:
-            size = round(line.value_at(plan.microbatch) / plan.tensor_parallel)
+            size = round(line.value_at(plan.microbatch))
             held += times * (1 << max(0, size - 1).bit_length())
             copied += times * size
     copied *= plan.accumulation

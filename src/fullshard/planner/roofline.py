@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import Kernel, KernelKind, TracePhase
+from fullshard.spec.model import Kernel, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -20,9 +20,6 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
 }
 
 
-COLLECTIVE_KINDS: tuple[KernelKind, ...] = (*("all_gather", "reduce_scatter", "all_to_all", "row_exchange"),)
-
-
 class PhaseSecondsAndLaunches(NamedTuple):
     """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches."""
 
@@ -30,21 +27,21 @@ class PhaseSecondsAndLaunches(NamedTuple):
     launches: int
 
 
-def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int = 1) -> float:
+def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
     """Returns the seconds of one launch of a kernel.
 
         max(flops / rate(flops), bytes / memory(bytes))
 
     The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
     that tensor cores cannot load in vectors. Elementwise launches count bytes only.
-    Collectives take none here: see `planner.context_parallel`. `split`: number of ranks that share the work.
+    Collectives take none here: see `planner.model_parallel`.
     """
-    if kernel.kind in COLLECTIVE_KINDS:
+    if kernel.axis is not None:
         return 0.0
-    moved = memory_seconds(kernel.bytes.value_at(microbatch) / split, rates.memory)
-    if kernel.kind == "elementwise":
+    moved = memory_seconds(kernel.bytes.value_at(microbatch), rates.memory)
+    if kernel.kind not in ("matmul", "attention", "attention_backward"):
         return moved
-    flops = kernel.flops.value_at(microbatch) / split
+    flops = kernel.flops.value_at(microbatch)
     if flops <= 0:
         return moved
     curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
@@ -75,16 +72,15 @@ def phase_costs(
     *,
     rates: Rates,
     microbatch: int,
-    split: int = 1,
 ) -> tuple[PhaseSecondsAndLaunches, ...]:
-    """Returns the cost of each phase. `split`: number of ranks that share the work of each kernel."""
+    """Returns the cost of each phase."""
     seconds: dict[int, float] = {}
     costs: list[PhaseSecondsAndLaunches] = []
     for phase in phases:
         total, launches = 0.0, 0
         for index, times in phase.work:
             if index not in seconds:
-                seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch, split=split)
+                seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch)
             total += seconds[index] * times
             launches += times
         costs.append(PhaseSecondsAndLaunches(total, launches))

@@ -70,8 +70,8 @@ def search(  # signature: the library's, the same for all its questions
 
     capacity_bytes: device memory of one rank, including the context; None: that of `hardware`.
     memory: function that returns a plan's peak, which must not be below `peak_lower_bound`.
-    what_if: offload targets and tensor-parallel degrees to try instead of the run's own. If the run leaves
-        the offload target open, targets are tried only if nothing fits without one.
+    what_if: offload targets to try instead of the run's own. If the run leaves the offload target open,
+        targets are tried only if nothing fits without one.
     with_front: whether the result has the front of speed and memory, which takes about as long as the rest
 
     Raises PlanError if the global batch cannot be divided over the ranks, the pinned settings are impossible

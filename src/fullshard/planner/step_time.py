@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group_layout
-from fullshard.planner.context_parallel import context_seconds_by_phase
-from fullshard.planner.expert_parallel import expert_seconds_by_phase
+from fullshard.planner.model_parallel import model_parallel_ticks
 from fullshard.planner.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -47,7 +46,6 @@ from fullshard.planner.simulate import (
     simulate_second_step,
 )
 from fullshard.planner.streams import StreamClocks
-from fullshard.planner.tensor_parallel import tp_seconds_by_phase
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.hardware import Hardware
@@ -103,7 +101,7 @@ class DeviceHostTicks(NamedTuple):
     issue: int  # ticks of the host's launches
 
 
-WorkKey = tuple[int, int, bool, int]
+WorkKey = tuple[int, int, bool]
 
 
 @dataclass
@@ -263,19 +261,14 @@ class StepTimePredictor:
         return first, self._microbatch_work(plan, trace, adds=adds)
 
     def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
-        key = (id(trace), plan.microbatch, adds, plan.tensor_parallel)
+        key = (id(trace), plan.microbatch, adds)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
-            kernels, split = self.spec.kernels, plan.tensor_parallel
-            costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, split=split)
+            costs = phase_costs(phases, self.spec.kernels, rates=rates, microbatch=plan.microbatch)
             watched = trace.recompute.mode == "selective" and not trace.compiled
             launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
             program = build_schedule(self.spec, trace, phases=phases)
-            firsts = program.first_model_unit_per_traced
-            axis = tp_seconds_by_phase(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
-            shared = context_seconds_by_phase(self.spec, phases, plan=plan, hardware=self.hardware)
-            rows = expert_seconds_by_phase(self.spec, phases, plan=plan, hardware=self.hardware)
-            sent = tuple(to_ticks(sum(each)) for each in zip(axis, shared, rows, strict=True))
+            sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
             lengths = tuple(
                 (to_ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.planner.schedule import split_by_repeat
-from fullshard.planner.tensor_parallel import gathered_sequence_bytes
 from fullshard.spec.model import Event, LiveTensorBytes, MicrobatchTrace, ModelSpec, RepeatedUnits, TracePhase
 from fullshard.spec.plan import Plan
 
@@ -55,29 +54,14 @@ def memory_trace(spec: ModelSpec, plan: Plan, *, reach: int, accumulating: bool 
     reach: the most units ahead that FSDP2 prefetches. See [Note: skipping periods].
     accumulating: earlier microbatches left unsharded gradients.
     """
-    microbatch, degree = plan.microbatch, plan.tensor_parallel
-    trace = spec.trace_for_plan(plan)
-    key = (id(trace), microbatch, reach, accumulating, degree)
+    microbatch, trace = plan.microbatch, spec.trace_for_plan(plan)
+    key = (id(trace), microbatch, reach, accumulating)
     found = spec.derived_value_cache.get(key)
     if not isinstance(found, MemoryTrace):
         units = len(spec.units)
         found = _skip_periods(trace, microbatch, units=units, reach=reach, accumulating=accumulating)
-        if degree > 1:  # see [Note: tensor parallel]
-            gathered = gathered_sequence_bytes(spec, microbatch, degree=degree)
-            found = _split_over_ranks(found, spec, degree=degree, gathered=gathered)
         spec.derived_value_cache[key] = found
     return found
-
-
-def _split_over_ranks(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
-    """Returns one rank's share of the bytes, plus `gathered` bytes while a block computes."""
-    phases: list[PhaseBytes] = []
-    for phase in found.phases:
-        computes = phase.event in ("pre_forward", "pre_backward") and phase.unit >= 0
-        whole = gathered if computes and spec.units[found.units[phase.unit]].is_block else 0
-        peak, end = (LiveBytes(*(-(-count // degree) for count in live)) for live in (phase.peak, phase.end))
-        phases.append(phase._replace(peak=peak._replace(backward=peak.backward + whole), end=end))
-    return MemoryTrace(tuple(phases), found.units)
 
 
 def _skip_periods(

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.tensor_parallel import split_parameter_shape
 from fullshard.spec.expert_split import expert_shard_dim
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
@@ -24,8 +23,8 @@ class UnshardedReduction:
 class UnitBytes:
     """Bytes of one unit on one rank's device.
 
-    N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, matrices
-    are this rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
+    N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, parameters
+    are the first rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
     """
 
     shard_degree: int  # N
@@ -150,7 +149,7 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
         has_experts=unit.has_experts,
     )
     if plan.tensor_parallel > 1:
-        unit = tensor_parallel_unit(unit, plan.tensor_parallel)
+        unit = _first_part_of_unit(unit, plan.tensor_parallel)
     if unit.has_experts:
         unit = expert_parallel_unit(unit, plan.expert_parallel)
     if not settings.shards_any_dim:
@@ -271,11 +270,9 @@ def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:
     return numel + 4 * (numel // 256) + 4 * 256
 
 
-def tensor_parallel_unit(unit: UnitSpec, degree: int) -> UnitSpec:
-    """Returns `unit` with the shapes of one rank's part on a tensor-parallel axis of `degree` ranks."""
-    parts = tuple(
-        p.model_copy(update={"shape": split_parameter_shape(p.shape, degree)}) for p in unit.parameters
-    )
+def _first_part_of_unit(unit: UnitSpec, ranks: int) -> UnitSpec:
+    """Returns `unit` with the shapes of the first of the `ranks` ranks that share matmuls."""
+    parts = tuple(p.model_copy(update={"shape": p.largest_part_shape(ranks)}) for p in unit.parameters)
     return unit.model_copy(update={"parameters": parts})
 
 

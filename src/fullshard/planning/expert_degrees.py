@@ -10,26 +10,26 @@ from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.candidate_costs import step_seconds_with_startup
 from fullshard.planner.candidates import divisors_largest_first, run_with_settings
 from fullshard.planner.search import SAME_SPEED
-from fullshard.planning.context_degrees import ContextSearch, Describe, search_context_degrees
+from fullshard.planning.parallel_degrees import DegreeSearch, Describe, search_parallel_degrees
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.run import Run
 
 
 def search_expert_degrees(
     describe: Describe, run: Run, *, hardware: Hardware, with_front: bool = False
-) -> ContextSearch:
-    """Searches as `search_context_degrees` does, also over an open number of ranks that divide experts.
+) -> DegreeSearch:
+    """Searches as `search_parallel_degrees` does, also over an open number of ranks that divide experts.
 
     If no plan fits, the result is that of undivided experts. Raises PlanError as `search` does.
     """
-    whole = search_context_degrees(describe, run, hardware=hardware, with_front=with_front)
-    is_open = run.sharding.expert_parallel == "auto" and run.sharding.tensor_parallel == 1
+    whole = search_parallel_degrees(describe, run, hardware=hardware, with_front=with_front)
+    is_open = run.sharding.expert_parallel == "auto" and run.sharding.tensor_degree == 1
     experts = whole.spec.experts if is_open else 0
     best, seconds = whole, _seconds(whole)
     for degree in iterate_expert_degrees(hardware, experts):
         own = run_with_settings(run, {"sharding": {"expert_parallel": degree}})
         try:
-            searched = search_context_degrees(describe, own, hardware=hardware, with_front=with_front)
+            searched = search_parallel_degrees(describe, own, hardware=hardware, with_front=with_front)
         except (PlanError, ShardError, TraceError):
             continue  # other settings of the run cannot be combined with this number
         found = _seconds(searched)
@@ -51,6 +51,6 @@ def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:
             yield degree
 
 
-def _seconds(searched: ContextSearch) -> float | None:
+def _seconds(searched: DegreeSearch) -> float | None:
     best = searched.found.best
     return None if best is None else step_seconds_with_startup(best)

@@ -19,6 +19,7 @@ from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
 from fullshard.planning.describe_run import describe_run
 from fullshard.planning.expert_degrees import search_expert_degrees
+from fullshard.planning.parallel_degrees import may_pay_to_share_matmuls
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
@@ -171,7 +172,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
             spec = _describe_on(hardware, chosen, model=model)
             return _PlanChoice(predict(spec, chosen, hardware), spec, hardware)
         quick = _find_plan_without_recompute(run, hardware, model=model)
-        if quick is not None:
+        if quick is not None and not may_pay_to_share_matmuls(quick.plan, hardware):
             return quick
         _, spec, found = search_expert_degrees(
             lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware

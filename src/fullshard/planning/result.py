@@ -21,8 +21,8 @@ from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.goodput import RESTART_SECONDS, Goodput, predict_goodput
 from fullshard.planner.search import SearchResult, no_plan_fits_error
 from fullshard.planner.sensitivity import SensitivityLine, plan_sensitivity
-from fullshard.planning.context_degrees import ContextSearch
 from fullshard.planning.expert_degrees import search_expert_degrees
+from fullshard.planning.parallel_degrees import DegreeSearch
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
@@ -237,7 +237,7 @@ def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
 
-def _search_degrees(question: PlanRequest, *, with_front: bool) -> ContextSearch:
+def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
     asked, hardware = question.asked, question.hardware
     return search_expert_degrees(
         lambda run: question.spec if run == asked else question.subject.describe_model(run, hardware),

@@ -115,6 +115,11 @@ def build_spec_key(
     }
     if (ranks := run.sharding.context_degree) > 1:
         settings["context"] = {"ranks": ranks, "method": run.sharding.context_method}
+    if run.sharding.tensor_degree > 1:
+        settings["tensor"] = {
+            "ranks": run.sharding.tensor_degree,
+            "styles": run.sharding.tensor_parallel_styles,
+        }
     if (experts := run.sharding.expert_parallel) not in (1, "auto"):
         settings["experts"] = experts
     if device == "cuda" and isinstance(run.model, HuggingFaceModel):

@@ -12,8 +12,8 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
-from fullshard.planning.context_degrees import sequences_for_sharing_ranks
 from fullshard.planning.describe_run import describe_run
+from fullshard.planning.parallel_degrees import sequences_for_sharing_ranks
 from fullshard.profiler.detect import detect_hardware
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
@@ -141,6 +141,8 @@ def _target_from_saved_spec(path: Path) -> PlanTarget:
         f"data.sequence_length={length}",
         f"model.max_sequence={length}",
         f"precision.mode={_precision_mode_of_spec(spec)}",
+        f"sharding.tensor_parallel={spec.tensor_parallel}",
+        f"sharding.expert_parallel={spec.expert_parallel}",
     )
     if spec.precision.fp8 is not None:
         settings += (f"precision.fp8_min_features={spec.precision.fp8.min_features}",)
@@ -164,12 +166,14 @@ def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:
     return (*own, f"data.sequence_length={length}")
 
 
-def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
+def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: int) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
 
-    If one sequence for each rank is too many tokens, ranks share sequences, where they may.
+    If one sequence for each rank is too many tokens, ranks share sequences or matmuls, where they may.
 
     tokens: tokens per step; None means about a million
+    ranks: number of ranks, or of groups that share sequences or matmuls as the run sets it
+    per_node: ranks per node
 
     Raises PlanError if one microbatch per rank has more than twice as many tokens.
     """
@@ -179,7 +183,7 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int) -> tuple[in
     sequences = max(1, round(wanted / (length * once))) * once
     most = LARGEST_COMMON_TOKENS if tokens is None else 2 * tokens
     if sequences * length > most:
-        shared = sequences_for_sharing_ranks(run, ranks=ranks, most_tokens=most)
+        shared = sequences_for_sharing_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
         if shared is not None:
             return shared, (
                 f"planned with {shared:,} sequences = {format_count(shared * length)} tokens a step, each of "

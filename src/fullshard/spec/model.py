@@ -18,16 +18,10 @@ Event = Literal[
 ]
 
 
-KernelKind = Literal[
-    "matmul",
-    "attention",
-    "attention_backward",
-    "elementwise",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "row_exchange",
-]
+ComputeKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
+KernelKind = ComputeKind | Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "row_exchange"]
+SharedAxis = Literal["context", "tensor", "expert"]
+"""The ranks of a collective in the middle of computation: those that share sequences, matmuls or experts."""
 
 
 class ParamSpec(FrozenModel):
@@ -38,6 +32,7 @@ class ParamSpec(FrozenModel):
         dtype, and computation its param dtype.
     is_gathered_in_fp8: True if it is gathered in fp8, one byte per element
     aliases: other names of a tied parameter
+    divided_dim: the dim that ranks which share matmuls divide; None if each of them has all of it
     """
 
     name: str
@@ -47,10 +42,16 @@ class ParamSpec(FrozenModel):
     requires_grad: bool = True
     is_gathered_in_fp8: bool = False
     aliases: tuple[str, ...] = ()
+    divided_dim: int | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def largest_part_shape(self, ranks: int) -> tuple[int, ...]:
+        """Returns the shape of the largest part if `ranks` ranks share matmuls; that of the first rank."""
+        divided = self.divided_dim
+        return tuple(-(-size // ranks) if dim == divided else size for dim, size in enumerate(self.shape))
 
 
 class UnitSpec(FrozenModel):
@@ -106,14 +107,14 @@ class LiveTensorBytes(NamedTuple):
 class Kernel(FrozenModel):
     """A kind of kernel launch: one operation on fixed shapes.
 
-    kind: `all_gather` and later: collectives in the middle of computation, of ranks that share sequences, or
-        for `row_exchange`, that divide experts
+    kind: `all_gather` and later: collectives in the middle of computation
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
     bytes: bytes that one launch reads and writes in device memory; of a collective, those of the tensor of
         all ranks, or for `all_to_all` and `row_exchange`, of one rank
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
+    axis: the ranks of a collective; None for other kernels
     """
 
     kind: KernelKind
@@ -123,6 +124,7 @@ class Kernel(FrozenModel):
     causal: bool = False
     backward: bool = False
     unaligned: bool = False
+    axis: SharedAxis | None = None
 
 
 class KernelIndexAndCount(NamedTuple):
@@ -221,6 +223,7 @@ class ModelSpec(FrozenModel):
     untraced: settings that were to be traced, and cannot be
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
     context_parallel, context_method: settings by which the traced rank has a part of each sequence
+    tensor_parallel: number of ranks that share the traced matmuls
     expert_parallel: number of ranks that divide the experts; the traced rank's experts get as many rows as it
         sends. Parameters in `units` are whole.
     fp8: summary of which matrices are multiplied in fp8; empty if none are
@@ -236,6 +239,7 @@ class ModelSpec(FrozenModel):
     loss_chunk: int = 0
     context_parallel: int = 1
     context_method: Literal["gather", "ulysses"] = "gather"
+    tensor_parallel: int = 1
     expert_parallel: int = 1
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
@@ -267,7 +271,7 @@ class ModelSpec(FrozenModel):
         kinds: list[int] = []
         for index, unit in enumerate(self.units):
             shapes = tuple(
-                (p.shape, p.itemsize, p.is_floating, p.requires_grad, p.is_gathered_in_fp8)
+                (p.shape, p.divided_dim, p.itemsize, p.is_floating, p.requires_grad, p.is_gathered_in_fp8)
                 for p in unit.parameters
             )
             override = None if unit.override is None else unit.override.model_copy(update={"match": ""})
@@ -292,6 +296,13 @@ class ModelSpec(FrozenModel):
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
         """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
         run, section = plan.run, plan.run.sharding
+        if self.tensor_parallel != plan.tensor_parallel:
+            raise PlanError(
+                f"the spec of {self.name} was traced with another division of matmuls.",
+                got=f"sharding.tensor_parallel = {plan.tensor_parallel}, and a spec for "
+                f"{self.tensor_parallel}",
+                fix="describe(model, plan) with this plan",
+            )
         traced, asked = self.context_parallel, plan.context_parallel
         if traced != asked or (asked > 1 and section.context_method != self.context_method):
             raise PlanError(

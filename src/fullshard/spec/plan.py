@@ -159,7 +159,7 @@ class Plan(FrozenModel):
     @property
     def is_prediction_only(self) -> bool:
         """True if the plan can be predicted, but not run yet."""
-        return _unsupported_combination(self.run) is not None
+        return _unsupported_with_expert_parallel(self.run) is not None
 
     @classmethod
     def from_run(
@@ -169,7 +169,7 @@ class Plan(FrozenModel):
 
         bf16_hardware: decides `precision.mode = "auto"`; unset, GPUs are assumed to support bf16
 
-        Raises PlanError if degrees or batches do not divide, and for settings that cannot be run yet.
+        Raises PlanError if degrees or batches do not divide, and for settings that do not work together.
         """
         check_training_supports_run(run)
         return cls.from_run_for_prediction(
@@ -181,8 +181,9 @@ class Plan(FrozenModel):
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
         """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
+        _check_tensor_parallel_supports_run(run)
         run = _resolve_auto_settings(run)
-        tensor = run.sharding.tensor_parallel
+        tensor = run.sharding.tensor_degree
         context = run.sharding.context_degree
         ranks = _count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
         groups = _count_groups(ranks, context, key="context_parallel", shared="a sequence")
@@ -295,25 +296,16 @@ class MergedUnitSettings(FrozenModel):
 
 
 def check_training_supports_run(run: Run) -> None:
-    """Raises PlanError for settings that `fullshard plan` can predict, but training does not support yet."""
-    if unsupported := _unsupported_combination(run):
+    """Raises PlanError for settings that do not work together, or that training does not support yet."""
+    _check_tensor_parallel_supports_run(run)
+    if unsupported := _unsupported_with_expert_parallel(run):
         raise PlanError(
             "this is planned, not yet run.",
-            got=unsupported,
+            got=f"sharding.expert_parallel = {run.sharding.expert_parallel}, {unsupported}",
             why="fullshard plan predicts it; fullshard train cannot run both together yet",
             fix="one of the two settings as by default",
         )
     check_offload_supports_optimizer(run)
-
-
-def _unsupported_combination(run: Run) -> str | None:
-    """Returns the first two settings of `run` that training does not combine, if any."""
-    section = run.sharding
-    if section.tensor_parallel > 1 and (other := _unsupported_with_tensor_parallel(run)):
-        return f"sharding.tensor_parallel = {section.tensor_parallel}, {other}"
-    if section.expert_parallel not in (1, "auto") and (other := _unsupported_with_expert_parallel(run)):
-        return f"sharding.expert_parallel = {section.expert_parallel}, {other}"
-    return None
 
 
 def _unsupported_with_expert_parallel(run: Run) -> str | None:
@@ -321,7 +313,6 @@ def _unsupported_with_expert_parallel(run: Run) -> str | None:
     model, precision, section = run.model, run.precision.mode, run.sharding
     unsupported = {
         "model.python": not isinstance(model, DecoderConfig | HuggingFaceModel),
-        f"sharding.tensor_parallel = {section.tensor_parallel}": section.tensor_parallel > 1,
         f'offload.tier = "{run.offload.tier}"': run.offload.tier not in ("auto", "none"),
         f'precision.mode = "{precision}"': precision in _FP8,
         f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
@@ -329,20 +320,30 @@ def _unsupported_with_expert_parallel(run: Run) -> str | None:
         f"adapter.rank = {run.adapter.rank}": run.adapter.rank > 0,
         "sharding.reshard_after_forward": section.reshard_after_forward is not None,
     }
-    return next((setting for setting, is_set in unsupported.items() if is_set), None)
+    divides = section.expert_parallel not in (1, "auto")
+    return next((setting for setting, is_set in unsupported.items() if is_set and divides), None)
 
 
-def _unsupported_with_tensor_parallel(run: Run) -> str | None:
-    """Returns the first setting of `run` that training does not combine with tensor parallel, if any."""
-    model, precision = run.model, run.precision.mode
+def _check_tensor_parallel_supports_run(run: Run) -> None:
+    unsupported = first_setting_without_tensor_parallel(run)
+    if run.sharding.tensor_degree > 1 and unsupported is not None:
+        raise PlanError(
+            "these settings do not work together.",
+            got=f"sharding.tensor_parallel = {run.sharding.tensor_parallel}, {unsupported}",
+            fix="one of the two as by default",
+        )
+
+
+def first_setting_without_tensor_parallel(run: Run) -> str | None:
+    """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
+    model, precision, experts = run.model, run.precision.mode, run.sharding.expert_parallel
+    styles = run.sharding.tensor_parallel_styles or isinstance(model, DecoderConfig | HuggingFaceModel)
     unsupported = {
-        "model.python": not isinstance(model, DecoderConfig | HuggingFaceModel),
+        "model.python without sharding.tensor_parallel_styles": not styles,
         "model.experts": isinstance(model, DecoderConfig) and model.is_mixture,
-        f'offload.tier = "{run.offload.tier}"': run.offload.tier not in ("auto", "none"),
+        f"sharding.expert_parallel = {experts}": experts not in (1, "auto"),
         f'precision.mode = "{precision}"': precision in _FP8,
         f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
-        "optimizer.in_backward = true": run.optimizer.in_backward,
-        f"adapter.rank = {run.adapter.rank}": run.adapter.rank > 0,
         "sharding.reshard_after_forward": run.sharding.reshard_after_forward is not None,
     }
     return next((setting for setting, is_set in unsupported.items() if is_set), None)
@@ -375,7 +376,7 @@ def _count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
 def _check_sequence_is_divisible(run: Run) -> None:
     section, length = run.sharding, run.data.sequence_length
     pieces, parts = section.context_degree * section.pieces_per_rank, section.ranks_per_sequence
-    if length % parts and section.tensor_parallel > 1:
+    if length % parts and section.tensor_degree > 1:
         each = math.lcm(pieces, parts)
         raise PlanError(
             f"sequences of {length:,} tokens cannot be divided over {parts} ranks.",
@@ -417,7 +418,7 @@ def _resolve_auto_settings(run: Run) -> Run:
     strategy = Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD
     plain: dict[str, dict[str, object]] = {
         "run": {"compile": False},
-        "sharding": {"strategy": strategy, "context_parallel": 1, "expert_parallel": 1},
+        "sharding": {"strategy": strategy, "context_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1},
         "recompute": {"mode": "none"},
         "prefetch": {"mode": "implicit"},
         "offload": {"tier": "none", "update": "host"},

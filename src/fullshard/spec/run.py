@@ -118,7 +118,10 @@ class ShardingSection(FrozenModel):
         instead of all (ZeRO++ hpZ); it divides the shard degree
     `tensor_parallel`: splits each block's matmuls, and the sequence between them, over this many adjacent
         ranks (Korthikanti et al., arXiv:2205.05198). The other settings apply to the remaining ranks.
-        See docs/tensor-parallel.md for the models and settings that it works with.
+        `auto` is 1, except where that does not fit, the batch has fewer sequences than ranks, or parameters
+        take long to send between nodes. docs/tensor-parallel.md lists the models that can be divided.
+    `tensor_parallel_styles`: what is done with each module of a model from Python, by names:
+        see docs/tensor-parallel.md
     `context_parallel`: divides the tokens of each sequence over this many adjacent ranks, so that activations
         take that much less memory. Parameters are sharded over these ranks as over all others. `auto` is 1
         unless a plan with whole sequences does not fit in device memory.
@@ -134,7 +137,8 @@ class ShardingSection(FrozenModel):
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveCount | None = None
     reshard_after_forward: PositiveCount | None = None
-    tensor_parallel: PositiveCount = 1
+    tensor_parallel: PositiveCount | Literal["auto"] = "auto"
+    tensor_parallel_styles: dict[str, str] = {}
     context_parallel: PositiveCount | Literal["auto"] = "auto"
     context_method: Literal["gather", "ulysses"] = "gather"
     expert_parallel: PositiveCount | Literal["auto"] = 1
@@ -143,7 +147,12 @@ class ShardingSection(FrozenModel):
     @property
     def ranks_per_sequence(self) -> int:
         """Number of ranks that have parts of the same sequences, or of their matmuls."""
-        return self.tensor_parallel * self.context_degree
+        return self.tensor_degree * self.context_degree
+
+    @property
+    def tensor_degree(self) -> int:
+        """Number of ranks that share each matmul; 1 if it is left open."""
+        return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
     @property
     def context_degree(self) -> int:

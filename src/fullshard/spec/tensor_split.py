@@ -6,9 +6,9 @@ from fullshard.spec.model_section import DecoderConfig
 
 def check_decoder_can_be_split(config: DecoderConfig, ranks: int) -> None:
     """Raises ShardError unless `ranks` ranks can compute whole heads, and equal shares of the columns."""
-    if _can_be_split(config, ranks):
+    if can_decoder_be_split(config, ranks):
         return
-    possible = [n for n in range(1, config.heads + 1) if _can_be_split(config, n)]
+    possible = [n for n in range(1, config.heads + 1) if can_decoder_be_split(config, n)]
     nearest = min(possible, key=lambda n: (abs(n - ranks), n))
     raise ShardError(
         f"the decoder's matmuls cannot be divided over {ranks} ranks.",
@@ -20,7 +20,7 @@ def check_decoder_can_be_split(config: DecoderConfig, ranks: int) -> None:
     )
 
 
-def _can_be_split(config: DecoderConfig, ranks: int) -> bool:
+def can_decoder_be_split(config: DecoderConfig, ranks: int) -> bool:
     """Returns whether `ranks` divides heads and d_ff; kv heads may be fewer, and then divide `ranks`."""
     shares_kv_heads = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
     has_tokens = config.vocabulary > (ranks - 1) * -(-config.vocabulary // ranks)

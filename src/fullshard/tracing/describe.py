@@ -16,7 +16,7 @@ compiler would make of them (`fullshard.tracing.compiled_blocks`).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError
 from fullshard.models.context_parallel import use_context_parallel
 from fullshard.models.expert_parallel import keep_own_experts, use_expert_parallel
+from fullshard.models.tensor_parallel import use_tensor_parallel
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
@@ -126,21 +127,21 @@ def describe(
         if device == "cuda":
             stack.enter_context(emulate_cuda_kernels(attention_kernel))
         traces, untraced = _trace_all_settings(study, settings, given=given)
-    kernels = study.table.kernels
-    flops, active = _flops_and_parameters_per_token(traces[0], kernels, plan=plan)
+    flops, active = _flops_and_parameters_per_token(traces[0], study.table.kernels, plan=plan)
     return ModelSpec(
         name=type(model).__name__,
         device_type=device,
         sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
-        units=tuple(unit_and_parameter_specs(given, model, fp8=fp8)),
+        units=tuple(unit_and_parameter_specs(given, model, fp8=fp8, divided=study.divided)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         loss_chunk=study.loss_chunk,
         context_parallel=plan.context_parallel,
         context_method=plan.run.sharding.context_method,
+        tensor_parallel=plan.tensor_parallel,
         expert_parallel=plan.expert_parallel,
-        kernels=kernels,
+        kernels=study.table.kernels,
         traces=tuple(traces),
         untraced=tuple(untraced),
         flops_per_token=flops,
@@ -191,17 +192,17 @@ def _one_rank_plan_and_settings(
     run, device = plan, device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
-    unset = {"shard_degree": None, "reshard_after_forward": None, "tensor_parallel": 1}
+    unset = {"shard_degree": None, "reshard_after_forward": None}
     sharding = run.sharding.model_copy(update={"strategy": Strategy.FULL_SHARD, **unset})
-    # A trace covers the whole model on one device, and with it whole sequences, unless ranks share them.
-    # Offload and tensor parallelism are derived from it.
+    # A trace covers the whole model on one device, unless ranks share its sequences or matmuls. Offload is
+    # derived from it.
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
     settings = list(product(recomputes, run.compile_choices(device)))
     experts = 1 if sharding.expert_parallel == "auto" else sharding.expert_parallel
-    ranks = lcm(sharding.context_degree, experts)
-    groups = microbatch * (ranks // sharding.context_degree)
+    ranks = lcm(sharding.ranks_per_sequence, experts)
+    groups = microbatch * (ranks // sharding.ranks_per_sequence)
     alone = alone.model_copy(update={"train": train.model_copy(update={"global_batch": groups})})
     return Plan.from_run(alone, world_size=ranks, device=device), device, settings
 
@@ -234,6 +235,7 @@ class _RecomputeTracer:
     table: KernelIndex = field(default_factory=KernelIndex)
     buffer_bytes: int = 0
     loss_chunk: int = 0
+    divided: Mapping[str, int | None] = field(default_factory=dict[str, int | None])  # by parameter
     keep_integers: bool = False  # whether integers of the batch keep their values
     # whether a single sequence differs, eager and compiled; unknown before the first trace
     _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
@@ -300,6 +302,8 @@ class _RecomputeTracer:
         twin = _copy_model_as_fake(
             self.model, given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
         )
+        if plan.tensor_parallel > 1:
+            self.divided = use_tensor_parallel(twin, plan, rank=0, group="tensor")
         self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found = find_units(twin, section, predicate=self.predicate)
         shortened = BlockTruncation()
@@ -312,6 +316,7 @@ class _RecomputeTracer:
             kept = [unit.name for unit in given if unit.name not in shortened.removed_units]
             if [unit.name for unit in found] != kept:
                 return None, shortened
+        _keep_parts_of_parameters(twin, self.divided, ranks=plan.tensor_parallel)
         graphs = CompiledBlocks()
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
@@ -412,7 +417,8 @@ def _flops_and_parameters_per_token(
                 attention += flops * (2 * sequence_length / (sequence_length + 1) if kernel.causal else 1)
             elif kernel.kind == "matmul":
                 matmul += flops
-    tokens = microbatch * sequence_length / plan.context_parallel  # of the traced rank
+    # The traced rank computes its part of the tokens, or of each token's matmuls.
+    tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
     return 3 * (matmul + attention) / tokens, round(matmul / tokens / 2)
 
 
@@ -453,11 +459,19 @@ def _copy_model_as_fake(
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
-        use_context_parallel(twin, plan, rank=0)
+        use_context_parallel(twin, plan, rank=0, group="context")
         if plan.expert_parallel > 1:
-            keep_own_experts(twin, use_expert_parallel(twin, plan, group=""), ranks=plan.expert_parallel)
+            own = use_expert_parallel(twin, plan, group="expert")
+            keep_own_experts(twin, own, ranks=plan.expert_parallel)
         cast_buffers(twin, plan.precision)
     if fp8 is not None:
         linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
         convert_linears_to_fp8(replace(fp8, linears=linears), device=device)
     return twin
+
+
+def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None], *, ranks: int) -> None:
+    """Replaces the values of divided parameters by the first rank's part."""
+    for name, parameter in twin.named_parameters():
+        if (dim := divided.get(name)) is not None:
+            parameter.data = torch.empty_like(parameter.data.chunk(ranks, dim)[0])

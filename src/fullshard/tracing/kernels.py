@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fullshard.distributed.row_exchange import EXCHANGE_COUNTS, EXCHANGE_ROWS
-from fullshard.distributed.sequence_parts import EXCHANGE, GATHER, REDUCE
+from fullshard.distributed.sequence_parts import EXCHANGE, GATHER, REDUCE, REDUCE_ALL
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
-from fullshard.spec.model import KernelKind
+from fullshard.spec.model import KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
 from fullshard.tracing.cpu_scratch import cpu_scratch_bytes
 from fullshard.tracing.recurrent_layers import (
@@ -36,6 +36,7 @@ _COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
     GATHER: ("all_gather", 0),
     REDUCE: ("reduce_scatter", 1),
     EXCHANGE: ("all_to_all", 2),
+    REDUCE_ALL: ("all_reduce", 0),
     EXCHANGE_ROWS: ("row_exchange", 0),
     EXCHANGE_COUNTS: ("row_exchange", 0),
 }
@@ -65,6 +66,7 @@ class KernelLaunch(NamedTuple):
 
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
+    axis: the ranks of a collective, whose name a trace gives it instead of a process group
     """
 
     kind: KernelKind
@@ -74,6 +76,7 @@ class KernelLaunch(NamedTuple):
     causal: bool = False
     backward: bool = False
     unaligned: bool = False
+    axis: SharedAxis | None = None
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -89,8 +92,6 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
-    if name in _COLLECTIVES:
-        moved = max(map(readable_tensor_bytes, (*read, *written)))
     if name == GROUPED or name.startswith(LSTM_LAYER):
         flops = _grouped_matmul_flops(call) if name == GROUPED else lstm_layer_flops(call.arguments_by_name())
         return KernelLaunch("matmul", dtype, 2 * flops if name.endswith("_layer_backward") else flops, moved)
@@ -99,7 +100,11 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         flops = int(count(*call.args, **call.kwargs, out_val=result))
         unaligned = not all(map(_has_aligned_rows, (*read, *written)))
         return KernelLaunch("matmul", dtype, flops, moved, unaligned=unaligned)
-    return KernelLaunch(_COLLECTIVES.get(name, ("elementwise", 0))[0], dtype, 0, moved)
+    kind, axis = "elementwise", None
+    if name in _COLLECTIVES:
+        kind, axis = _COLLECTIVES[name][0], call.arguments_by_name()["group"]
+        moved = max(map(readable_tensor_bytes, (*read, *written)))
+    return KernelLaunch(kind, dtype, 0, moved, axis=axis)
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
@@ -127,7 +132,7 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
       (flash attention's source).
     - Embedding backward: one fp32 row per token.
 
-    On both, collectives of ranks that share sequences hold what they send and receive in rank order.
+    On both, collectives in the middle of computation hold what they send and receive in rank order.
     """
     name = call.bare_operator_name
     if name in _COLLECTIVES:

@@ -43,6 +43,7 @@ class KernelIndex:
                 causal=a.causal,
                 backward=a.backward,
                 unaligned=a.unaligned,
+                axis=a.axis,
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1

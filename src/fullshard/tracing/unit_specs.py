@@ -1,7 +1,7 @@
 """Specs of a model's units and parameters."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -18,8 +18,13 @@ def parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
 
 
 def unit_and_parameter_specs(
-    units: Sequence[Unit], model: nn.Module, *, fp8: Fp8Choice | None
+    units: Sequence[Unit],
+    model: nn.Module,
+    *,
+    fp8: Fp8Choice | None,
+    divided: Mapping[str, int | None],
 ) -> Iterator[UnitSpec]:
+    """Yields the spec of each unit. `divided`: the dim in which ranks divide each parameter, if any."""
     in_fp8 = parameters_gathered_in_fp8(fp8)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -38,6 +43,7 @@ def unit_and_parameter_specs(
                     requires_grad=parameter.requires_grad,
                     is_gathered_in_fp8=id(parameter) in in_fp8,
                     aliases=tuple(alias for alias in names[id(parameter)] if alias != name),
+                    divided_dim=divided.get(name),
                 )
                 for name, parameter in unit.parameters.items()
             ),

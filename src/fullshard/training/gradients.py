@@ -18,6 +18,8 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.sharding.mesh import TENSOR_AXIS
 
+_ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
+
 
 def list_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the gradients of `parameters` that have one, including those of offloaded parameters."""
@@ -53,13 +55,21 @@ def average_scalar_gradients(gradients: Sequence[Tensor]) -> None:
 def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
     """Sums the gradients of parameters that all ranks of the `tp` axis have whole. In place.
 
-    Each of these ranks computes with them for its own tokens or heads alone. One all-reduce per dtype.
+    Each of these ranks computes with them for its own tokens or heads alone. Small ones share one all-reduce
+    per dtype.
     """
     groups = defaultdict[tuple[torch.dtype, dist.ProcessGroup], list[Tensor]](list)
     for gradient in gradients:
-        if isinstance(gradient, DTensor) and gradient.placements[-1].is_replicate():  # `tp` is the last axis
-            group = gradient.device_mesh.get_group(TENSOR_AXIS)
-            groups[gradient.dtype, group].append(gradient.to_local())
+        if not isinstance(gradient, DTensor) or TENSOR_AXIS not in (
+            gradient.device_mesh.mesh_dim_names or ()
+        ):
+            continue
+        if gradient.placements[-1].is_replicate():  # `tp` is the last axis
+            part, group = gradient.to_local(), gradient.device_mesh.get_group(TENSOR_AXIS)
+            if part.nbytes >= _ALONE_BYTES and part.is_contiguous():
+                dist.all_reduce(part, group=group)
+            else:
+                groups[part.dtype, group].append(part)
     for (_, group), parts in groups.items():
         flat = torch.cat([part.flatten() for part in parts])
         with TimedRange("all_reduce"):

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.training.gradients import local_gradient_norms
+from fullshard.training.gradients import local_gradient_norms, sum_gradients_over_tensor_axis
 from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.update import update_parameters
 
@@ -108,6 +108,7 @@ class OptimizerInBackward:
             return
         with TimedRange("optimizer"):
             gradients = [p.grad for p in parameters if p.grad is not None]
+            sum_gradients_over_tensor_axis(gradients)
             self._norms.update(zip(parameters, local_gradient_norms(gradients).values(), strict=True))
             if self._factor is not None:
                 self._step_optimizer_on([p for p in parameters if p in self._group_of], factor=self._factor)

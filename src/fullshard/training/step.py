@@ -123,7 +123,7 @@ def run_step(
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(gradients)
-    sum_gradients_over_tensor_axis(gradients if plan.tensor_parallel > 1 else ())
+    sum_gradients_over_tensor_axis(gradients if in_backward is None else ())
     with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
         norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
         sums[2] = local_share_of_squared_norm(norms) if norms else 0.0

@@ -1,4 +1,4 @@
-"""Ranks share sequences by choice only where whole sequences do not fit, and then as many as are fastest."""
+"""Ranks share sequences or matmuls by choice only where it may pay, and then as many as are fastest."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,15 +7,18 @@ import pytest
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.planner.candidate_costs import require_prediction
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.search import SAME_SPEED, SearchResult
-from fullshard.planning.context_degrees import (
-    ContextSearch,
+from fullshard.planning.parallel_degrees import (
+    DegreeSearch,
     choose_fastest,
     iterate_context_degrees,
-    search_context_degrees,
+    iterate_tensor_degrees,
+    search_parallel_degrees,
     sequences_for_sharing_ranks,
 )
 from fullshard.planning.target import choose_global_batch
+from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -28,29 +31,46 @@ LONG, TOO_LONG = 131072, 262144
 
 
 class Describing:
-    """Describes a rank's part of LLAMA_8B's sequences, and records the degrees it was asked for."""
+    """Describes a rank's part of LLAMA_8B's sequences and columns, and records the degrees it was asked."""
 
     def __init__(self, *, most: int = 1024) -> None:
         self.degrees: list[int] = []
+        self.tensor_degrees: list[int] = []
         self.most = most
 
     def __call__(self, run: Run) -> ModelSpec:
-        degree, length = run.sharding.context_degree, run.data.sequence_length
+        degree, length, tensor = (
+            run.sharding.context_degree,
+            run.data.sequence_length,
+            run.sharding.tensor_degree,
+        )
         self.degrees.append(degree)
-        if degree > self.most:
+        self.tensor_degrees.append(tensor)
+        if max(degree, tensor) > self.most:
             raise ShardError("the sequences cannot be divided.")
-        part = replace(LLAMA_8B, sequence=length // degree)
-        update = {"sequence_length": length, "context_parallel": degree}
+        whole = replace(LLAMA_8B, sequence=length // degree)
+        part = replace(whole, d_ff=whole.d_ff // tensor, vocabulary=whole.vocabulary // tensor)
+        update = {"sequence_length": length, "context_parallel": degree, "tensor_parallel": tensor}
+        update["flops_per_token"] = decoder_spec(whole).flops_per_token
         return decoder_spec(part).model_copy(update=update)
 
 
 def long_run(*overrides: str, length: int = LONG, batch: int = 8) -> Run:
+    """A run whose ranks share no matmuls."""
     shape = replace(LLAMA_8B, sequence=length)
-    return run_for(shape, f"train.global_batch={batch}", "offload.tier=none", *overrides)
+    fixed = ("offload.tier=none", "sharding.tensor_parallel=1")
+    return run_for(shape, f"train.global_batch={batch}", *fixed, *overrides)
 
 
-def searched(describe: Describing, run: Run) -> ContextSearch:
-    return search_context_degrees(describe, run, hardware=HARDWARE)
+def open_run(*overrides: str, batch: int, length: int = 8192) -> Run:
+    """A run whose ranks may share both."""
+    sizes = ("d_model=4096", "layers=32", "heads=32", "kv_heads=8", "d_ff=14336", "vocabulary=128256")
+    model = (f"model.{size}" for size in sizes)
+    return long_run(*model, "sharding.tensor_parallel=auto", *overrides, length=length, batch=batch)
+
+
+def searched(describe: Describing, run: Run) -> DegreeSearch:
+    return search_parallel_degrees(describe, run, hardware=HARDWARE)
 
 
 def test_whole_sequences_that_fit_are_kept() -> None:
@@ -96,12 +116,12 @@ def test_a_plan_offloads_only_if_it_is_notably_faster(offloading: float, sharing
     assert choose_fastest(searches, pinned) is searches[0 if offloading <= 1.01 * sharing else 1]
 
 
-def found_with(step_seconds: float, *overrides: str) -> ContextSearch:
+def found_with(step_seconds: float, *overrides: str) -> DegreeSearch:
     plan = predicted(*overrides, "run.compile=false", seconds=step_seconds)
     found = SearchResult(
         best=plan, fastest=plan, closest=None, by_strategy={}, limit_bytes=1, considered=1, predicted=1
     )
-    return ContextSearch(plan.run, decoder_spec(LLAMA_8B), found)
+    return DegreeSearch(plan.run, decoder_spec(LLAMA_8B), found)
 
 
 def test_fewer_sequences_than_ranks_are_shared_and_what_cannot_be_is_not_traced() -> None:
@@ -140,11 +160,70 @@ def test_degrees_follow_nodes_and_leave_long_parts(
 
 def test_a_batch_has_fewer_sequences_than_ranks_where_one_each_is_too_many() -> None:
     run = long_run(length=8 * LONG)
-    sequences, note = choose_global_batch(run, tokens=None, ranks=64)
+    sequences, note = choose_global_batch(run, tokens=None, ranks=64, per_node=8)
     assert sequences == 16
     assert note is not None
     assert "4 or more of the 64 ranks share" in note
-    assert sequences_for_sharing_ranks(run, ranks=64, most_tokens=8 * LONG) == 1
-    assert sequences_for_sharing_ranks(long_run(length=8192), ranks=64, most_tokens=8 * 8192) is None
+    assert sequences_for_sharing_ranks(run, ranks=64, per_node=8, most_tokens=8 * LONG) == 1
+    assert (
+        sequences_for_sharing_ranks(long_run(length=8192), ranks=64, per_node=8, most_tokens=8 * 8192) is None
+    )
     pinned = long_run("sharding.context_parallel=8", length=8 * LONG)
-    assert sequences_for_sharing_ranks(pinned, ranks=64, most_tokens=8 * LONG) is None
+    assert sequences_for_sharing_ranks(pinned, ranks=64, per_node=8, most_tokens=8 * LONG) is None
+
+
+def test_matmuls_are_not_shared_where_whole_ones_fit_and_little_is_waited_for() -> None:
+    describe = Describing()
+    assert searched(describe, open_run(batch=64)).found.best is not None
+    assert describe.tensor_degrees == [1]
+
+
+def assert_as_fast_as_any_degree(answer: DegreeSearch, run: Run, *, hardware: Hardware) -> None:
+    best = answer.found.best
+    assert best is not None
+    assert best.tensor_parallel == answer.spec.tensor_parallel
+    for tensor in (1, 2, 4, 8):
+        pinned = run_with_settings(run, {"sharding": {"tensor_parallel": tensor, "context_parallel": 1}})
+        try:
+            one = search_parallel_degrees(Describing(), pinned, hardware=hardware).found.best
+        except PlanError:
+            continue
+        assert one is None or seconds(best) <= seconds(one) * (1 + SAME_SPEED)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_fewer_sequences_than_ranks_share_as_many_matmuls_as_is_fastest(batch: int) -> None:
+    describe, run = Describing(), open_run(batch=batch)
+    answer = searched(describe, run)
+    assert_as_fast_as_any_degree(answer, run, hardware=HARDWARE)
+    assert describe.tensor_degrees == [1, *(one for one in (2, 4, 8) if one * batch >= 8)]
+
+
+def test_ranks_may_share_matmuls_where_nodes_wait_for_parameters() -> None:
+    slow = hardware_of(4, 8)
+    assert slow.across is not None
+    rate = slow.across.all_gather.model_copy(update={"bytes_per_second": 2e9})
+    across = slow.across.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": rate})
+    slow, run = slow.model_copy(update={"across": across}), open_run(batch=32)
+    describe = Describing()
+    answer = search_parallel_degrees(describe, run, hardware=slow)
+    assert describe.tensor_degrees == [1, 2, 4, 8]
+    assert_as_fast_as_any_degree(answer, run, hardware=slow)
+
+
+def test_models_and_settings_that_cannot_share_matmuls_keep_whole_ones() -> None:
+    for describe, more in ((Describing(most=1), []), (Describing(), ["optimizer.name=adamw8bit"])):
+        with pytest.raises(PlanError, match="cannot be shared out evenly"):
+            searched(describe, open_run(*more, batch=2))
+    assert list(
+        iterate_tensor_degrees(open_run("model.heads=4", "model.kv_heads=2", batch=8), per_node=8)
+    ) == [2, 4]
+
+
+def test_ranks_that_share_matmuls_make_a_batch_of_fewer_sequences() -> None:
+    run = open_run(batch=1)
+    sequences, note = choose_global_batch(run, tokens=None, ranks=16384, per_node=8)
+    assert sequences == 2048
+    assert note is not None
+    assert "16.8M tokens a step" in note
+    assert choose_global_batch(run, tokens=None, ranks=16384, per_node=4)[0] == 16384

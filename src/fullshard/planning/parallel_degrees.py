@@ -1,0 +1,209 @@
+"""Search over the number of ranks that share each sequence or each matmul, where these are `auto`.
+
+Ranks that share sequences send keys and values, ranks that share matmuls send hidden states, and neither
+computes less. So a plan in which each rank has whole sequences and matmuls is faster, unless
+
+- it does not fit, or must offload;
+- the batch has fewer sequences than ranks;
+- between nodes, gathering and reducing parameters takes long (EXPOSED of the step): each of T ranks that
+  share matmuls gathers 1/T of them.
+
+Only then other numbers of ranks are tried, each with all other settings open, and the fastest plan that fits
+is chosen. One that offloads must be notably faster than all that do not: the rates of hosts differ more than
+those of links. Each number needs a trace, which takes seconds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from fullshard.errors import PlanError, ShardError, TraceError
+from fullshard.planner.advice import NOTABLE
+from fullshard.planner.candidate_costs import require_prediction, step_seconds_with_startup
+from fullshard.planner.candidates import divisors_largest_first, run_with_settings
+from fullshard.planner.search import SAME_SPEED, SearchResult, search
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.plan import Plan, first_setting_without_tensor_parallel
+from fullshard.spec.run import Run
+from fullshard.spec.tensor_split import can_decoder_be_split
+
+LEAST_TOKENS = 8192
+"""Fewest tokens of a sequence that a rank gets by choice. Parts that are shorter make smaller matmuls."""
+EXPOSED = 0.1
+"""Least part of a step in waiting for parameters and gradients for which ranks share matmuls by choice."""
+
+Describe = Callable[[Run], ModelSpec]
+
+
+class DegreeSearch(NamedTuple):
+    """Result of a search, with the settings and the spec that it was made for."""
+
+    run: Run
+    spec: ModelSpec
+    found: SearchResult
+
+
+SearchOrError = Callable[[Run], tuple[DegreeSearch | None, PlanError | None]]
+
+
+def search_parallel_degrees(
+    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool = False
+) -> DegreeSearch:
+    """Searches for the best plan of `run`, also over open numbers of ranks that share sequences or matmuls.
+
+    describe: returns the spec of the run's model
+    with_front: as for `search`
+
+    If no plan fits, the result is that of whole sequences and matmuls. Raises PlanError as `search` does.
+    """
+
+    def search_or_error(own: Run) -> tuple[DegreeSearch | None, PlanError | None]:
+        return _search_or_error(describe, own, hardware=hardware, with_front=with_front)
+
+    whole, error = search_or_error(run)
+    best = None if whole is None else whole.found.best
+    fits = best is not None and not _offloads_by_choice(best, run)
+    if whole is not None and best is not None and fits and not may_pay_to_share_matmuls(best, hardware):
+        return whole
+    fitting = [whole] if whole is not None and best is not None else []
+    if not fits:
+        fitting += _iterate_context_searches(search_or_error, run, hardware=hardware)
+    for degree in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
+        own = run_with_settings(run, {"sharding": {"tensor_parallel": degree}})
+        fitting += _iterate_tensor_searches(search_or_error, own, hardware=hardware)
+    if fitting:
+        return choose_fastest(fitting, run)
+    if whole is None:
+        assert error is not None, "a search has a result or an error"
+        raise error
+    return whole
+
+
+def choose_fastest(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
+    """Returns the first of the fastest of `searches`, all of which have a plan that fits.
+
+    One that offloads although `run` leaves that open is chosen only if it is notably faster than all others.
+    """
+    resident = [one for one in searches if not _offloads_by_choice(_fitting_plan(one), run)]
+    fastest = min(map(_seconds, searches))
+    if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(_seconds, resident))
+    return next(one for one in searches if _seconds(one) <= (1 + SAME_SPEED) * fastest)
+
+
+def _iterate_context_searches(
+    search_or_error: SearchOrError, run: Run, *, hardware: Hardware
+) -> Iterator[DegreeSearch]:
+    """Yields the searches that found a plan, over ranks that share sequences.
+
+    It ends with the first that needs neither recompute nor offload: more ranks would only send more.
+    """
+    for degree in iterate_context_degrees(hardware, run):
+        try:
+            searched, _ = search_or_error(run_with_settings(run, {"sharding": {"context_parallel": degree}}))
+        except (ShardError, TraceError):
+            return  # no number of ranks can divide the sequences of this model
+        best = None if searched is None else searched.found.best
+        if searched is not None and best is not None:
+            yield searched
+            if best.run.recompute.mode == "none" and not _offloads_by_choice(best, run):
+                return
+
+
+def _iterate_tensor_searches(
+    search_or_error: SearchOrError, run: Run, *, hardware: Hardware
+) -> Iterator[DegreeSearch]:
+    """Yields the searches that found a plan for a number of ranks that share matmuls, up to the first.
+
+    Sequences are whole, unless they must be shared to fit or to share out the batch.
+    """
+    for degree in (1, *iterate_context_degrees(hardware, run)):
+        own = run_with_settings(run, {"sharding": {"context_parallel": degree}}) if degree > 1 else run
+        try:
+            searched, _ = search_or_error(own)
+        except (ShardError, TraceError):
+            return  # as many ranks cannot divide the matmuls of this model
+        if searched is not None and searched.found.best is not None:
+            yield searched
+            return
+
+
+def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
+    """Returns whether a plan waits so long for parameters and gradients that ranks may share matmuls."""
+    time = require_prediction(plan).time
+    waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
+    is_open = plan.tensor_parallel == 1 and hardware.nodes > 1
+    return is_open and waits > EXPOSED * time.total
+
+
+def _search_or_error(
+    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
+) -> tuple[DegreeSearch | None, PlanError | None]:
+    """Returns the search, or the error of settings that are impossible, which are not traced."""
+    ranks = hardware.world_size // run.sharding.ranks_per_sequence
+    try:
+        if run.sharding.ranks_per_sequence > 1 and run.train.global_batch % max(ranks, 1):
+            Plan.from_run_for_prediction(run, world_size=hardware.world_size, device=hardware.device)
+        spec = describe(run)
+        found = search(spec, hardware, run, with_front=with_front)
+    except PlanError as error:
+        return None, error
+    return DegreeSearch(run, spec, found), None
+
+
+def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
+    """Yields the numbers of ranks over 1 that a search tries: whole nodes, or divisors of a node."""
+    length, node, tensor = run.data.sequence_length, hardware.ranks_per_node, run.sharding.tensor_degree
+    pieces = 2 if run.sharding.context_method == "gather" else 1
+    if run.sharding.context_parallel != "auto":
+        return
+    for degree in reversed(divisors_largest_first(hardware.world_size // tensor)):
+        follows_nodes = node % (degree * tensor) == 0 or (degree * tensor) % node == 0
+        cut = length % (degree * pieces * tensor) == 0 and length // degree >= LEAST_TOKENS
+        if degree > 1 and follows_nodes and cut:
+            yield degree
+
+
+def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
+    """Yields the numbers of ranks over 1 that a search lets share matmuls: divisors of a node's ranks."""
+    section, model = run.sharding, run.model
+    if section.tensor_parallel != "auto" or first_setting_without_tensor_parallel(run) is not None:
+        return
+    for degree in reversed(divisors_largest_first(per_node)):
+        fits = not isinstance(model, DecoderConfig) or can_decoder_be_split(model, degree)
+        if degree > 1 and fits and run.data.sequence_length % (degree * section.context_degree) == 0:
+            yield degree
+
+
+def sequences_for_sharing_ranks(run: Run, *, ranks: int, per_node: int, most_tokens: int) -> int | None:
+    """Returns the most sequences up to `most_tokens`, fewer than `ranks`, that ranks can share.
+
+    It is None if `run` sets the numbers of ranks that share sequences and matmuls, if parts of sequences
+    would be too short, or if the model is not known to be divisible.
+    """
+    length, is_open = run.data.sequence_length, run.sharding.context_parallel == "auto"
+    divisible = isinstance(run.model, DecoderConfig)
+    degrees = (1, *(iterate_tensor_degrees(run, per_node=per_node) if divisible else ()))
+    fewest = (one for one in divisors_largest_first(ranks) if one * length <= most_tokens and one < ranks)
+    if (sequences := next(fewest, None)) is None:
+        return None
+    shared = ranks // sequences  # ranks of each sequence
+    others = [shared // tensor for tensor in degrees if shared % tensor == 0]
+    can_share = any(one == 1 or (is_open and length // one >= LEAST_TOKENS) for one in others)
+    return sequences if can_share else None
+
+
+def _offloads_by_choice(plan: Plan, run: Run) -> bool:
+    """Returns whether a plan offloads although `run` does not ask for it."""
+    return run.offload.tier == "auto" and plan.run.offload.tier != "none"
+
+
+def _fitting_plan(searched: DegreeSearch) -> Plan:
+    best = searched.found.best
+    assert best is not None, "only plans that fit are compared"
+    return best
+
+
+def _seconds(searched: DegreeSearch) -> float:
+    return step_seconds_with_startup(_fitting_plan(searched))
