@@ -120,21 +120,29 @@ def backward_of_blocks(model: nn.Module, *, rank: int, microbatch: int) -> None:
 
 
 def differences_over_buckets(microbatches: int) -> tuple[dict[str, float | None], list[int]]:
-    """Returns how far each gradient of the second step is from the mean, and the buckets' bytes."""
+    """Returns how far each gradient of the third step is from the mean, and the buckets' bytes.
+
+    Rank 0 keeps the gradients of the second step, whose buffers only the other ranks use again.
+    """
     torch.manual_seed(0)
     plain, ranks = Blocks(), dist.get_world_size()
     plan = Plan.from_run(run_in("fp32"), world_size=ranks)
     model = shard(copy.deepcopy(plain), plan, units=lambda _, module: isinstance(module, nn.Linear))
     assert isinstance(model, FSDPModule)
-    for step in range(2):
+    kept, copies = list[Tensor](), list[Tensor]()
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 0:
+            kept = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+            copies = [gradient.clone() for gradient in kept]
         model.zero_grad()
         for number in range(microbatches):
             model.set_requires_gradient_sync(number == microbatches - 1)
             backward_of_blocks(model, rank=dist.get_rank(), microbatch=number + 3 * step)
+    assert all(torch.equal(one, copy) for one, copy in zip(kept, copies, strict=True))
     buffers = cast(Any, model).gradient_buffers()
     for rank in range(ranks):
         for number in range(microbatches):
-            backward_of_blocks(plain, rank=rank, microbatch=number + 3)
+            backward_of_blocks(plain, rank=rank, microbatch=number + 6)
     found = dict[str, float | None]()
     for (name, parameter), own in zip(plain.named_parameters(), model.parameters(), strict=True):
         if not isinstance(own.grad, DTensor):
@@ -157,7 +165,9 @@ def test_gradients_over_several_buckets_are_means_over_ranks(microbatches, ranks
 def sums_and_buffers() -> list[tuple[bool, bool]]:
     """Returns for two backwards, cleared in between and not, (is the sum of both, same buffer)."""
     model, found = shard(SharedGradients(), Plan.from_run(run_in("fp32"), world_size=2)), []
-    loss(model, rank=0, microbatch=0).backward()
+    for _ in range(2):  # from the second on, the buffer is in memory that the ranks share
+        model.zero_grad()
+        loss(model, rank=0, microbatch=0).backward()
     first = [p.grad.full_tensor().clone() for p in model.parameters() if isinstance(p.grad, DTensor)]
     for clears in (True, False):
         before = cast(Any, model).gradient_buffers()[0].data_ptr()

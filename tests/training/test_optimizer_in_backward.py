@@ -79,7 +79,7 @@ SAME = [
     pytest.param(1, Tied, (), marks=pytest.mark.long),
     (2, Mixed, ("sharding.strategy=no_shard", "optimizer.name=sgd", "optimizer.momentum=0.5")),
     pytest.param(3, Mixed, ("precision.mode=bf16", "recompute.mode=full"), marks=pytest.mark.long),
-    (3, Mixed, (UNSHARDED, "optimizer.name=torch.optim.NAdam")),
+    (2, Mixed, (UNSHARDED, "optimizer.name=torch.optim.NAdam")),
     (2, Twice, ()),
     (
         4,
@@ -110,7 +110,7 @@ STRATEGIES = ("full_shard", "no_shard", "zero1", "shard_grad_op", "hybrid_shard"
 def test_whatever_the_strategy_and_the_precision(n: int, strategy: str, precision: str, ranks: Any) -> None:
     degree = (f"sharding.shard_degree={n}",) if strategy.startswith("hybrid") else ()
     more = (f"sharding.strategy={strategy}", f"precision.mode={precision}", *degree)
-    # gloo sums over three ranks in an order that depends on the place in the buffer, and buckets differ.
+    # Sums over three ranks have an order that depends on the place in the buffer, and buckets differ.
     tolerance = {"fp32": 1e-5, "bf16": 1e-4}.get(precision, 2e-2) if strategy == "no_shard" and n > 2 else 0
     for model in (Tied, Mixed):
         for (_, bits), (_, own) in ranks(n).run(both, model, *more):

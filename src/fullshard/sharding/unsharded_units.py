@@ -10,6 +10,9 @@ reduce    Consecutive units share a buffer in the reduce dtype (see `bucket_slic
           divided by the number of replicas. In the last microbatch, its all-reduce runs beside the rest of
           backward, which waits for it at its end. The buffer then is the gradients of the shards, which are
           cast if the reduce dtype is not the master dtype.
+          Replicas on the CPU of one host have their buffers in memory that they share, from the second step
+          on, and add them up at the end of backward: through sockets, an all-reduce costs more processor
+          time, and no processor is idle beside backward.
           With an optimizer in backward, which frees gradients early, each unit has a buffer of its own for a
           moment, and waits for its all-reduce at once.
 one rank  Over one replica nothing is copied: autograd's gradients become those of the shards, cast if the
@@ -36,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+from fullshard.distributed.host_memory import HostBuffers, all_reduce_on_host
 from fullshard.distributed.ranges import TimedRange
 from fullshard.spec.groups import bucket_slices
 
@@ -57,6 +61,7 @@ class GradientBuckets:
         self._trained: list[list[Any]] = []  # of each unit, when the buckets were made
         self._is_filling = self._reduces = False
         self._started = 0  # number of buckets in `_order`
+        self._shares_memory = False  # whether sharing memory was tried for the buckets in `_order`
 
     def skip_copies(self, unit: FSDPModule, *, position: int) -> None:
         """Makes FSDP2 use and reduce the parameters of `unit`, whose shard degree is 1, without its copies.
@@ -95,7 +100,7 @@ class GradientBuckets:
         if not pairs:
             return
         bucket = self._bucket_of[unit]
-        if bucket.all_reduce is not None:
+        if bucket.is_started:
             bucket = self._late.setdefault(unit, _Bucket([unit]))
         bucket.add(unit, pairs)
         if reduces and self.is_immediate:
@@ -120,8 +125,13 @@ class GradientBuckets:
         late = [self._late[unit] for unit in self.units if unit in self._late]
         for bucket in late:
             bucket.start()
+        _sum_on_host([bucket for bucket in self._order if bucket.shared is not None])
         for bucket in (*self._order, *late):
             bucket.finish()
+        if not self._shares_memory and not self.is_immediate:
+            for bucket in self._order:
+                bucket.share_memory()
+            self._shares_memory = True
         self._late.clear()
         self._is_filling, self._reduces, self._started = False, False, 0
 
@@ -135,7 +145,7 @@ class GradientBuckets:
         trained = [unit.trained for unit in self.units]
         if trained == self._trained:
             return
-        self._trained, self._order = trained, []
+        self._trained, self._order, self._shares_memory = trained, [], False
         by_kind = defaultdict[Any, list[_UnshardedUnit]](list)
         for unit in reversed(self.units):  # about the order of backward
             if not unit.trained or unit.replicas is None:
@@ -165,7 +175,9 @@ class _Bucket:
         self.buffer: Tensor | None = None
         self.places: dict[Any, Tensor] = {}  # views of the buffer, by FSDP2's parameter
         self.filled: set[Any] = set()  # parameters that have a gradient
+        self.is_started = False
         self.all_reduce: dist.Work | None = None
+        self.shared: HostBuffers | None = None
 
     def add(self, unit: "_UnshardedUnit", pairs: list[tuple[Any, Tensor]]) -> None:
         """Adds the gradients of `unit` to the buffer, and empties the list of `pairs`."""
@@ -185,7 +197,10 @@ class _Bucket:
             self.filled.add(parameter)
 
     def start(self) -> None:
-        """Starts the all-reduce. Gradients that this rank does not have count as zeros."""
+        """Starts the all-reduce, or fills what is to be summed in shared memory.
+
+        Gradients that this rank does not have count as zeros.
+        """
         if self.buffer is None:  # no gradient has ever arrived
             self._allocate_unless_free(self.units[0].trained[0].sharded_param.device)
         assert self.buffer is not None, "it is allocated"
@@ -194,15 +209,17 @@ class _Bucket:
             if parameter not in self.filled:
                 place.zero_()
         self.buffer[-len(self.places) :] = torch.tensor(has_gradient)
-        self.all_reduce = dist.all_reduce(self.buffer, group=self.replicas, async_op=True)
+        self.is_started = True
+        if self.shared is None:
+            self.all_reduce = dist.all_reduce(self.buffer, group=self.replicas, async_op=True)
 
     def finish(self, *, keeps_buffer: bool = True) -> None:
         """Waits for the all-reduce, and sets the gradients of the sharded parameters."""
-        assert self.all_reduce is not None, "it was started"
-        assert self.buffer is not None, "it is being reduced"
-        with TimedRange("all_reduce"):
-            self.all_reduce.wait()
-        self.all_reduce = None
+        assert self.buffer is not None, "it was started"
+        if self.all_reduce is not None:
+            with TimedRange("all_reduce"):
+                self.all_reduce.wait()
+        self.is_started, self.all_reduce = False, None
         if len(self.filled) < len(self.places) and not isinstance(self.buffer, FakeTensor):
             counts = self.buffer[-len(self.places) :].tolist()
             self.filled = {parameter for parameter, count in zip(self.places, counts, strict=True) if count}
@@ -214,18 +231,53 @@ class _Bucket:
             self.buffer, self.places = None, {}
         _set_gradients(reduced)
 
+    def share_memory(self) -> None:
+        """Makes later steps fill memory that the replicas share, if they can. Called by all of them."""
+        assert self.buffer is not None, "it was reduced"
+        assert self.replicas is not None, "only units with replicas have buckets"
+        if self.buffer.device.type == "cpu" and dist.get_backend(self.replicas) == "gloo":
+            self.shared = HostBuffers.allocate(self.buffer.numel(), dtype=self.dtype, group=self.replicas)
+
+    @property
+    def is_in_shared_memory(self) -> bool:
+        return self.shared is not None and self.buffer is self.shared.own
+
     def _allocate_unless_free(self, device: torch.device) -> None:
         """Allocates the buffer, unless there is one that no gradient uses any more."""
-        if self.buffer is not None and _storage_uses(self.buffer) == 1 + len(self.places):
+        is_free = self.buffer is not None and _storage_uses(self.buffer) == 1 + len(self.places)
+        if is_free and (self.shared is None or self.is_in_shared_memory):
             return
         trained = [parameter for unit in self.units for parameter in unit.trained]
         sizes = [parameter.sharded_size.numel() for parameter in trained]
-        self.buffer = torch.empty(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
+        self.buffer, self.places = None, {}
+        if self.shared is not None and _storage_uses(self.shared.own) == 1:
+            self.buffer = self.shared.own
+        else:
+            self.buffer = torch.empty(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
         parts = self.buffer.split([*sizes, len(sizes)])
         self.places = {
             parameter: part.view(parameter.sharded_size)
             for parameter, part in zip(trained, parts, strict=False)
         }
+
+
+def _sum_on_host(buckets: Sequence[_Bucket]) -> None:
+    """Sums the buckets over their replicas, in the memory that these share."""
+    by_replicas = defaultdict[Any, list[_Bucket]](list)
+    for bucket in buckets:
+        by_replicas[bucket.replicas].append(bucket)
+    with TimedRange("all_reduce"):
+        for replicas, group in by_replicas.items():
+            # Where a rank still uses the gradients of the step before, its buffer is another one.
+            are_shared = torch.tensor([bucket.is_in_shared_memory for bucket in group], dtype=torch.int32)
+            dist.all_reduce(are_shared, op=dist.ReduceOp.MIN, group=replicas)
+            shared = list[HostBuffers]()
+            for bucket, is_shared in zip(group, are_shared.tolist(), strict=True):
+                if is_shared and bucket.shared is not None:
+                    shared.append(bucket.shared)
+                else:
+                    dist.all_reduce(bucket.buffer, group=replicas)
+            all_reduce_on_host(shared, group=replicas)
 
 
 class _UnshardedUnit:
