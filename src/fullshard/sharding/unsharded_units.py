@@ -237,6 +237,8 @@ class _Bucket:
         assert self.replicas is not None, "only units with replicas have buckets"
         if self.buffer.device.type == "cpu" and dist.get_backend(self.replicas) == "gloo":
             self.shared = HostBuffers.allocate(self.buffer.numel(), dtype=self.dtype, group=self.replicas)
+        if self.shared is not None:
+            self._use_buffer(self.shared.own)
 
     @property
     def is_in_shared_memory(self) -> bool:
@@ -247,14 +249,19 @@ class _Bucket:
         is_free = self.buffer is not None and _storage_uses(self.buffer) == 1 + len(self.places)
         if is_free and (self.shared is None or self.is_in_shared_memory):
             return
+        if self.shared is not None and not self.is_in_shared_memory and _storage_uses(self.shared.own) == 1:
+            self._use_buffer(self.shared.own)
+            return
+        trained = [parameter for unit in self.units for parameter in unit.trained]
+        numel = sum(parameter.sharded_size.numel() for parameter in trained) + len(trained)
+        self.buffer, self.places = None, {}
+        self._use_buffer(torch.empty(numel, dtype=self.dtype, device=device))
+
+    def _use_buffer(self, buffer: Tensor) -> None:
         trained = [parameter for unit in self.units for parameter in unit.trained]
         sizes = [parameter.sharded_size.numel() for parameter in trained]
-        self.buffer, self.places = None, {}
-        if self.shared is not None and _storage_uses(self.shared.own) == 1:
-            self.buffer = self.shared.own
-        else:
-            self.buffer = torch.empty(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
-        parts = self.buffer.split([*sizes, len(sizes)])
+        parts = buffer.split([*sizes, len(sizes)])
+        self.buffer = buffer
         self.places = {
             parameter: part.view(parameter.sharded_size)
             for parameter, part in zip(trained, parts, strict=False)
