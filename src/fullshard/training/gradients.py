@@ -94,9 +94,10 @@ def local_share_of_squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
 
     norms: L2 norm of this rank's part of each gradient, keyed by the gradient or its parameter; at least one
     """
-    by_replicas = defaultdict[int, list[Tensor]](list)
+    by_replicas, ranks = defaultdict[int, list[Tensor]](list), world_size()
     for tensor, norm in norms.items():
-        by_replicas[_count_replicas(tensor)].append(norm)
+        parts = _count_parts(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else 1
+        by_replicas[ranks // parts].append(norm)
     shares = [torch.stack(own).double().square().sum() / count for count, own in by_replicas.items()]
     return torch.stack(shares).sum()
 
@@ -107,12 +108,6 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     if gradients and factor != 1.0:
         local = [local_tensor(gradient) for gradient in gradients]
         torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
-
-
-def _count_replicas(tensor: Tensor) -> int:
-    if not isinstance(tensor, DTensor):
-        return world_size()
-    return world_size() // _count_parts(tensor.device_mesh, tensor.placements)
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter

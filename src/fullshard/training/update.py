@@ -58,8 +58,9 @@ def update_parameters(
         optimizer.gradient_factor = factor
         optimizer.step()
     elif gradients and _is_fused_adam(optimizer):
+        # Given a scale, the fused kernel also writes the scaled gradients.
         scale = torch.full((), 1 / factor, dtype=torch.float32, device=gradients[0].device)
-        _step_fused_adam(optimizer, grad_scale=scale)
+        _step_fused_adam(optimizer, grad_scale=None if factor == 1 else scale)
     else:
         scale_gradients(gradients, factor)
         optimizer.step()
@@ -73,7 +74,7 @@ def update_as_device_decides(optimizer: torch.optim.Optimizer, decision: StepDec
 
 
 def _step_fused_adam(
-    optimizer: torch.optim.Optimizer, *, grad_scale: Tensor, found_inf: Tensor | None = None
+    optimizer: torch.optim.Optimizer, *, grad_scale: Tensor | None, found_inf: Tensor | None = None
 ) -> None:
     adam = cast(Any, optimizer)
     adam.grad_scale, adam.found_inf = grad_scale, found_inf
