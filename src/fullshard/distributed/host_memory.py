@@ -40,7 +40,10 @@ class HostBuffers:
         names = torch.empty(dist.get_world_size(group), 3, dtype=torch.int64)
         own = torch.tensor([os.getpid(), -1 if file is None else file, token])
         dist.all_gather(list(names.unbind()), own, group=group)
-        maps = [_map_file(*name, nbytes=nbytes) for name in names.tolist()]
+        maps = [
+            _map_file(f"/proc/{process}/fd/{number}", token=begin, nbytes=nbytes)
+            for process, number, begin in names.tolist()
+        ]
         are_mapped = torch.tensor([None not in maps], dtype=torch.int32)
         # No rank closes its file before all have mapped it.
         dist.all_reduce(are_mapped, op=dist.ReduceOp.MIN, group=group)
@@ -88,11 +91,11 @@ def _create_file(nbytes: int, token: int) -> int | None:
     return file
 
 
-def _map_file(process: int, file: int, token: int, *, nbytes: int) -> mmap.mmap | None:
-    """Maps a file of a process; None if it is not the one with `token`, but of a process of another host."""
+def _map_file(path: str, *, token: int, nbytes: int) -> mmap.mmap | None:
+    """Maps a file; None if it is not the one with `token`, but that of a process of another host."""
     try:
-        with open(f"/proc/{process}/fd/{file}", "r+b", buffering=0) as opened:
-            begin = os.pread(opened.fileno(), _TOKEN_BYTES, 0)
-            return mmap.mmap(opened.fileno(), nbytes) if begin == token.to_bytes(_TOKEN_BYTES) else None
+        with open(path, "r+b", buffering=0) as file:
+            begin = os.pread(file.fileno(), _TOKEN_BYTES, 0)
+            return mmap.mmap(file.fileno(), nbytes) if begin == token.to_bytes(_TOKEN_BYTES) else None
     except OSError:
         return None
