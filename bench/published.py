@@ -9,6 +9,7 @@ python bench/published.py --fit                 # what matmul rate the rows ask 
 import statistics
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def slowed(link: Link, bytes_per_second: float) -> Link:
 def plan_of(row: dict[str, Any]) -> Plan:
     world = row["nodes"] * row["gpus_per_node"]
     ranks = world // (row.get("tensor_parallel", 1) * row.get("context_parallel", 1))
-    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions", "norm")}
+    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions", "norm", "head_dim")}
     shapes["max_sequence"] = row["sequence_length"]
     strategy = row["strategy"] if world > row.get("tensor_parallel", 1) else "full_shard"
     torchtitan = "torchtitan" in row["name"] or "torchao" in row["name"]
@@ -172,7 +173,8 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss))
     if key not in SPECS:
-        kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
+        wide = partial(SpelledModel, head_dim=row["model"].get("head_dim"))
+        kind = wide if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder_config)
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
