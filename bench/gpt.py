@@ -1,5 +1,5 @@
-"""A decoder without gates, as GPT-2 and MPT are: one projection to queries, keys and values, two in the
-feed-forward.
+"""A decoder without gates, as GPT-2 and MPT are: one projection to queries, keys and values (two if several
+queries share keys and values), two in the feed-forward.
 """
 
 import torch.nn.functional as F
@@ -13,19 +13,26 @@ class Block(nn.Module):
         super().__init__()
         width = config.d_model
         self.head_dim = width // config.heads
-        self.widths = [width] + 2 * [self.head_dim * config.kv_heads]  # of queries, keys and values
+        self.fused = config.heads == config.kv_heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.feed_forward_norm = nn.LayerNorm(width, bias=False)
-        self.inputs = nn.Linear(width, sum(self.widths), bias=False)
+        if self.fused:
+            self.inputs = nn.Linear(width, 3 * width, bias=False)
+        else:
+            self.query = nn.Linear(width, width, bias=False)
+            self.key_value = nn.Linear(width, 2 * self.head_dim * config.kv_heads, bias=False)
         self.output = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.inputs(self.attention_norm(x)).split(self.widths, dim=-1)
+        h = self.attention_norm(x)
+        if self.fused:
+            parts = self.inputs(h).chunk(3, dim=-1)
+        else:
+            parts = (self.query(h), *self.key_value(h).chunk(2, dim=-1))
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        grouped = self.widths[0] != self.widths[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.fused)
         y = y.transpose(1, 2).flatten(2)
         x = x + self.output(y)
         return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))

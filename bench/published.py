@@ -2,13 +2,14 @@
 
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
-python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml)
-python bench/published.py --fit                 # what matmul rate each chip's "fit" row asks for
+python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), and --blind-3
+python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
 
 import statistics
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in ("blind", "blind-2")}
+BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in ("blind", "blind-2", "blind-3")}
+OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
+ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
 # By what older kernels of attention take longer than FlashAttention-2, in forward and in backward.
 # Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
 # in Triton", and 3 to 10 times (3 where sequences are short) as fast as attention without such a kernel.
@@ -42,7 +45,6 @@ KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
 GPT_STYLES = {
     "embedding": "embedding",
     "blocks.0": "cut_input",
-    "blocks.*": "divide:heads",
     "blocks.*.attention_norm": "gather_output",
     "blocks.*.feed_forward_norm": "gather_output",
     "blocks.*.inputs": "colwise_3",
@@ -52,8 +54,10 @@ GPT_STYLES = {
     "norm": "gather_output",
     "head": "head",
 }
+WITHOUT_INPUTS = {name: style for name, style in GPT_STYLES.items() if style != "colwise_3"}
+GROUPED_GPT_STYLES = {**WITHOUT_INPUTS, "blocks.*.query": "colwise", "blocks.*.key_value": "colwise_2"}
 SPELLED_STYLES = {
-    **{name: style for name, style in GPT_STYLES.items() if not style.startswith(("divide", "colwise_3"))},
+    **WITHOUT_INPUTS,
     **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "gate", "up")},
 }
 
@@ -61,7 +65,9 @@ SPELLED_STYLES = {
 def styles_of(row: dict[str, Any]) -> dict[str, str]:
     if row["model"].get("norm") == "operations":
         return SPELLED_STYLES
-    return {} if row["model"]["gated"] else GPT_STYLES
+    if row["model"]["gated"]:
+        return {}
+    return GPT_STYLES if row["model"]["heads"] == row["model"]["kv_heads"] else GROUPED_GPT_STYLES
 
 
 # Embedding, last norm and head are gathered with the root: `fully_shard` on each block, then on the model.
@@ -79,6 +85,8 @@ def hardware_of(row: dict[str, Any]) -> Hardware:
     """The chip as the catalog has it; the network and the kernel of attention as the source tells."""
     entry = find_catalog_entry_of_chip(hardware_on(row["chip"]).chip)
     assert entry is not None, "every row's chip is in the catalog"
+    if row.get("older_software"):
+        entry = entry.model_copy(update={"matmul_flops_per_second": OLDER_RATES[entry.name]})
     one = catalog_chip_hardware(entry, attention_kernel="cudnn" if row["attention"] == "cudnn" else "flash")
     hardware = one.with_rank_counts(nodes=row["nodes"], ranks_per_node=row["gpus_per_node"])
     hardware = with_kernel(hardware, row["attention"])
@@ -118,7 +126,7 @@ def slowed(link: Link, bytes_per_second: float) -> Link:
 def plan_of(row: dict[str, Any]) -> Plan:
     world = row["nodes"] * row["gpus_per_node"]
     ranks = world // (row.get("tensor_parallel", 1) * row.get("context_parallel", 1))
-    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions", "norm")}
+    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions", "norm", "head_dim")}
     shapes["max_sequence"] = row["sequence_length"]
     strategy = row["strategy"] if world > row.get("tensor_parallel", 1) else "full_shard"
     torchtitan = "torchtitan" in row["name"] or "torchao" in row["name"]
@@ -165,7 +173,8 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss))
     if key not in SPECS:
-        kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
+        wide = partial(SpelledModel, head_dim=row["model"].get("head_dim"))
+        kind = wide if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder_config)
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
@@ -185,17 +194,36 @@ def tokens_per_second(row: dict[str, Any], *, scale: float = 1.0) -> float:
     return found.tokens_per_second / plan.world_size
 
 
+def asked_rate(row: dict[str, Any]) -> float:
+    """What large matmuls would have to sustain for the prediction to equal the published speed, FLOP/s."""
+    low, high = 0.2, 3.0
+    while high / low > 1.0005:
+        middle = (low * high) ** 0.5
+        slower = tokens_per_second(row, scale=middle) < row["tokens_per_second_per_gpu"]
+        low, high = (middle, high) if slower else (low, middle)
+    return hardware_of(row).rates.matmul["bf16"][-1].rate * low
+
+
 def fit() -> None:
-    for row in rows_of(ROWS):
-        if row["use"] != "fit":
-            continue
-        low, high = 0.2, 3.0
-        while high / low > 1.0005:
-            middle = (low * high) ** 0.5
-            slower = tokens_per_second(row, scale=middle) < row["tokens_per_second_per_gpu"]
-            low, high = (middle, high) if slower else (low, middle)
-        largest = hardware_of(row).rates.matmul["bf16"][-1].rate
-        print(f"{row['chip']}: {largest * low:.4g} FLOP/s, {low:.3f} of what it was, by {row['name']}")
+    """Prints what each row of use "fit" asks for, and what rows of 1B and more ask of H100 and H200.
+
+    The latter is the median over programs of the median of their rows on several GPUs: a program with many
+    rows counts once.
+    """
+    programs: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
+    known = (ROWS, BLIND_ROWS["blind"], BLIND_ROWS["blind-2"])
+    for row in (row for file in known for row in rows_of(file)):
+        if row["use"] == "fit":
+            print(f"{row['chip']}: {asked_rate(row):.4g} FLOP/s, by {row['name']}")
+        is_test = row["use"] == "test" and row["chip"] in ONE_DIE and row["nodes"] * row["gpus_per_node"] > 1
+        if is_test and spec_of(row, plan_of(row)).numel > 1e9:
+            own = programs[row.get("older_software", False)]
+            own.setdefault(row["name"].split()[0], []).append(asked_rate(row))
+    for older, rates in programs.items():
+        medians = {name: statistics.median(own) for name, own in rates.items()}
+        print(f"{' and '.join(ONE_DIE)}, {'older software' if older else 'since mid-2024'}:", end=" ")
+        print(f"{statistics.median(medians.values()):.4g} FLOP/s, the median of", end=" ")
+        print(", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in medians.items()))
 
 
 def main(*arguments: str) -> None:

@@ -35,15 +35,16 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class SpelledBlock(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, head_dim: int) -> None:
         super().__init__()
-        width, self.head_dim = config.d_model, config.d_model // config.heads
+        width, self.head_dim = config.d_model, head_dim
+        inner = config.heads * head_dim
         self.groups = config.heads // config.kv_heads
         self.attention_norm = SpelledNorm(width, eps=config.norm_eps)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width // self.groups, bias=False)
-        self.value = nn.Linear(width, width // self.groups, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
+        self.query = nn.Linear(width, inner, bias=False)
+        self.key = nn.Linear(width, inner // self.groups, bias=False)
+        self.value = nn.Linear(width, inner // self.groups, bias=False)
+        self.output = nn.Linear(inner, width, bias=False)
         self.feed_forward_norm = SpelledNorm(width, eps=config.norm_eps)
         self.gate = nn.Linear(width, config.d_ff, bias=False)
         self.up = nn.Linear(width, config.d_ff, bias=False)
@@ -65,16 +66,17 @@ class SpelledBlock(nn.Module):
 
 
 class SpelledModel(nn.Module):
-    """tokens (batch, sequence) -> logits."""
+    """tokens (batch, sequence) -> logits. `head_dim`: as in Qwen3, where heads are wider than d_model / heads."""
 
     turns: Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, *, head_dim: int | None = None) -> None:
         super().__init__()
+        head_dim = head_dim or config.d_model // config.heads
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
-        turns = torch.empty(config.max_sequence, config.d_model // config.heads // 2, dtype=torch.complex64)
+        turns = torch.empty(config.max_sequence, head_dim // 2, dtype=torch.complex64)
         self.register_buffer("turns", turns, persistent=False)
-        self.blocks = nn.ModuleList(SpelledBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(SpelledBlock(config, head_dim) for _ in range(config.layers))
         self.norm = SpelledNorm(config.d_model, eps=config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
 

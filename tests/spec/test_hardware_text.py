@@ -120,18 +120,36 @@ def test_a_file_that_says_too_little_or_wrong_is_an_error(text: str, said: str, 
         hardware_on(str(path))
 
 
-def test_rates_of_one_compute_die_that_differ_name_the_runs_that_they_come_from():
+def test_one_compute_die_at_one_power_has_one_rate():
     h100, h200 = hardware_on("H100"), hardware_on("H200")
     assert h100.chip.flops_per_second == h200.chip.flops_per_second
-    assert h100.rates.matmul != h200.rates.matmul
-    assert "runs of 2023" in h100.source
-    assert "runs of April 2026" in h200.source
+    assert h100.rates.matmul == h200.rates.matmul
+    assert "runs of mid-2024 to 2026" in h100.source
+
+
+def test_a_chip_that_works_alone_has_faster_matmuls_than_one_of_several():
+    one, two = hardware_on("H200"), hardware_on("2xH200")
+    assert one.rates == two.rates == two.step_rates
+    ratio = one.step_rates.matmul["bf16"][-1].rate / two.step_rates.matmul["bf16"][-1].rate
+    assert ratio == pytest.approx(one.rates.single_rank_matmul)
+    assert one.step_rates.memory == two.step_rates.memory
+
+
+def test_fp8_sustains_less_of_its_peak_than_bf16():
+    h100 = hardware_on("H100")
+    parts = [h100.rates.matmul[name][-1].rate / h100.chip.flops_per_second[name] for name in ("bf16", "fp8")]
+    assert parts[1] == pytest.approx(0.81 * parts[0], rel=1e-3)
+
+
+def test_a_rate_of_matmuls_alone_is_not_what_steps_sustain():
+    gb200 = hardware_on("GB200")
+    assert gb200.rates.matmul["bf16"][-1].rate == pytest.approx(0.77 * 1.822e15, rel=1e-3)
 
 
 def test_the_source_of_a_catalogs_rates_is_a_sentence_with_rate_time_and_kernel():
     source = hardware_on("H100").source
     assert source.startswith(
-        "catalog, not calibrated: large matmuls at 558 TFLOP/s in bf16, fitted to runs of "
+        "catalog, not calibrated: large matmuls at 662 TFLOP/s in bf16, fitted to runs of "
     )
     assert source.endswith("; attention by cudnn")
-    assert len(hardware_on("B200").source) < 100
+    assert len(hardware_on("GB200").source) < 100

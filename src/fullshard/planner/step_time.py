@@ -263,7 +263,7 @@ class StepTimePredictor:
     def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
         key = (id(trace), plan.microbatch, adds)
         if key not in self._work:
-            phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
+            phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
             costs = phase_costs(phases, self.spec.kernels, rates=rates, microbatch=plan.microbatch)
             watched = trace.recompute.mode == "selective" and not trace.compiled
             launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))

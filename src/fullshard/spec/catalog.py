@@ -24,6 +24,7 @@ class CatalogChip(FrozenModel):
     board_watts: PositiveFloat
     source: str
     matmul_flops_per_second: PositiveFloat | None = None
+    matmul_alone_flops_per_second: PositiveFloat | None = None
     matmul_source: str = ""
     matmul_runs_of: str = ""
     attention_kernel: AttentionKernel = "flash"

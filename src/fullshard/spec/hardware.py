@@ -93,6 +93,7 @@ class Rates(FrozenModel):
     unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
     step_seconds: host time of a step outside the model and FSDP2, s
     watched_seconds: additional host time of a launch that selective recompute watches, s
+    single_rank_matmul: factor on the rates of matmuls of a rank that works alone: it waits for no slower one
     unaligned_matmul: part of the rate that a matmul reaches whose rows are no multiple of 16 bytes
     """
 
@@ -106,6 +107,7 @@ class Rates(FrozenModel):
     step_seconds: NonNegativeFloat = 0.0
     watched_seconds: NonNegativeFloat = 0.0
     unaligned_matmul: float = Field(default=1.0, gt=0, le=1)
+    single_rank_matmul: float = Field(default=1.0, ge=1)
 
 
 class CollectiveRate(FrozenModel):
@@ -231,6 +233,15 @@ class Hardware(FrozenModel):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def step_rates(self) -> Rates:
+        """The rates in a step: of a single rank with faster matmuls, by `rates.single_rank_matmul`."""
+        factor = self.rates.single_rank_matmul
+        if self.world_size > 1 or factor == 1:
+            return self.rates
+        matmul = {name: curve_with_slowdown(curve, 1 / factor) for name, curve in self.rates.matmul.items()}
+        return self.rates.model_copy(update={"matmul": matmul})
 
     @property
     def calibration(self) -> CalibrationState:

@@ -154,7 +154,8 @@ def _chip_in_hardware_file(chip: Any, path: Path) -> CatalogChip:
     if "bf16" not in whole.flops_per_second:
         raise SpecError(f"{path}: the chip's bf16 peak is missing.", fix="flops_per_second.bf16")
     known = whole.model_dump(exclude={"memory_bytes"}) | {"memory_gib": whole.memory_bytes / 1024**3}
-    unknown = {"aliases": (), "matmul_flops_per_second": None, "attention_kernel": "flash", "attention": {}}
+    unfitted = dict.fromkeys(("matmul_flops_per_second", "matmul_alone_flops_per_second"))
+    unknown = {"aliases": (), "attention_kernel": "flash", "attention": {}, **unfitted}
     return read_catalog_chips()[0].model_copy(update=known | unknown)
 
 

@@ -21,6 +21,9 @@ class _RatesTomlTable(FrozenModel):
 
 class _MatmulEfficiency(_RatesTomlTable):
     sustained: PositiveFloat
+    in_steps: PositiveFloat
+    single_rank: PositiveFloat
+    fp8: PositiveFloat
     unaligned: float = Field(gt=0, le=1)
     curve: Shape
 
@@ -93,22 +96,29 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
         memory rate(bytes) = peak bytes/s * curve(bytes / peak bytes/s)
 
     `chip.matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
-    peaks. `chip.attention` has the fractions of the matmul peak that each kernel of attention sustains; the
-    curve is that of matmuls.
+    peaks, and fp8 a smaller one. `chip.attention` has the fractions of the matmul peak that each kernel of
+    attention sustains; the curve is that of matmuls.
     """
     table = read_default_rate_figures()
     known = chip.flops_per_second
-    measured = chip.matmul_flops_per_second
-    sustained = table.matmul.sustained if measured is None else measured / known["bf16"]
+    fitted, alone = chip.matmul_flops_per_second, chip.matmul_alone_flops_per_second
+    if fitted is None and alone is not None:
+        fitted = alone * table.matmul.in_steps
+    sustained = table.matmul.sustained if fitted is None else fitted / known["bf16"]
     known_kernel = table.attention[attention_kernel]
     forward, backward = chip.attention.get(attention_kernel, (known_kernel.forward, known_kernel.backward))
 
     def curves_by_dtype(part: float) -> dict[ComputeDtype, Curve]:
         return {dtype: _rate_curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}
 
+    matmul = curves_by_dtype(sustained)
+    if "fp8" in known:
+        part = sustained * table.matmul.fp8
+        matmul["fp8"] = _rate_curve(known["fp8"], table.matmul.curve, part=part)
     memory = _rate_curve(chip.memory_bytes_per_second, table.memory.curve)
     return Rates(
-        matmul=curves_by_dtype(sustained),
+        matmul=matmul,
+        single_rank_matmul=table.matmul.single_rank,
         attention=curves_by_dtype(forward),
         attention_backward=curves_by_dtype(backward),
         memory=memory,
