@@ -37,15 +37,16 @@ CASES: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (3, 3, "biased_mixture_decoder", "zero1", {"units": "unsharded_head"}),
     (4, 2, "biased_mixture_decoder", "shard_grad_op", {"extra": [NO_SHARD, "run.compile=true"]}),
     (4, 4, MIXTURE, "hybrid_shard_zero2", {"context": 2, "length": 16}),
+    (4, 1, MIXTURE, "full_shard", {"tensor": 2, "length": 16}),
+    (4, 2, MIXTURE, "full_shard", {"tensor": 2, "length": 16, "recompute": "full"}),
+    (4, 4, MIXTURE, "no_shard", {"tensor": 2, "length": 16}),
+    (4, 2, "biased_mixture_decoder", "zero1", {"tensor": 4, "length": 16}),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
     count, expert, model, strategy, more = case
-    if "context" in more:  # a part of a sequence is not balanced as the whole one
-        more = more | {"extra": ["model.balance_loss=0"]}
-        model = "plain_mixture_decoder"
     run = make_run(model=model, ranks=count, strategy=strategy, expert=expert, **more)
     length = more.get("length", 9)
     assert_same_numbers(model, ranks(count).run(train_sharded, model, run), length=length)
