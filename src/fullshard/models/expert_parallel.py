@@ -10,11 +10,11 @@ Each layer exchanges counts first, since ranks get different numbers of rows, an
 exchanges rows twice. A rank whose experts get no row takes part in all exchanges.
 
 [Note: averages over fewer ranks]
-Over N ranks, T of which share each matmul, FSDP2 averages most gradients over N/T ranks, and those of a rank's
-experts over the N/E that have the same ones. Each of the latter is already a sum over the tokens of E ranks.
-So gradients that enter the experts are divided by E/T, and those that leave them are multiplied by E/T. This
-is exact if E and T are powers of two. Without E, experts of ranks that share matmuls are sharded over all N
-ranks, since each has other tokens: the same holds with E = 1.
+Over N ranks, T of which share each matmul, FSDP2 averages most gradients over N/T ranks, and those of a
+rank's experts over the N/E that have the same ones. Each of the latter is already a sum over the tokens of E
+ranks. So gradients that enter the experts are divided by E/T, and those that leave them are multiplied by
+E/T. This is exact if E and T are powers of two. If ranks share matmuls and do not divide experts, these are
+sharded over all N ranks, since each has other tokens: the same holds with E = 1.
 
 Forwards are replaced, not modules, so names in checkpoints stay. Parameters are divided when the model is
 sharded: see `fullshard.sharding.split_parameters`.

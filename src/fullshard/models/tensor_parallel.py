@@ -114,6 +114,8 @@ def _divide_transformers_model(model: Any, split: MatmulSplit) -> None:
     for attention in found.attentions:
         own_kv_heads = max(found.kv_heads // split.ranks, 1)
         attention.num_key_value_groups = found.query_heads // split.ranks // own_kv_heads
+        if hasattr(attention, "sinks"):
+            split.dims[id(attention.sinks)] = 0
     for packed in found.packed:
         split.use_rows(packed, split.rows_of_parts(packed, parts=2))
     for row in found.rows:

@@ -209,7 +209,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     buckets = GradientBuckets(is_immediate=plan.run.optimizer.in_backward)
     position = {module: i for i, module in enumerate(model.modules())}
-    with share_post_forward_mesh():
+    with share_post_forward_mesh(plan):
         for unit in units:
             mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)

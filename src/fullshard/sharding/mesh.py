@@ -298,11 +298,12 @@ def _check_world_size(plan: Plan) -> None:
 
 
 @contextmanager
-def share_post_forward_mesh() -> Generator[None]:
+def share_post_forward_mesh(plan: Plan) -> Generator[None]:
     """Makes calls of `fully_shard(reshard_after_forward=<int>)` in this context share one post-forward mesh.
 
     `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one. So its name
     `DeviceMesh` is replaced while the context is open. A torch without that name makes groups for each unit.
+    The mesh is one over all ranks, also if FSDP2 shards only over those with the same part of each matmul.
     """
     engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
     mesh_class = getattr(engine, "DeviceMesh", None)
@@ -314,8 +315,11 @@ def share_post_forward_mesh() -> Generator[None]:
     def make_mesh_once(device_type: str, mesh: torch.Tensor) -> DeviceMesh:
         key = (device_type, str(mesh.tolist()))
         if key not in made:
-            made[key] = mesh_class(device_type, mesh)
-        return made[key]
+            ranks = plan.tensor_parallel  # adjacent ones have other parts
+            first = mesh - dist.get_rank() % ranks
+            every = torch.stack([first + other for other in range(ranks)])
+            made[key] = mesh_class(device_type, every, mesh_dim_names=("apart", "replicate", "shard"))
+        return made[key]["replicate", "shard"]
 
     engine.DeviceMesh = make_mesh_once
     try:

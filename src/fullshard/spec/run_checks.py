@@ -11,18 +11,14 @@ FP8_MODES: tuple[PrecisionMode, ...] = ("fp8", "fp8_rowwise")
 
 
 def check_settings_work_together(run: Run) -> None:
-    """Raises PlanError for a division of matmuls or experts with settings that do not work with it."""
-    section = run.sharding
-    for key, degree, unsupported in (
-        ("tensor_parallel", section.tensor_degree, first_setting_without_tensor_parallel(run)),
-        ("expert_parallel", section.expert_degree, first_setting_without_expert_parallel(run)),
-    ):
-        if degree > 1 and unsupported is not None:
-            raise PlanError(
-                "these settings do not work together.",
-                got=f"sharding.{key} = {degree}, {unsupported}",
-                fix="one of the two as by default",
-            )
+    """Raises PlanError for a division of matmuls with settings that do not work with it."""
+    degree, unsupported = run.sharding.tensor_degree, first_setting_without_tensor_parallel(run)
+    if degree > 1 and unsupported is not None:
+        raise PlanError(
+            "these settings do not work together.",
+            got=f"sharding.tensor_parallel = {degree}, {unsupported}",
+            fix="one of the two as by default",
+        )
 
 
 def first_setting_without_tensor_parallel(run: Run) -> str | None:
@@ -34,15 +30,8 @@ def first_setting_without_tensor_parallel(run: Run) -> str | None:
         and not isinstance(model, DecoderConfig | HuggingFaceModel),
         f"sharding.tensor_parallel_styles, sharding.expert_parallel = {experts}": styles and experts > 1,
         f'precision.mode = "{precision}"': precision in FP8_MODES,
-        f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
-        "sharding.reshard_after_forward": run.sharding.reshard_after_forward is not None,
     }
     return next((setting for setting, is_set in unsupported.items() if is_set), None)
-
-
-def first_setting_without_expert_parallel(run: Run) -> str | None:
-    """Returns the first setting of `run` that does not work together with expert parallelism, if any."""
-    return None
 
 
 def check_offload_supports_optimizer(run: Run) -> None:
