@@ -37,20 +37,8 @@ CASES: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (3, 3, "biased_mixture_decoder", "zero1", {"units": "unsharded_head"}),
     (4, 2, "biased_mixture_decoder", "shard_grad_op", {"extra": [NO_SHARD, "run.compile=true"]}),
     (4, 4, MIXTURE, "hybrid_shard_zero2", {"context": 2, "length": 16}),
-    (4, 1, MIXTURE, "full_shard", {"tensor": 2, "length": 16}),
-    (4, 2, MIXTURE, "full_shard", {"tensor": 2, "length": 16, "recompute": "full"}),
-    (4, 4, MIXTURE, "no_shard", {"tensor": 2, "length": 16}),
-    (4, 2, "biased_mixture_decoder", "zero1", {"tensor": 4, "length": 16}),
     (4, 2, MIXTURE, "hpz", {}),
     (4, 2, MIXTURE, "full_shard", {"extra": ["offload.tier=optimizer:cpu"]}),
-    (2, 2, MIXTURE, "full_shard", {"extra": ["offload.tier=params+optimizer:cpu"]}),
-    (
-        4,
-        2,
-        MIXTURE,
-        "full_shard",
-        {"tensor": 2, "length": 16, "extra": ["offload.tier=params+optimizer:cpu"]},
-    ),
 ]
 
 
