@@ -1,9 +1,10 @@
 """Draws settings at random from the cross of models and mechanisms, for bench/runs.py.
 
-python bench/draw.py RANKS COUNT SEED [chunked | shared] > SETTINGS.toml
+python bench/draw.py RANKS COUNT SEED [chunked | shared | axes] > SETTINGS.toml
 
 With `chunked`, the logits of each setting are computed in chunks of a random number of rows. With `shared`,
-two or more ranks share each matmul, and some share sequences as well.
+two or more ranks share each matmul, and some share sequences as well. With `axes`, ranks share sequences or
+divide the experts of a mixture, and some share matmuls as well.
 """
 
 import random
@@ -83,15 +84,54 @@ def with_shared_matmuls(
     return name, [*overrides, *(f"{key}={value}" for key, value in own.items())]
 
 
+def with_all_axes(
+    draw: random.Random, name: str, overrides: list[str], *, ranks: int
+) -> tuple[str, list[str]]:
+    axes = [
+        (tensor, context, expert)
+        for tensor in (1, 2, 4)
+        for context in (1, 2, 4)
+        for expert in (1, 2, 4)
+        if ranks % (tensor * context) == 0 and ranks % expert == 0 and context * expert > 1
+    ]
+    tensor, context, expert = draw.choice(axes)
+    heads, kv_heads = draw.choice([(8, 8), (4, 4)])
+    data = dict(one.split("=", 1) for one in overrides)
+    own = {
+        "model.heads": heads,
+        "model.kv_heads": kv_heads,
+        "sharding.tensor_parallel": tensor,
+        "sharding.context_parallel": context,
+        "sharding.context_method": draw.choice(["gather", "ulysses"]),
+        "sharding.expert_parallel": expert,
+        "train.global_batch": int(data["train.global_batch"]) // (tensor * context),
+        "train.loss_chunk": draw.choice([0, 16]),
+    }
+    own |= {"model.d_ff": 384} if "uneven" in name else {}
+    mixture = expert > 1 or draw.random() < 0.3
+    if mixture:
+        own |= {
+            "model.experts": 8,
+            "model.expert_d_ff": draw.choice([64, 128]),
+            "model.shared_experts": draw.choice([0, 1]),
+            "model.balance_loss": draw.choice([0, 0.01]),
+        }
+    name += f" tensor {tensor} context {context} {own['sharding.context_method']} expert {expert}"
+    name += f" of {own['model.experts']}, {own['model.shared_experts']} shared" if mixture else ""
+    return f"{name} chunk {own['train.loss_chunk']}", [*overrides, *(f"{k}={v}" for k, v in own.items())]
+
+
 def main(ranks: int, count: int, seed: int, *, form: str) -> None:
     draw = random.Random(seed)
     drawn: dict[str, list[str]] = {}
     while len(drawn) < count:
         one = setting(draw, ranks)
-        if form == "shared" and ("hpz" in one[0] or "hybrid" in one[0]):
+        if form in ("shared", "axes") and ("hpz" in one[0] or "hybrid" in one[0]):
             continue
         if form == "chunked":
             one = with_chunked_logits(draw, *one)
+        elif form == "axes":
+            one = with_all_axes(draw, *one, ranks=ranks)
         elif form == "shared":
             one = with_shared_matmuls(draw, *one, ranks=ranks)
         drawn |= dict([one])

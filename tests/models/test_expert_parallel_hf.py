@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from fullshard.errors import ShardError
 from fullshard.sharding.materialize import materialize
+from fullshard.training.gradients import sum_gradients_over_tensor_axis
 from fullshard.training.loss import next_token_loss
 from fullshard.training.shard import shard
 from tests.fakes.architectures import whole
@@ -21,19 +22,25 @@ REFUSED = ("llama",)
 
 
 def outcome(name: str, *settings: str) -> str:
-    """Compares gradients, each rank's of a batch of its own, with those of the whole model of all batches."""
-    count = dist.get_world_size()
+    """Compares gradients, each rank's of a batch of its own, with those of the whole model of all batches.
+
+    Ranks that share matmuls have the same batch.
+    """
     plan = plan_of(
-        count, "model.experts=4", "sharding.expert_parallel=2", f"data.sequence_length={LENGTH}", *settings
+        dist.get_world_size(),
+        *("model.experts=4", "sharding.expert_parallel=2", f"data.sequence_length={LENGTH}"),
+        *settings,
     )
     plain = materialize(built(name)[0], seed=0)
-    for rank in range(count):
-        (next_token_loss(plain, batch_of(name, rank))[0] / count).backward()
+    for rank in range(plan.data_parallel_degree):
+        (next_token_loss(plain, batch_of(name, rank))[0] / plan.data_parallel_degree).backward()
     try:
         model = shard(built(name)[0], plan)
     except ShardError as error:
         return str(error)
-    next_token_loss(model, batch_of(name, dist.get_rank()), chunk_rows=5)[0].backward()
+    batch = batch_of(name, plan.data_rank(dist.get_rank()))
+    next_token_loss(model, batch, chunk_rows=5)[0].backward()
+    sum_gradients_over_tensor_axis([p.grad for p in model.parameters() if p.grad is not None])
     sharded = dict(model.named_parameters())
     for key, parameter in plain.named_parameters():
         assert torch.equal(whole(sharded[key]), parameter), key
@@ -54,6 +61,15 @@ def test_the_same_gradients(name: str, ranks: Callable[..., Any]) -> None:
 def test_the_same_gradients_sharded_over_further_ranks(ranks: Callable[..., Any]) -> None:
     for name in ("mixtral", "gpt_oss"):
         assert ranks(4).run(outcome, name, "recompute.mode=full") == ["same"] * 4
+
+
+def test_the_same_gradients_where_ranks_share_matmuls(ranks: Callable[..., Any]) -> None:
+    """Tensor parallelism of attention and shared experts, and experts over the same ranks and others."""
+    for name in DIVIDED:
+        assert (
+            ranks(4).run(outcome, name, "sharding.tensor_parallel=2", "sharding.expert_parallel=4")
+            == ["same"] * 4
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -22,9 +22,6 @@ REFUSED = {
     "falcon": "base_model_tp_plan",
     "bloom": "base_model_tp_plan",
     "opt": "base_model_tp_plan",
-    "mixtral": "mlp.gate is not in the plan",
-    "qwen3_moe": "moe_tp_experts",
-    "olmoe": "mlp",
 }
 CAUSAL = [name for name in CONFIGS if "tokens" in batch_of(name, 0) and name not in REFUSED]
 

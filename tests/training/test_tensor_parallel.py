@@ -35,6 +35,7 @@ CASES: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (4, 2, "decoder", "full_shard", {"units": "unsharded_head", "recompute": "selective"}),
     (4, 2, "one_kv_head_decoder", "zero1", {"prefetch": "explicit", "context": 2}),
     (2, 2, "tied_decoder", "full_shard", {"extra": ["run.compile=true"]}),
+    (8, 2, "decoder", "hpz", {}),
     (
         4,
         2,

@@ -198,7 +198,7 @@ def exchange_heads(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:
 
 @torch.library.custom_op(f"fullshard::{REDUCE_ALL}", mutates_args=())
 def reduce_over_ranks(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
-    """Returns the sum, or the `maximum`, of `x` over ranks. It has no gradient. Collective."""
+    """Returns the sum, or the `maximum`, of `x` over ranks. Only the sum has a gradient. Collective."""
     reduced = x.clone()
     with TimedRange(MODEL_PARALLEL_RANGE):
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -247,6 +247,13 @@ def _gather_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  
 def _exchange_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     ranks, to_heads, group = ctx.rest
     return (exchange_heads(gradient, ranks, not to_heads, group), None, None, None)
+
+
+@partial(reduce_over_ranks.register_autograd, setup_context=_save_arguments)
+def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+    maximum, group = ctx.rest
+    assert not maximum, "the maximum has no gradient"
+    return (reduce_over_ranks(gradient.contiguous(), False, group), None, None)
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:

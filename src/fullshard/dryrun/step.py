@@ -21,13 +21,11 @@ from fullshard.dryrun.ranks import disable_collectives, fake_process_group, use_
 from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
-from fullshard.models.context_parallel import use_context_parallel
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.expert_parallel import use_expert_parallel
-from fullshard.models.tensor_parallel import use_tensor_parallel
+from fullshard.models.model_parallel import divide_model
 from fullshard.sharding.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
 from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
-from fullshard.sharding.mesh import build_expert_group, build_tensor_group
+from fullshard.sharding.mesh import build_axis_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
@@ -78,12 +76,9 @@ def run_dry_step(
     plan = _uncompiled_cpu_plan(plan)
     with fake_process_group(plan.world_size, rank=rank), _patch_torch_for_dry_run(recorder):
         with use_lazy_chunks():
-            use_context_parallel(model, plan, rank=rank)
-            split = None
-            if plan.tensor_parallel > 1:
-                split = use_tensor_parallel(model, plan, rank=rank, group=build_tensor_group(plan).group_name)
-            if plan.expert_parallel > 1:
-                split = use_expert_parallel(model, plan, group=build_expert_group(plan).group_name)
+            split = divide_model(
+                model, plan, rank=rank, group_name=lambda axis: build_axis_group(plan, axis).group_name
+            )
             prepared = prepare_sharding(model, plan, units=units, stands_for=recorder.device, split=split)
             apply_recompute_and_fsdp(model, prepared)
         disable_collectives(model)

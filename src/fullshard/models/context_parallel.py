@@ -9,6 +9,7 @@ from fullshard.errors import ShardError, TrainError
 from fullshard.models.context_attention import ContextParallel
 from fullshard.models.decoder import Attention, DecoderModel
 from fullshard.models.document_attention_hf import use_document_attention
+from fullshard.models.experts import Router
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.token_arguments import windows_by_layer_kind
 from fullshard.spec.plan import Plan
@@ -34,6 +35,8 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
         for module in model.modules():
             if isinstance(module, Attention):
                 module.context = context
+            elif isinstance(module, Router):
+                module.share_sequences(context.part.ranks, context_group=group)
         return
     _check_transformers_model(model)
     config: Any = cast(Any, model.config).get_text_config()

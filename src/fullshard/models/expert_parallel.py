@@ -10,16 +10,19 @@ Each layer exchanges counts first, since ranks get different numbers of rows, an
 exchanges rows twice. A rank whose experts get no row takes part in all exchanges.
 
 [Note: averages over fewer ranks]
-FSDP2 averages the gradients of a rank's experts over the ranks that have the same ones, 1/E of all. But each
-such gradient is already a sum over the tokens of E ranks. So gradients that enter the experts are divided by
-E, and those that leave them are multiplied by E. This is exact if E is a power of two.
+Over N ranks, T of which share each matmul, FSDP2 averages most gradients over N/T ranks, and those of a
+rank's experts over the N/E that have the same ones. Each of the latter is already a sum over the tokens of E
+ranks. So gradients that enter the experts are divided by E/T, and those that leave them are multiplied by
+E/T. This is exact if E and T are powers of two. If ranks share matmuls and do not divide experts, these are
+sharded over all N ranks, since each has other tokens: the same holds with E = 1.
 
 Forwards are replaced, not modules, so names in checkpoints stay. Parameters are divided when the model is
 sharded: see `fullshard.sharding.split_parameters`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,18 +36,23 @@ from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.plan import Plan
 
 
-def use_expert_parallel(model: nn.Module, plan: Plan, *, group: str) -> dict[str, int]:
+def use_expert_parallel(model: nn.Module, plan: Plan, *, group: str = "") -> dict[str, int]:
     """Divides the experts of `model` over ranks. Returns the dim in which each parameter of them is divided.
 
-    The parameters themselves are divided when the model is sharded.
+    The parameters themselves are divided when the model is sharded. If only matmuls are divided, the experts
+    stay whole, and only their gradients are scaled: see [Note: averages over fewer ranks].
 
     group: name of the process group of the ranks that divide experts; fake tensors need none
 
     Raises ShardError for a model without such experts (see `is_experts`), and PlanError if the ranks cannot
     have equally many.
     """
-    ranks = plan.expert_parallel
+    ranks, scale = plan.expert_parallel, plan.expert_parallel / plan.tensor_parallel
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if ranks == 1:
+        for experts in found.values():
+            experts.forward = partial(_compute_with_scaled_gradients, experts.forward, scale)
+        return {}
     if not found:
         raise ShardError(
             f"the experts of {type(model).__name__} cannot be divided over ranks.",
@@ -56,22 +64,11 @@ def use_expert_parallel(model: nn.Module, plan: Plan, *, group: str) -> dict[str
         experts: Any = module
         if experts.num_experts % ranks:
             raise indivisible_experts_error(experts.num_experts, ranks=ranks, key=f"experts in {name}")
-        divided = _DividedExperts(experts.forward, experts.num_experts, ranks, group)
+        divided = _DividedExperts(experts.forward, experts.num_experts, ranks, scale, group)
         # The compiler cannot know how many rows come.
         experts.forward = torch.compiler.disable(divided.compute)
         experts.num_experts //= ranks
     return {f"{name}.{key}": 0 for name, module in found.items() for key, _ in module.named_parameters()}
-
-
-def keep_own_experts(model: nn.Module, divided: Iterable[str], *, ranks: int) -> None:
-    """Replaces the parameters `divided`, without values, by ones of as many experts as a rank has."""
-    for name in divided:
-        holder, _, key = name.rpartition(".")
-        whole = model.get_parameter(name)
-        own = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-        model.get_submodule(holder).register_parameter(
-            key, nn.Parameter(own, requires_grad=whole.requires_grad)
-        )
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,13 @@ class _DividedExperts:
 
     own: forward of the experts of this rank
     experts: number of experts of all ranks
+    scale: see [Note: averages over fewer ranks]
     """
 
     own: Callable[..., Tensor]
     experts: int
     ranks: int
+    scale: float
     group: str
 
     def compute(  # signature: of transformers' experts
@@ -96,12 +95,10 @@ class _DividedExperts:
         received = exchange_counts(sent, self.group)
         # Copied to the host once, which waits for the device: exchanges need the sizes there.
         sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
-        rows = exchange_rows(
-            hidden_states[order // top_k_index.shape[1]], sizes, 1.0, float(self.ranks), self.group
-        )
+        rows = exchange_rows(hidden_states[order // top_k_index.shape[1]], sizes, 1.0, self.scale, self.group)
         y = self._compute_own(rows, received)
         del rows
-        y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.ranks, self.group)
+        y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group)
         return sum_choices(y, order, weights=top_k_weights)
 
     def _compute_own(self, rows: Tensor, received: Tensor) -> Tensor:
@@ -111,3 +108,27 @@ class _DividedExperts:
         y = self.own(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
         # A sum of two empty tensors makes backward take part in the exchanges.
         return y + rows if len(rows) == 0 else y
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Its input, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+def _compute_with_scaled_gradients(  # signature: of transformers' experts, after the bound arguments
+    own: Callable[..., Tensor],
+    scale: float,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    x, weights = (_ScaledGradient.apply(one, scale) for one in (hidden_states, top_k_weights))
+    return _ScaledGradient.apply(own(x, top_k_index, weights), 1 / scale)  # pyright: ignore[reportReturnType]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fullshard.distributed.sequence_parts import reduce_over_ranks
 from fullshard.spec.model_section import DecoderConfig
 
 _ALIGNED_BYTES = 16
@@ -48,6 +49,8 @@ class Router(nn.Module):
                    after a step for experts with fewer tokens than the mean, and lowers it for the others.
     tokens         (N,), tokens that chose each expert since the last such change. Recompute counts all
                    tokens of a layer again, which changes no comparison of its experts.
+
+    Ranks may share sequences: see `share_sequences`.
     """
 
     balance_bias: Tensor
@@ -58,6 +61,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.d_model))
         self.experts_per_token, self.factor = config.experts_per_token, config.balance_loss
         self.has_bias = config.balance_bias_rate > 0
+        self.ranks_per_sequence, self.tensor_group, self.context_group = 1, "", ""
         if self.has_bias:
             self.register_buffer("balance_bias", torch.empty(config.experts, dtype=torch.float32))
             self.register_buffer("tokens", torch.empty(config.experts, dtype=torch.float32), persistent=False)
@@ -67,6 +71,18 @@ class Router(nn.Module):
         if self.has_bias and not self.balance_bias.is_meta:
             self.balance_bias.zero_()
             self.tokens.zero_()
+
+    def share_sequences(self, ranks: int, *, tensor_group: str = "", context_group: str = "") -> None:
+        """Makes the balance loss that of whole sequences, of which each of `ranks` ranks has a part.
+
+        tensor_group, context_group: the name of the ranks' process group, if they share matmuls, or only
+            sequences. Of the former, each computes the loss of all of its labels, of the latter, of its own.
+        """
+        self.ranks_per_sequence *= ranks
+        self.tensor_group, self.context_group = (
+            tensor_group or self.tensor_group,
+            context_group or self.context_group,
+        )
 
     def forward(self, x: Tensor) -> Routing:
         """Returns the experts of the tokens of x (batch, sequence, d_model)."""
@@ -83,10 +99,16 @@ class Router(nn.Module):
         return Routing(index.flatten(0, 1), weights.flatten(0, 1), balance)
 
     def _balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
-        length, experts = scores.shape[1:]
+        length, experts = scores.shape[1] * self.ranks_per_sequence, scores.shape[2]
         chosen = torch.zeros_like(scores).scatter_(-1, index, 1.0).sum(1)  # (batch, experts)
-        shares = (scores / scores.sum(-1, keepdim=True)).mean(1)
-        return self.factor * experts / (self.experts_per_token * length) * (chosen * shares).sum(-1)
+        shares = (scores / scores.sum(-1, keepdim=True)).sum(1) / length
+        both = torch.stack((chosen, shares))
+        if self.tensor_group:  # the ranks' gradients are summed: see [Note: whole parameters]
+            own = both.detach()
+            both = both + (reduce_over_ranks(own, False, self.tensor_group) - own)
+        if self.context_group:
+            both = reduce_over_ranks(both, False, self.context_group)
+        return self.factor * experts / (self.experts_per_token * length) * (both[0] * both[1]).sum(-1)
 
 
 class Experts(nn.Module):

@@ -11,6 +11,7 @@ column      the rows of the weight are divided: a Linear with fewer output featu
 row         the columns are divided: each rank has one summand of the output, which is reduced and scattered
 packed      two column weights in one, of which each is divided; every rank has all of it, and uses its rows
 kv heads    fewer than ranks: their weights are whole, and each rank computes the head that its queries use
+experts     whole: each rank's tokens go to all of them, see `fullshard.models.expert_parallel`
 embedding   its rows are divided; the sum over ranks has one summand that is not 0
 head        its rows are divided; the default loss never gathers its logits, any other code gets them whole
 
@@ -33,7 +34,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import ShardError
-from fullshard.models.decoder import DecoderModel
+from fullshard.models.decoder import DecoderModel, Mixture
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.matmul_split import MatmulSplit
 from fullshard.models.tensor_parallel_hf import read_transformers_split
@@ -77,18 +78,26 @@ def use_tensor_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str) 
 def _divide_decoder(model: DecoderModel, split: MatmulSplit) -> None:
     kv_heads = model.config.kv_heads
     split.divide_embedding(model.embedding, scatters=True)
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            split.gather_output(module)
+    split.gather_output(model.norm)
     for block in model.blocks:
         attention: Any = block.attention
-        feed_forward: Any = block.feed_forward
-        for column in (attention.query, feed_forward.gate, feed_forward.up):
-            split.divide_columns(column)
+        split.gather_output(block.attention_norm)
+        split.divide_columns(attention.query)
         for projection in (attention.key, attention.value):
             split.divide_kv_projection(projection, kv_heads=kv_heads)
-        for row in (attention.output, feed_forward.down):
-            split.divide_row(row)
+        split.divide_row(attention.output)
+        feed_forward: Any = block.feed_forward
+        if isinstance(feed_forward, Mixture):  # routes this rank's tokens, to whole experts
+            feed_forward.router.share_sequences(split.ranks, tensor_group=split.group)
+            feed_forward = feed_forward.shared
+            if feed_forward is None:
+                continue
+            split.gather_input(feed_forward)
+        else:
+            split.gather_output(block.feed_forward_norm)
+        for column in (feed_forward.gate, feed_forward.up):
+            split.divide_columns(column)
+        split.divide_row(feed_forward.down)
     split.divide_head(model.head)
 
 
@@ -105,6 +114,8 @@ def _divide_transformers_model(model: Any, split: MatmulSplit) -> None:
     for attention in found.attentions:
         own_kv_heads = max(found.kv_heads // split.ranks, 1)
         attention.num_key_value_groups = found.query_heads // split.ranks // own_kv_heads
+        if hasattr(attention, "sinks"):
+            split.dims[id(attention.sinks)] = 0
     for packed in found.packed:
         split.use_rows(packed, split.rows_of_parts(packed, parts=2))
     for row in found.rows:

@@ -3,6 +3,10 @@
 `config.base_model_tp_plan` maps patterns such as `layers.*.self_attn.q_proj` to a style. Only the styles in
 `_STYLES` are known here. Every matrix within the layers must have one, since layers that mix tokens, and are
 not named by the plan, would see one rank's tokens only.
+
+A mixture routes each rank's own tokens: its router and whatever else of it has no style are whole, and its
+experts are not divided by their columns (see `fullshard.models.expert_parallel`). Some mixtures' plans leave
+out attention: `_ATTENTION_STYLES` are used if all of its modules are known.
 """
 
 import re
@@ -11,13 +15,22 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.distributed.stacked_experts import is_experts
 from fullshard.errors import ShardError
 
 _COLUMN, _ROW, _PACKED, _SPLIT_ROW = "colwise", "rowwise", "packed_colwise", "rowwise_split_input"
 _DIVIDED = (_COLUMN, _ROW, _PACKED, _SPLIT_ROW)
 # All ranks compute the second with all columns, as if their outputs were gathered.
-_STYLES = (*_DIVIDED, "replicated_with_grad_allreduce", "colwise_gather_output")
+_WHOLE = "replicated_with_grad_allreduce"
+_STYLES = (*_DIVIDED, _WHOLE, "colwise_gather_output")
 _KV = ("k_proj", "v_proj")
+_ATTENTION_STYLES = {
+    **dict.fromkeys(("q_proj", *_KV, "q_b_proj", "kv_b_proj"), _COLUMN),
+    "o_proj": _ROW,
+    "sinks": _WHOLE,  # a parameter of the attention module, of one element per head
+    # Latent attention (arXiv:2405.04434) computes latents of all heads on each rank.
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), _WHOLE),
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +59,21 @@ class TransformersSplit:
 def read_transformers_split(model: Any, *, ranks: int) -> TransformersSplit:
     """Returns the modules of a causal language model that `ranks` ranks can divide, or raises ShardError."""
     config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise _unsupported_error(
+            model,
+            why="its balance loss (output_router_logits) is one of all tokens, of which each rank has a part",
+        )
     styles = _styles_of_modules(model)
     base = model.base_model
     layers = list(base.layers)
     by_style: dict[str, list[nn.Linear]] = {style: [] for style in (*_STYLES, *_KV)}
-    containers: dict[str, nn.Module] = {}
+    containers, layer_names = dict[str, nn.Module](), {f"layers.{index}" for index in range(len(layers))}
     for name, style in styles.items():
-        module, (_, index, container, *inner) = base.get_submodule(name), name.split(".")
-        kv = name.rpartition(".")[2]
-        by_style[kv if style == _COLUMN and kv in _KV else style].append(module)
-        if inner:
-            containers[f"layers.{index}.{container}"] = base.get_submodule(f"layers.{index}.{container}")
+        module, (container, _, own) = base.get_submodule(name), name.rpartition(".")
+        by_style[own if style == _COLUMN and own in _KV else style].append(module)
+        if container not in layer_names:
+            containers[container] = base.get_submodule(container)
     heads: int = config.num_attention_heads
     kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
     split = TransformersSplit(
@@ -77,16 +94,21 @@ def read_transformers_split(model: Any, *, ranks: int) -> TransformersSplit:
 
 def _styles_of_modules(model: Any) -> dict[str, str]:
     """Returns module name within the base model -> style, of the modules within layers."""
-    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan = _plan_with_attention(model)
     patterns = {re.escape(one).replace(r"\*", r"\d+"): style for one, style in plan.items()}
     styles: dict[str, str] = {}
     adapted = tuple(
         f"{name}." for name, one in model.base_model.named_modules() if hasattr(one, "base_layer")
     )
-    for name, module in model.base_model.named_modules():
-        if not name.startswith("layers.") or name.startswith(adapted):
+    modules = dict(model.base_model.named_modules())
+    experts = tuple(name for name, module in modules.items() if is_experts(module))
+    mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
+    for name, module in modules.items():
+        if not name.startswith("layers.") or name.startswith((*adapted, *experts)):
             continue
         style = next((s for pattern, s in patterns.items() if re.fullmatch(pattern, name)), None)
+        if style is None and name.startswith(mixtures):
+            continue
         own = getattr(module, "base_layer", module)  # inside an adapter
         matrices = any(parameter.ndim > 1 for parameter in own.parameters(recurse=False))
         if style is None and not matrices:
@@ -103,6 +125,16 @@ def _styles_of_modules(model: Any) -> dict[str, str]:
     if not styles:
         raise _unsupported_error(model, why="its config has no plan of its matmuls (base_model_tp_plan)")
     return styles
+
+
+def _plan_with_attention(model: Any) -> dict[str, str]:
+    """Returns the plan of the model's config, with `_ATTENTION_STYLES` if it has none of attention."""
+    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    attentions = [m for name, m in model.base_model.named_modules() if name.endswith(".self_attn")]
+    names = {name.partition(".")[0] for attention in attentions for name, _ in attention.named_parameters()}
+    if any(".self_attn." in pattern for pattern in plan) or not names <= _ATTENTION_STYLES.keys():
+        return plan
+    return plan | {f"layers.*.self_attn.{name}": _ATTENTION_STYLES[name] for name in names}
 
 
 def _check_sizes(split: TransformersSplit, model: Any, *, ranks: int) -> None:

@@ -123,8 +123,9 @@ def _iterate_for_target(
     per_node, split = hardware.ranks_per_node, apart.tensor
     node = per_node // split if per_node % split == 0 else 1
     meshes = list(_iterate_sharding_choices(run, world, node=node))
-    if (experts := run.sharding.expert_parallel) not in (1, "auto"):
-        divided = [m for m in meshes if m.shard_degree % experts == 0 or experts % m.shard_degree == 0]
+    if (experts := run.sharding.expert_degree) > 1:
+        groups = {m: 1 if m.shard_degree == 1 else m.shard_degree * split for m in meshes}
+        divided = [m for m in meshes if groups[m] % experts == 0 or experts % groups[m] == 0]
         meshes = divided or meshes[:1]
     # Building a plan with all pinned settings raises early if they are impossible.
     pinned = _run_with_sharding(run, meshes[0])
@@ -223,9 +224,8 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
-    divides = section.tensor_degree > 1 or section.expert_parallel not in (1, "auto")
-    if section.strategy != "auto" or run.precision.mode == "fp8" or divides:
-        return  # a named strategy is taken literally; FSDP2 gathers fp8 and split parameters from all ranks
+    if section.strategy != "auto" or run.precision.mode == "fp8":
+        return  # a named strategy is taken literally; FSDP2 gathers fp8 from all ranks
     for mesh in freeing:
         inner = _group_sizes(mesh.shard_degree, node=node)
         yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)

@@ -83,9 +83,10 @@ from fullshard.spec.groups import (
 )
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, TracePhase
-from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan, check_offload_supports_optimizer
+from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
+from fullshard.spec.run_checks import check_offload_supports_optimizer
 
 TIERS: tuple[Tier, ...] = (
     "none",

@@ -352,7 +352,8 @@ class StepTimePredictor:
 
 def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
     """Returns the number of consecutive ranks that have other parts of a unit than those of a shard group."""
-    return plan.tensor_parallel * (plan.expert_parallel if unit.has_experts else 1)
+    has_own_mesh = unit.has_experts and plan.has_expert_mesh
+    return plan.expert_parallel if has_own_mesh else plan.tensor_parallel
 
 
 def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:

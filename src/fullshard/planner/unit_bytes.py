@@ -148,10 +148,10 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
         is_embedding=unit.is_embedding,
         has_experts=unit.has_experts,
     )
-    if plan.tensor_parallel > 1:
-        unit = _first_part_of_unit(unit, plan.tensor_parallel)
-    if unit.has_experts:
+    if unit.has_experts and plan.has_expert_mesh:
         unit = expert_parallel_unit(unit, plan.expert_parallel)
+    elif plan.tensor_parallel > 1:
+        unit = _first_part_of_unit(unit, plan.tensor_parallel)
     if not settings.shards_any_dim:
         return unit, settings, []
     degree = settings.shard_degree

@@ -23,8 +23,7 @@ def search_expert_degrees(
     If no plan fits, the result is that of undivided experts. Raises PlanError as `search` does.
     """
     whole = search_parallel_degrees(describe, run, hardware=hardware, with_front=with_front)
-    is_open = run.sharding.expert_parallel == "auto" and run.sharding.tensor_degree == 1
-    experts = whole.spec.experts if is_open else 0
+    experts = whole.spec.experts if run.sharding.expert_parallel == "auto" else 0
     best, seconds = whole, _seconds(whole)
     for degree in iterate_expert_degrees(hardware, experts):
         own = run_with_settings(run, {"sharding": {"expert_parallel": degree}})

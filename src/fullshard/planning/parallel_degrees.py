@@ -24,8 +24,9 @@ from fullshard.planner.search import SAME_SPEED, SearchResult, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
-from fullshard.spec.plan import Plan, first_setting_without_tensor_parallel
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.run_checks import first_setting_without_tensor_parallel
 from fullshard.spec.tensor_split import can_decoder_be_split
 
 LEAST_TOKENS = 8192

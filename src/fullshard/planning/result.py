@@ -192,7 +192,6 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
         "fits": prediction.fits_in_memory,
         "bytes_per_rank": prediction.required_device_bytes,
         "seconds_per_step": prediction.time.total,
-        "what_if": plan.is_prediction_only,
     }
     if budget is not None:
         data["budget"] = budget.record(plan, prediction)

@@ -222,8 +222,6 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
 
     run, precision = plan.run, plan.precision
     yield "strategy", mark_as_asked(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
-    if plan.is_prediction_only:
-        yield "WHAT-IF", "not yet run by train"
     yield from _axis_rows(plan)
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""

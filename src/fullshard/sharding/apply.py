@@ -63,8 +63,9 @@ from fullshard.sharding.units import (
 )
 from fullshard.sharding.unsharded_units import GradientBuckets
 from fullshard.spec.expert_split import expert_shard_dim
-from fullshard.spec.plan import DeviceType, Plan, check_training_supports_run
+from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
+from fullshard.spec.run_checks import check_offload_supports_optimizer, check_settings_work_together
 
 
 class ShardSink(Protocol):
@@ -143,7 +144,7 @@ class PreparedSharding:
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
     split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
-    expert_meshes: Mapping[bool, DeviceMesh]  # of divided experts: by whether the unit is sharded
+    expert_meshes: Mapping[bool, DeviceMesh]  # of experts with their own: by whether the unit is sharded
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
@@ -166,7 +167,8 @@ def prepare_sharding(
     stands_for: the device that fake tensors stand for, if it is not the plan's
     """
     device = stands_for or plan.device
-    check_training_supports_run(plan.run)
+    check_settings_work_together(plan.run)
+    check_offload_supports_optimizer(plan.run)
     check_switches(plan.run.fsdp, device)
     _check_not_sharded(model)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
@@ -180,8 +182,8 @@ def prepare_sharding(
     if not all(unit.is_sharded for unit in found):
         unsharded_mesh = build_unsharded_mesh(plan)
     expert_meshes = dict[bool, DeviceMesh]()
-    if plan.expert_parallel > 1:
-        check_experts_are_separate(found, set(split or ()))
+    if plan.has_expert_mesh:
+        check_experts_are_separate(found, model)
         kinds = sorted({unit.is_sharded for unit in found if unit.has_experts})
         expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
     warn_of_unit_sizes(found, plan, stacklevel=3)
@@ -207,7 +209,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     buckets = GradientBuckets(is_immediate=plan.run.optimizer.in_backward)
     position = {module: i for i, module in enumerate(model.modules())}
-    with share_post_forward_mesh():
+    with share_post_forward_mesh(plan):
         for unit in units:
             mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)

@@ -1,7 +1,6 @@
 """Opens the process group of a run, and builds the device mesh of a Plan."""
 
 import importlib
-import math
 import os
 import time
 import uuid
@@ -22,6 +21,7 @@ from fullshard.distributed.loopback import (
     start_or_join_loopback_store,
 )
 from fullshard.errors import LaunchError, PlanError
+from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 
@@ -242,16 +242,18 @@ def _init_mesh(plan: Plan, axes: Mapping[str, int], *, shards: int) -> DeviceMes
 
 
 def build_expert_mesh(plan: Plan, *, is_sharded: bool) -> DeviceMesh:
-    """Builds the mesh of divided experts over the same ranks: (`dp_replicate`, `dp_mod_ep`, `ep`).
+    """Builds the mesh of experts over the same ranks: (`dp_replicate`, `dp_mod_ep`, `ep`).
 
-    Adjacent ranks divide the experts. Those that have the same ones shard and replicate them.
+    `dp_replicate` and `ep` are left out if their size is 1. Adjacent ranks divide the experts. Those that
+    have the same ones shard and replicate them.
 
     is_sharded: False for units that the plan does not shard
     """
-    given = (plan.replicate_degree, plan.shard_degree)
-    replicas, shards = plan.expert_degrees(*given if is_sharded else (math.prod(given), 1))
+    replicas, shards = plan.expert_degrees(is_sharded=is_sharded)
     sizes = {REPLICATE_AXIS: replicas} if replicas > 1 else {}
-    sizes |= {EXPERT_SHARD_AXIS: shards, EXPERT_AXIS: plan.expert_parallel}
+    sizes[EXPERT_SHARD_AXIS] = shards
+    if plan.expert_parallel > 1:
+        sizes[EXPERT_AXIS] = plan.expert_parallel
     return init_device_mesh(plan.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -264,39 +266,19 @@ def split_inner_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     return mesh[names[:-1]], mesh[names[-1]]
 
 
-def build_context_group(plan: Plan) -> dist.ProcessGroup:
-    """Builds the groups of ranks that share sequences, and returns this rank's. Collective.
+def build_axis_group(plan: Plan, axis: SharedAxis) -> dist.ProcessGroup:
+    """Builds the groups of ranks that share work along `axis`, and returns this rank's. Collective.
 
     Raises PlanError as `build_mesh` does.
     """
     _check_world_size(plan)
-    apart, together = plan.tensor_parallel, plan.context_parallel
-    ranks = torch.arange(plan.world_size).view(-1, together, apart).transpose(1, 2).reshape(-1, together)
-    return _build_own_group(ranks.tolist(), "context_parallel")
-
-
-def build_tensor_group(plan: Plan) -> dist.ProcessGroup:
-    """Builds the groups of adjacent ranks that share matmuls, and returns this rank's. Collective.
-
-    Raises PlanError as `build_mesh` does.
-    """
-    _check_world_size(plan)
-    ranks = torch.arange(plan.world_size).view(-1, plan.tensor_parallel)
-    return _build_own_group(ranks.tolist(), "tensor_parallel")
-
-
-def build_expert_group(plan: Plan) -> dist.ProcessGroup:
-    """Builds the groups of adjacent ranks that divide experts, and returns this rank's. Collective.
-
-    Raises PlanError as `build_mesh` does.
-    """
-    _check_world_size(plan)
-    ranks = torch.arange(plan.world_size).view(-1, plan.expert_parallel)
-    return _build_own_group(ranks.tolist(), "expert_parallel")
-
-
-def _build_own_group(ranks: list[list[int]], name: str) -> dist.ProcessGroup:
-    own, _ = dist.new_subgroups_by_enumeration(ranks, group_desc=name)
+    every, tensor, context = torch.arange(plan.world_size), plan.tensor_parallel, plan.context_parallel
+    ranks = {
+        "tensor": every.view(-1, tensor),
+        "context": every.view(-1, context, tensor).transpose(1, 2).reshape(-1, context),
+        "expert": every.view(-1, plan.expert_parallel),
+    }[axis]
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), group_desc=f"{axis}_parallel")
     assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
     return own
 
@@ -316,11 +298,12 @@ def _check_world_size(plan: Plan) -> None:
 
 
 @contextmanager
-def share_post_forward_mesh() -> Generator[None]:
+def share_post_forward_mesh(plan: Plan) -> Generator[None]:
     """Makes calls of `fully_shard(reshard_after_forward=<int>)` in this context share one post-forward mesh.
 
     `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one. So its name
     `DeviceMesh` is replaced while the context is open. A torch without that name makes groups for each unit.
+    The mesh is one over all ranks, also if FSDP2 shards only over those with the same part of each matmul.
     """
     engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
     mesh_class = getattr(engine, "DeviceMesh", None)
@@ -332,8 +315,11 @@ def share_post_forward_mesh() -> Generator[None]:
     def make_mesh_once(device_type: str, mesh: torch.Tensor) -> DeviceMesh:
         key = (device_type, str(mesh.tolist()))
         if key not in made:
-            made[key] = mesh_class(device_type, mesh)
-        return made[key]
+            ranks = plan.tensor_parallel  # adjacent ones have other parts
+            first = mesh - dist.get_rank() % ranks
+            every = torch.stack([first + other for other in range(ranks)])
+            made[key] = mesh_class(device_type, every, mesh_dim_names=("apart", "replicate", "shard"))
+        return made[key]["replicate", "shard"]
 
     engine.DeviceMesh = make_mesh_once
     try:

@@ -1,7 +1,7 @@
 """Divides a model into communication units, whose parameters are gathered, used and freed together."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -90,25 +90,33 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     recomputed = {m for b in find_recompute_blocks(model, section, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _only_looks_up_rows(unit) and unit.modules[0] not in recomputed
-    experts = {id(p) for module in model.modules() if is_experts(module) for p in module.parameters()}
+    experts = _ids_of_experts(model)
     for unit in units:
         held = {id(parameter) for parameter in unit.parameters.values()}
         unit.has_experts = bool(held) and held <= experts
     return units
 
 
-def check_experts_are_separate(units: Iterable[Unit], divided: Collection[str]) -> None:
-    """Raises ShardError if a unit has both experts that ranks divide (`divided`) and other parameters."""
+def check_experts_are_separate(units: Iterable[Unit], model: nn.Module) -> None:
+    """Raises ShardError if a unit has both experts and other parameters, since their meshes differ."""
+    experts = _ids_of_experts(model)
     mixed = [
-        unit for unit in units if not unit.has_experts and not unit.parameters.keys().isdisjoint(divided)
+        unit
+        for unit in units
+        if not unit.has_experts and not experts.isdisjoint(map(id, unit.parameters.values()))
     ]
     if mixed:
         raise ShardError(
             f"the experts in {mixed[0].name} are not a unit of their own.",
-            got="sharding.expert_parallel above 1, sharding.units that join experts with other modules",
+            got="sharding.expert_parallel or sharding.tensor_parallel above 1, and sharding.units that join "
+            "experts with other modules",
             why="experts are sharded over other ranks than the modules around them",
             fix='sharding.units.policy = "block" and separate_experts = true, as by default',
         )
+
+
+def _ids_of_experts(model: nn.Module) -> set[int]:
+    return {id(p) for module in model.modules() if is_experts(module) for p in module.parameters()}
 
 
 def _only_looks_up_rows(unit: Unit) -> bool:

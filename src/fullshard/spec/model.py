@@ -32,7 +32,7 @@ class ParamSpec(FrozenModel):
         dtype, and computation its param dtype.
     is_gathered_in_fp8: True if it is gathered in fp8, one byte per element
     aliases: other names of a tied parameter
-    divided_dim: the dim that ranks which share matmuls divide; None if each of them has all of it
+    divided_dim: the dim that ranks divide which share matmuls or experts; None if each of them has all of it
     """
 
     name: str

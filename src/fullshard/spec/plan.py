@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fullshard.errors import PlanError
-from fullshard.spec.expert_split import indivisible_experts_error
-from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy, UnitOverride
+from fullshard.spec.run_checks import (
+    check_experts_are_divisible,
+    check_offload_supports_optimizer,
+    check_sequence_is_divisible,
+    check_settings_work_together,
+    count_groups,
+    divisors,
+)
 from fullshard.spec.value import FrozenModel, PositiveInt
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -100,8 +106,8 @@ class Plan(FrozenModel):
     run: the run with every `auto` resolved
     context_parallel: number of adjacent ranks that share each sequence. It divides `replicate_degree` ×
         `shard_degree`, since parameters are sharded and replicated over these ranks as over all others.
-    expert_parallel: number of adjacent ranks that divide the experts of a mixture. It divides the same
-        product: experts are sharded and replicated over the ranks that have the same ones.
+    expert_parallel: number of adjacent ranks that divide the experts of a mixture. It divides `world_size`:
+        experts are sharded and replicated over the ranks that have the same ones.
     reshard_after_forward: True frees a unit's gathered parameters after its forward, False keeps them for its
         backward, and an int keeps them sharded over that many ranks in between
     microbatch: sequences in one forward pass, of a rank or of the ranks that share them
@@ -139,13 +145,25 @@ class Plan(FrozenModel):
         """Number of ranks over which FSDP2 averages gradients: all of those that have tokens of their own."""
         return self.replicate_degree * self.shard_degree
 
-    def expert_degrees(self, replicate_degree: int, shard_degree: int) -> tuple[int, int]:
-        """Returns (replicate degree, shard degree) of experts that `expert_parallel` ranks divide.
+    @property
+    def has_expert_mesh(self) -> bool:
+        """True if experts are sharded over a mesh of their own.
 
-        Arguments: the degrees that the experts would have if no ranks divided them
+        Ranks that share matmuls have different tokens between these, and so within the experts, too: experts
+        are sharded over these ranks as over all others. A table of styles says nothing about that.
         """
-        shards = max(shard_degree // self.expert_parallel, 1)
-        return replicate_degree * shard_degree // (self.expert_parallel * shards), shards
+        shares_matmuls = self.tensor_parallel > 1 and not self.run.sharding.tensor_parallel_styles
+        return self.expert_parallel > 1 or shares_matmuls
+
+    def expert_degrees(self, *, is_sharded: bool) -> tuple[int, int]:
+        """Returns (replicate degree, shard degree) of experts with a mesh of their own.
+
+        is_sharded: False for a unit that the plan does not shard
+        """
+        group = self.shard_degree * self.tensor_parallel
+        is_sharded = is_sharded and self.strategy is not Strategy.NO_SHARD
+        shards = max(group // self.expert_parallel, 1) if is_sharded else 1
+        return self.world_size // (self.expert_parallel * shards), shards
 
     def counts_tokens(self, rank: int) -> bool:
         """Returns whether a rank counts its tokens and loss: one of the ranks that share matmuls does."""
@@ -155,11 +173,6 @@ class Plan(FrozenModel):
     def copies_gradients_to_host(self) -> bool:
         """True if the plan copies each reduced gradient from a GPU to the host for an offload target."""
         return self.run.offload.offloads_optimizer and self.device == "cuda"
-
-    @property
-    def is_prediction_only(self) -> bool:
-        """True if the plan can be predicted, but not run yet."""
-        return _unsupported_with_expert_parallel(self.run) is not None
 
     @classmethod
     def from_run(
@@ -171,7 +184,7 @@ class Plan(FrozenModel):
 
         Raises PlanError if degrees or batches do not divide, and for settings that do not work together.
         """
-        check_training_supports_run(run)
+        check_offload_supports_optimizer(run)
         return cls.from_run_for_prediction(
             run, world_size=world_size, device=device, bf16_hardware=bf16_hardware
         )
@@ -181,18 +194,17 @@ class Plan(FrozenModel):
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
         """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
-        _check_tensor_parallel_supports_run(run)
+        check_settings_work_together(run)
         run = _resolve_auto_settings(run)
         tensor = run.sharding.tensor_degree
         context = run.sharding.context_degree
-        ranks = _count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
-        groups = _count_groups(ranks, context, key="context_parallel", shared="a sequence")
-        experts = run.sharding.expert_parallel
-        assert isinstance(experts, int), "auto is resolved"
-        _count_groups(ranks, experts, key="expert_parallel", shared="experts")
-        _check_sequence_is_divisible(run)
+        ranks = count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
+        groups = count_groups(ranks, context, key="context_parallel", shared="a sequence")
+        experts = run.sharding.expert_degree
+        count_groups(world_size, experts, key="expert_parallel", shared="experts")
+        check_sequence_is_divisible(run)
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
-        _check_experts_are_divisible(run, shard_degree=shard)
+        check_experts_are_divisible(run, group=1 if shard == 1 and replicate > 1 else shard * tensor)
         microbatch, accumulation = _microbatch_and_accumulation(run, groups)
         _check_optimizer_in_backward(run, microbatch=microbatch, accumulation=accumulation)
         mode = run.precision.mode
@@ -260,7 +272,7 @@ class MergedUnitSettings(FrozenModel):
 
         kept: True keeps the unit gathered after forward, because its backward comes next
         is_embedding: True if its backward does not need its parameters
-        has_experts: True if its parameters are experts, which `expert_parallel` divides
+        has_experts: True if its parameters are experts: see `Plan.has_expert_mesh`
         """
         own = override or _NO_OVERRIDE
         unsharded = own.strategy is not None
@@ -271,8 +283,9 @@ class MergedUnitSettings(FrozenModel):
             reshard = own.reshard_after_forward
         replicas = plan.replicate_degree * (plan.shard_degree if unsharded else 1)
         degree = 1 if unsharded else plan.shard_degree
-        if has_experts and plan.expert_parallel > 1:
-            replicas, degree = plan.expert_degrees(replicas, degree)
+        if has_experts and plan.has_expert_mesh:
+            replicas, degree = plan.expert_degrees(is_sharded=not unsharded)
+            reshard = reshard is not False  # over fewer ranks, only other units stay
         precision = Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision
         return cls(
             replicate_degree=replicas,
@@ -292,123 +305,6 @@ class MergedUnitSettings(FrozenModel):
             and degree > 1
             and isinstance(reshard, bool)
             and plan.run.offload.tier == "none",
-        )
-
-
-def check_training_supports_run(run: Run) -> None:
-    """Raises PlanError for settings that do not work together, or that training does not support yet."""
-    _check_tensor_parallel_supports_run(run)
-    if unsupported := _unsupported_with_expert_parallel(run):
-        raise PlanError(
-            "this is planned, not yet run.",
-            got=f"sharding.expert_parallel = {run.sharding.expert_parallel}, {unsupported}",
-            why="fullshard plan predicts it; fullshard train cannot run both together yet",
-            fix="one of the two settings as by default",
-        )
-    check_offload_supports_optimizer(run)
-
-
-def _unsupported_with_expert_parallel(run: Run) -> str | None:
-    """Returns the first setting of `run` that training does not combine with expert parallel, if any."""
-    model, precision, section = run.model, run.precision.mode, run.sharding
-    unsupported = {
-        "model.python": not isinstance(model, DecoderConfig | HuggingFaceModel),
-        f'offload.tier = "{run.offload.tier}"': run.offload.tier not in ("auto", "none"),
-        f'precision.mode = "{precision}"': precision in _FP8,
-        f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
-        "optimizer.in_backward = true": run.optimizer.in_backward,
-        f"adapter.rank = {run.adapter.rank}": run.adapter.rank > 0,
-        "sharding.reshard_after_forward": section.reshard_after_forward is not None,
-    }
-    divides = section.expert_parallel not in (1, "auto")
-    return next((setting for setting, is_set in unsupported.items() if is_set and divides), None)
-
-
-def _check_tensor_parallel_supports_run(run: Run) -> None:
-    unsupported = first_setting_without_tensor_parallel(run)
-    if run.sharding.tensor_degree > 1 and unsupported is not None:
-        raise PlanError(
-            "these settings do not work together.",
-            got=f"sharding.tensor_parallel = {run.sharding.tensor_parallel}, {unsupported}",
-            fix="one of the two as by default",
-        )
-
-
-def first_setting_without_tensor_parallel(run: Run) -> str | None:
-    """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
-    model, precision, experts = run.model, run.precision.mode, run.sharding.expert_parallel
-    styles = run.sharding.tensor_parallel_styles or isinstance(model, DecoderConfig | HuggingFaceModel)
-    unsupported = {
-        "model.python without sharding.tensor_parallel_styles": not styles,
-        "model.experts": isinstance(model, DecoderConfig) and model.is_mixture,
-        f"sharding.expert_parallel = {experts}": experts not in (1, "auto"),
-        f'precision.mode = "{precision}"': precision in _FP8,
-        f'optimizer.name = "{run.optimizer.name}"': run.optimizer.name.lower() == "adamw8bit",
-        "sharding.reshard_after_forward": run.sharding.reshard_after_forward is not None,
-    }
-    return next((setting for setting, is_set in unsupported.items() if is_set), None)
-
-
-def check_offload_supports_optimizer(run: Run) -> None:
-    """Raises PlanError for an offload target with an optimizer whose state cannot be offloaded."""
-    section = run.optimizer
-    if run.offload.offloads_optimizer and (section.name.lower() != "adamw" or section.options):
-        options = ", with options" if section.options else ""
-        raise PlanError(
-            "only AdamW's state is kept outside the device.",
-            got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
-            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
-        )
-
-
-def _count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
-    """Returns the number of groups of `degree` ranks. Raises PlanError if they are not whole."""
-    if ranks % degree:
-        raise PlanError(
-            f"{ranks} ranks cannot be laid out in groups of {degree}.",
-            got=f"sharding.{key} = {degree}, {ranks} ranks",
-            why=f"each group of ranks that share {shared} must be whole",
-            fix=f"sharding.{key} = one of {_divisors(ranks)}",
-        )
-    return ranks // degree
-
-
-def _check_sequence_is_divisible(run: Run) -> None:
-    section, length = run.sharding, run.data.sequence_length
-    pieces, parts = section.context_degree * section.pieces_per_rank, section.ranks_per_sequence
-    if length % parts and section.tensor_degree > 1:
-        each = math.lcm(pieces, parts)
-        raise PlanError(
-            f"sequences of {length:,} tokens cannot be divided over {parts} ranks.",
-            got=f"data.sequence_length = {length}, sharding.tensor_parallel = {section.tensor_parallel}, "
-            f"sharding.context_parallel = {section.context_degree}",
-            why="the ranks that share a matmul share the sequence between matmuls",
-            fix=f"data.sequence_length = {max(length // each, 1) * each} or {(length // each + 1) * each}",
-        )
-    if length % pieces:
-        raise PlanError(
-            f"sequences of {length:,} tokens cannot be cut into {pieces} equal pieces.",
-            got=f"data.sequence_length = {length}, sharding.context_parallel = {section.context_parallel}, "
-            f"{section.pieces_per_rank} to each rank",
-            fix=f"data.sequence_length = {max(length // pieces, 1) * pieces} or "
-            f"{(length // pieces + 1) * pieces}",
-        )
-
-
-def _check_experts_are_divisible(run: Run, *, shard_degree: int) -> None:
-    """Raises PlanError if ranks cannot have equally many experts, all of whose shards are on equal groups."""
-    ranks, model = run.sharding.expert_parallel, run.model
-    assert isinstance(ranks, int), "auto is resolved"
-    if ranks == 1:
-        return
-    if isinstance(model, DecoderConfig) and (not model.is_mixture or model.experts % ranks):
-        raise indivisible_experts_error(model.experts, ranks=ranks, key="model.experts")
-    if shard_degree % ranks and ranks % shard_degree:
-        raise PlanError(
-            f"experts divided over {ranks} ranks cannot be sharded in groups of {shard_degree}.",
-            got=f"sharding.expert_parallel = {ranks}, {shard_degree} ranks in a shard group",
-            why="one of the two must divide the other",
-            fix=f"sharding.expert_parallel = one of {_divisors(shard_degree)}",
         )
 
 
@@ -439,7 +335,7 @@ def _replicate_and_shard_degrees(run: Run, world_size: int) -> tuple[int, int]:
         return 1, world_size
     if degree is not None and world_size % degree == 0:
         return world_size // degree, degree
-    fix = f"sharding.shard_degree = one of {_divisors(world_size)}"
+    fix = f"sharding.shard_degree = one of {divisors(world_size)}"
     if degree is None:
         what = f"{strategy} needs to know over how many ranks it shards."
         raise PlanError(what, got="no sharding.shard_degree", fix=fix)
@@ -485,7 +381,7 @@ def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:
     if ranks is None:
         return strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
     if shard_degree % ranks or ranks in (1, shard_degree):
-        proper = [degree for degree in _divisors(shard_degree) if degree not in (1, shard_degree)]
+        proper = [degree for degree in divisors(shard_degree) if degree not in (1, shard_degree)]
         one_of = f"sharding.reshard_after_forward = one of {proper}"
         raise PlanError(
             f"parameters sharded over {shard_degree} ranks cannot be kept over {ranks} after forward.",
@@ -494,7 +390,3 @@ def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:
             fix=one_of if proper else "more ranks, or leave reshard_after_forward out",
         )
     return ranks
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

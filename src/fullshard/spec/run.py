@@ -155,6 +155,11 @@ class ShardingSection(FrozenModel):
         return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
     @property
+    def expert_degree(self) -> int:
+        """Number of ranks that divide experts; 1 if it is left open."""
+        return 1 if self.expert_parallel == "auto" else self.expert_parallel
+
+    @property
     def context_degree(self) -> int:
         """Number of ranks that have parts of the same sequences; 1 if it is left open."""
         return 1 if self.context_parallel == "auto" else self.context_parallel

@@ -13,7 +13,8 @@ def check_decoder_can_be_split(config: DecoderConfig, ranks: int) -> None:
     raise ShardError(
         f"the decoder's matmuls cannot be divided over {ranks} ranks.",
         got=f"sharding.tensor_parallel = {ranks}; model.heads = {config.heads}, model.kv_heads = "
-        f"{config.kv_heads}, model.d_ff = {config.d_ff}, model.vocabulary = {config.vocabulary}",
+        f"{config.kv_heads}, model.d_ff = {config.d_ff}, model.shared_experts = {config.shared_experts}, "
+        f"model.vocabulary = {config.vocabulary}",
         why="each rank computes whole heads, and an equal share of the columns of the feed-forward",
         fix=f"sharding.tensor_parallel = {nearest}"
         + (f", or another of {possible}" if len(possible) > 2 else ""),
@@ -21,7 +22,11 @@ def check_decoder_can_be_split(config: DecoderConfig, ranks: int) -> None:
 
 
 def can_decoder_be_split(config: DecoderConfig, ranks: int) -> bool:
-    """Returns whether `ranks` divides heads and d_ff; kv heads may be fewer, and then divide `ranks`."""
+    """Returns whether `ranks` divides heads and d_ff; kv heads may be fewer, and then divide `ranks`.
+
+    In a mixture, the columns are those of the shared experts. All others are whole.
+    """
     shares_kv_heads = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
+    width = config.shared_experts * config.expert_width if config.is_mixture else config.d_ff
     has_tokens = config.vocabulary > (ranks - 1) * -(-config.vocabulary // ranks)
-    return config.heads % ranks == 0 and config.d_ff % ranks == 0 and shares_kv_heads and has_tokens
+    return config.heads % ranks == 0 and width % ranks == 0 and shares_kv_heads and has_tokens

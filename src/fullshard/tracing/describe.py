@@ -30,10 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.sequence_parts import SequencePart
+from fullshard.distributed.stacked_experts import is_experts
 from fullshard.errors import ShardError
-from fullshard.models.context_parallel import use_context_parallel
-from fullshard.models.expert_parallel import keep_own_experts, use_expert_parallel
-from fullshard.models.tensor_parallel import use_tensor_parallel
+from fullshard.models.model_parallel import divide_model
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
@@ -302,8 +301,8 @@ class _RecomputeTracer:
         twin = _copy_model_as_fake(
             self.model, given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
         )
-        if plan.tensor_parallel > 1:
-            self.divided = use_tensor_parallel(twin, plan, rank=0, group="tensor")
+        with fakes:
+            self.divided = divide_model(twin, plan, rank=0, group_name=str)
         self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found = find_units(twin, section, predicate=self.predicate)
         shortened = BlockTruncation()
@@ -316,7 +315,7 @@ class _RecomputeTracer:
             kept = [unit.name for unit in given if unit.name not in shortened.removed_units]
             if [unit.name for unit in found] != kept:
                 return None, shortened
-        _keep_parts_of_parameters(twin, self.divided, ranks=plan.tensor_parallel)
+        _keep_parts_of_parameters(twin, self.divided, plan=plan)
         graphs = CompiledBlocks()
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
@@ -459,10 +458,6 @@ def _copy_model_as_fake(
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
-        use_context_parallel(twin, plan, rank=0, group="context")
-        if plan.expert_parallel > 1:
-            own = use_expert_parallel(twin, plan, group="expert")
-            keep_own_experts(twin, own, ranks=plan.expert_parallel)
         cast_buffers(twin, plan.precision)
     if fp8 is not None:
         linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
@@ -470,8 +465,10 @@ def _copy_model_as_fake(
     return twin
 
 
-def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None], *, ranks: int) -> None:
+def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan) -> None:
     """Replaces the values of divided parameters by the first rank's part."""
-    for name, parameter in twin.named_parameters():
-        if (dim := divided.get(name)) is not None:
-            parameter.data = torch.empty_like(parameter.data.chunk(ranks, dim)[0])
+    for holder, module in twin.named_modules():
+        ranks = plan.expert_parallel if is_experts(module) else plan.tensor_parallel
+        for key, parameter in module.named_parameters(recurse=False):
+            if (dim := divided.get(f"{holder}.{key}" if holder else key)) is not None:
+                parameter.data = torch.empty_like(parameter.data.chunk(ranks, dim)[0])

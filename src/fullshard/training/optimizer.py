@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.spec.plan import Plan, check_offload_supports_optimizer
+from fullshard.spec.plan import Plan
+from fullshard.spec.run_checks import check_offload_supports_optimizer
 from fullshard.spec.train_section import OptimizerSection
 from fullshard.training.adamw8bit import import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw

@@ -14,9 +14,7 @@ from torch import nn
 
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
-from fullshard.models.context_parallel import use_context_parallel
-from fullshard.models.expert_parallel import use_expert_parallel
-from fullshard.models.tensor_parallel import use_tensor_parallel
+from fullshard.models.model_parallel import divide_model
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
 from fullshard.offload.directories import rank_directory, remove_empty_parents
@@ -39,7 +37,7 @@ from fullshard.offload.state import (
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.sharding import apply
 from fullshard.sharding.materialize import Initialise, local_device
-from fullshard.sharding.mesh import build_context_group, build_expert_group, build_tensor_group
+from fullshard.sharding.mesh import build_axis_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
@@ -69,13 +67,9 @@ def shard(
     With `init = "none"`, using the offloaded state raises OffloadError until a load has filled it. Raises
     OffloadError on all ranks if the drive of any rank lacks space, before the parameters have values.
     """
-    if plan.context_parallel > 1:
-        use_context_parallel(model, plan, rank=rank(), group=build_context_group(plan).group_name)
-    split = None
-    if plan.tensor_parallel > 1:
-        split = use_tensor_parallel(model, plan, rank=rank(), group=build_tensor_group(plan).group_name)
-    if plan.expert_parallel > 1:
-        split = use_expert_parallel(model, plan, group=build_expert_group(plan).group_name)
+    split = divide_model(
+        model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
+    )
     if plan.run.offload.is_on_drive and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
     keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None
