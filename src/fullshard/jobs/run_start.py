@@ -1,6 +1,6 @@
 """The start of a run on its ranks: its directory, model, data, checkpoint and log, and what is printed."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
@@ -16,8 +16,10 @@ from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.event_log import record_start
 from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
+from fullshard.jobs.memory_watch import MemoryWatch
+from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
-from fullshard.jobs.run_log import open_run_log
+from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.jobs.step_observer import observe_steps
 from fullshard.jobs.train_job import TrainJob, flops_per_token
 from fullshard.models.build import build_model
@@ -29,7 +31,7 @@ from fullshard.sharding.compile import count_compilation
 from fullshard.sharding.fp8 import find_weight_scales
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.fp8 import fp8_summary_text
-from fullshard.spec.measurement import Throughput
+from fullshard.spec.measurement import MatmulPeak, Throughput, peak_tokens_per_second
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import LAUNCH
@@ -49,11 +51,19 @@ def plan_without_prediction(run: Run, ranks: RankInfo) -> Plan:
 
 
 def prepare_job(
-    stack: ExitStack, plan: Plan, *, ranks: RankInfo, where: PhaseTracker, resume: bool, started: float
+    stack: ExitStack,
+    plan: Plan,
+    *,
+    ranks: RankInfo,
+    where: PhaseTracker,
+    memory_failure: OutOfMemoryReporter,
+    resume: bool,
+    started: float,
 ) -> TrainJob:
     """Builds, shards and restores what `plan` trains, opens its directory and log, and reports the start.
 
     stack: closes what was opened
+    memory_failure: gets what the rank trains, as soon as it is there
     started: when the command began, in seconds of the epoch
     """
     run = plan.run
@@ -63,7 +73,8 @@ def prepare_job(
     directory = open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = plan_without_prediction(run, ranks)  # nodes have left or joined: same settings, current ranks
-    model = build_model(run)
+    memory_failure.directory, memory_failure.plan = directory.root, plan
+    memory_failure.model = model = build_model(run)
     check_sequence_length(model, run)
     check_vocabulary(run, tokens=data.vocabulary, model=model)
     loss = choose_loss(run, model)
@@ -75,18 +86,18 @@ def prepare_job(
     compiler = stack.enter_context(count_compilation())
     shard(model, plan, init=None if weights is None else "none")
     state = _make_state(stack, plan, model=model, data=data)
-    state.phase = where
+    state.phase, memory_failure.optimizer = where, state.optimizer
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; replaced by a checkpoint's own state
     read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
-    flops = flops_per_token(plan, model)
-    rank, size, step = ranks.rank, ranks.world_size, state.step
-    run_log = open_run_log(run, rank=rank, world_size=size, after_step=step, flops_per_token=flops, peak=peak)
-    log = stack.enter_context(run_log)
+    step = state.step
+    log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
     observed = observe_steps(
         model, where, log=log, directory=directory.root, every=run.log.trace_every, first_step=step + 1
     )
+    memory = MemoryWatch(ranks.device, log=log, steps=run.train.step_count)
+    stack.callback(memory.close)
     job = TrainJob(
         plan=plan,
         ranks=ranks,
@@ -103,6 +114,7 @@ def prepare_job(
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
         compiler=compiler,
+        memory=memory,
     )
     _report_start(job, left=left, read=read, resume=resume)
     return job
@@ -115,6 +127,22 @@ def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: Trainin
         build_optimizer(model, plan),
         data=stack.enter_context(prefetcher),
         saved="trained" if plan.run.adapter.saves_only_adapters else "all",
+    )
+
+
+def _open_log(
+    state: TrainState, plan: Plan, *, ranks: RankInfo, peak: MatmulPeak
+) -> AbstractContextManager[RunLog]:
+    flops, size, at_peak = flops_per_token(plan, state.model), ranks.world_size, None
+    if flops:
+        at_peak = peak_tokens_per_second(peak, flops_per_token=flops, world_size=size)
+    return open_run_log(
+        plan.run,
+        rank=ranks.rank,
+        world_size=size,
+        after_step=state.step,
+        peak_tokens_per_second=at_peak,
+        where=state.phase,
     )
 
 

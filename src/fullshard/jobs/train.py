@@ -11,6 +11,7 @@ from torch import Tensor
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
+from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.peak_bytes import gather_highest_peak
 from fullshard.jobs.profiles import profile_if_chosen
 from fullshard.jobs.run_end import save_and_report_end
@@ -49,18 +50,33 @@ def run_job(
         ranks = stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
         where = PhaseTracker()
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
-        plan = plan or plan_without_prediction(run, ranks)
-        job = prepare_job(stack, plan, ranks=ranks, where=where, resume=resume, started=command_started)
-        job.observer.write_predicted(predicted_step)
-        # Signals are only noted until everything is saved, because ranks must agree on how to react.
-        with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
-            interrupted = _train_steps(job)
-            save_and_report_end(job, interrupted=interrupted)
-            close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
+        reporter = OutOfMemoryReporter(ranks, where=where, has_history=run.log.memory_history)
+        with reporter as memory_failure:
+            job = prepare_job(
+                stack,
+                plan or plan_without_prediction(run, ranks),
+                ranks=ranks,
+                where=where,
+                memory_failure=memory_failure,
+                resume=resume,
+                started=command_started,
+            )
+            job.observer.write_predicted(predicted_step)
+            interrupted = _train_and_save(job)
         if job.checkpoints.failed is not None:
             raise job.checkpoints.failed
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
+
+
+def _train_and_save(job: TrainJob) -> bool:
+    """Trains, and saves at the end. Returns True if a signal, or a failed save, ended training early."""
+    # Signals are only noted until everything is saved, because ranks must agree on how to react.
+    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
+        interrupted = _train_steps(job)
+        save_and_report_end(job, interrupted=interrupted)
+        close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
+    return interrupted
 
 
 def _train_steps(job: TrainJob) -> bool:
@@ -126,6 +142,7 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
         return False
     job.repeated_steps += step.index - 1 - job.state.step
     job.observer.forget_after(job.state.step)
+    job.memory.forget()
     job.log.record_skip(step)
     figures = {"loss": step.loss, "grad_norm": step.grad_norm}
     job.log.record_event("rollback", step=step.index, details={"to_step": job.state.step, **figures})
@@ -147,7 +164,9 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
     job.observer.observe_step(step)
+    memory = job.memory.observe_step(step.index)
     _record_last_step(job)
+    job.unrecorded_memory = memory
     job.unrecorded_compile_seconds = _report_compilation(job, step)
     job.last = job.unrecorded = step
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.step_count
@@ -189,6 +208,7 @@ def _record_last_step(job: TrainJob, *, validation_loss: float | None = None) ->
         compile_seconds=job.unrecorded_compile_seconds or None,
         peak_bytes=peak_bytes,
         validation_loss=validation_loss,
+        memory=job.unrecorded_memory,
     )
 
 

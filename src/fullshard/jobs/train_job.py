@@ -1,11 +1,13 @@
 """The state of a `fullshard train` command on one rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from fullshard.data.batches import TrainingData
 from fullshard.jobs.checkpoints import RunCheckpointSaver
+from fullshard.jobs.memory_watch import MemoryWatch
 from fullshard.jobs.run_directory import RunDirectory
 from fullshard.jobs.run_log import RunLog
 from fullshard.jobs.step_observer import NoObserver, StepObserver
@@ -39,12 +41,14 @@ class TrainJob:
     pace: Throughput
     skipped_before: int
     compiler: CompilerTally
+    memory: MemoryWatch
     reported_compilations: int = 0
     reported_compile_seconds: float = 0.0
     unrecorded_compile_seconds: float = 0.0  # of the step `unrecorded`
     first_loss: float | None = None
     last: Step | None = None
     unrecorded: Step | None = None  # the last step, until its figures are read
+    unrecorded_memory: Mapping[str, float] = field(default_factory=dict[str, float])  # at its end
     validation: float | None = None
     peak_bytes: PeakBytes | None = None
     profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
