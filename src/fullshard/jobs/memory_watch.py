@@ -121,8 +121,9 @@ class MemoryWatch:
         first = 0 if self._has_peers else rank()
         self._log.record_memory({first + index: one.known_figures() for index, one in enumerate(ranks)})
         for number, one in enumerate(ranks, start=first):
-            self._report_leak(number, "host_bytes", step, one.host_growth, one.host_free)
-            self._report_leak(number, "allocated_bytes", step, one.allocated_growth, one.allocated_free)
+            host, device = (one.host_growth, one.host_free), (one.allocated_growth, one.allocated_free)
+            self._report_leak(number, "host_bytes", growth_and_free=host, step=step)
+            self._report_leak(number, "allocated_bytes", growth_and_free=device, step=step)
             before, now = self._retries.get(number, 0.0), one.allocator_retries
             if not math.isnan(now):
                 self._retries[number] = now
@@ -130,8 +131,11 @@ class MemoryWatch:
                 details = {"rank": number, "count": int(now - before), "reserved_bytes": one.reserved_bytes}
                 self._log.record_event("allocator_retry", step=step, details=details)
 
-    def _report_leak(self, number: int, name: str, step: int, growth: float, free: float) -> None:
+    def _report_leak(
+        self, number: int, name: str, *, growth_and_free: tuple[float, float], step: int
+    ) -> None:
         """Prints and records that a rank's memory grows, once until it no longer does."""
+        growth, free = growth_and_free
         if growth == 0.0:
             self._named.discard((number, name))
             return

@@ -4,56 +4,76 @@ https://prometheus.io/docs/instrumenting/exposition_formats/. No label has a val
 time series is that of the ranks. The collector adds the age of the file (`node_textfile_mtime_seconds`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 from fullshard.spec.live_status import LiveStatus, RankStatus
 
-_Sample = tuple[Mapping[str, str], float | None]
 _MEMORY_SUFFIX = "_bytes"
+
+
+class _Metric(NamedTuple):
+    """A metric with its samples, which are (labels, value). Those without a value are left out."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    samples: Iterable[tuple[Mapping[str, str], float | None]]
 
 
 def prometheus_text(status: LiveStatus, *, run: str) -> str:
     """Returns the figures of `status` in Prometheus' text format. `run`: value of the label `run`."""
     lines: list[str] = []
-
-    def add(name: str, kind: str, text: str, samples: Iterable[_Sample]) -> None:
-        known = [(labels, value) for labels, value in samples if value is not None]
+    for metric in _list_metrics(status):
+        name = f"fullshard_{metric.name}"
+        known = [(labels, value) for labels, value in metric.samples if value is not None]
         if known:
-            lines.extend((f"# HELP fullshard_{name} {text}", f"# TYPE fullshard_{name} {kind}"))
+            lines += [f"# HELP {name} {metric.text}", f"# TYPE {name} {metric.kind}"]
         for labels, value in known:
             shown = ",".join(f'{key}="{_escape(one)}"' for key, one in {"run": run, **labels}.items())
-            lines.append(f"fullshard_{name}{{{shown}}} {value!r}")
-
-    def add_gauge(name: str, text: str, value: float | None) -> None:
-        add(name, "gauge", text, [({}, value)])
-
-    figures = status.figures
-    add_gauge("running", "1 while the run trains, 0 in its last state", int(status.running))
-    add_gauge("step", "last recorded step", status.step)
-    add_gauge("steps", "number of steps of the run", status.steps)
-    for name, text in _GAUGES.items():
-        add_gauge(name, text, figures.get(name))
-    add_gauge("tokens_per_second", "tokens/s of all ranks, over the recent steps", status.tokens_per_second)
-    add_gauge("seconds_left", "estimated time to the last step", status.seconds_left)
-    saved = None if status.saved_at is None else status.saved_at.timestamp()
-    add_gauge("checkpoint_timestamp_seconds", "time of the newest checkpoint of this attempt", saved)
-    add_gauge("checkpoint_step", "step of the newest checkpoint of this attempt", status.saved_step)
-    add("tokens_total", "counter", "tokens since the attempt began", [({}, status.tokens)])
-    add("skipped_steps_total", "counter", "steps that updated nothing", [({}, status.skipped_steps)])
-    add("restarts_total", "counter", "attempts after the first", [({}, status.attempt - 1)])
-    add("step_seconds_sum", "counter", "seconds of all steps of the attempt", [({}, status.step_seconds)])
-    add("step_seconds_count", "counter", "steps of the attempt", [({}, status.counted_steps)])
-    add("memory_bytes", "gauge", "memory of a rank by kind", _memory_samples(status.ranks))
-    retries = [(_rank_labels(one), one.memory.get("allocator_retries")) for one in status.ranks]
-    add("allocator_retries_total", "counter", "times that the allocator freed its cache", retries)
-    split = [(_rank_labels(one), one.memory.get("fragmentation")) for one in status.ranks]
-    add("memory_fragmentation", "gauge", "free but split fraction of the reserved memory", split)
-    waiting = [({"rank": str(one.rank), "cause": one.cause}, one.seconds) for one in status.stragglers]
-    add("straggler_seconds", "gauge", "time per step by which a rank holds the others up", waiting)
+            lines.append(f"{name}{{{shown}}} {value!r}")
     return "\n".join(lines) + "\n"
 
 
+def _list_metrics(status: LiveStatus) -> Iterator[_Metric]:
+    ranks, saved = status.ranks, status.saved_at
+    gauges = {
+        "running": int(status.running),
+        "step": status.step,
+        "steps": status.steps,
+        "tokens_per_second": status.tokens_per_second,
+        "seconds_left": status.seconds_left,
+        "checkpoint_timestamp_seconds": None if saved is None else saved.timestamp(),
+        "checkpoint_step": status.saved_step,
+    }
+    for name, text in _GAUGES.items():
+        yield _Metric(name, "gauge", text, [({}, gauges.get(name, status.figures.get(name)))])
+    counters = {
+        "tokens_total": status.tokens,
+        "skipped_steps_total": status.skipped_steps,
+        "restarts_total": status.attempt - 1,
+        "step_seconds_sum": status.step_seconds,
+        "step_seconds_count": status.counted_steps,
+    }
+    for name, text in _COUNTERS.items():
+        yield _Metric(name, "counter", text, [({}, counters[name])])
+    yield _Metric("memory_bytes", "gauge", "memory of a rank, by kind", _memory_samples(ranks))
+    retries = [(_rank_labels(one), one.memory.get("allocator_retries")) for one in ranks]
+    yield _Metric("allocator_retries_total", "counter", "times that the allocator freed its cache", retries)
+    split = [(_rank_labels(one), one.memory.get("fragmentation")) for one in ranks]
+    yield _Metric("memory_fragmentation", "gauge", "fraction of the reserved memory", split)
+    waiting = [({"rank": str(one.rank), "cause": one.cause}, one.seconds) for one in status.stragglers]
+    yield _Metric("straggler_seconds", "gauge", "time per step by which a rank is slower", waiting)
+
+
 _GAUGES = {
+    "running": "1 while the run trains, 0 in its last state",
+    "step": "last recorded step",
+    "steps": "number of steps of the run",
+    "tokens_per_second": "tokens/s of all ranks, over the recent steps",
+    "seconds_left": "estimated time to the last step",
+    "checkpoint_timestamp_seconds": "time of the newest checkpoint of this attempt",
+    "checkpoint_step": "step of the newest checkpoint of this attempt",
     "loss": "training loss of the last step",
     "validation_loss": "validation loss, in steps that validate",
     "grad_norm": "gradient norm before clipping",
@@ -61,9 +81,16 @@ _GAUGES = {
     "mfu": "model FLOP utilisation, from 0 to 1",
     "data_seconds": "time of the last step in which rank 0 waited for data",
 }
+_COUNTERS = {
+    "tokens_total": "tokens since the attempt began",
+    "skipped_steps_total": "steps that updated nothing",
+    "restarts_total": "attempts after the first",
+    "step_seconds_sum": "seconds of all steps of the attempt",
+    "step_seconds_count": "steps of the attempt",
+}
 
 
-def _memory_samples(ranks: Iterable[RankStatus]) -> Iterable[_Sample]:
+def _memory_samples(ranks: Iterable[RankStatus]) -> Iterator[tuple[Mapping[str, str], float]]:
     for one in ranks:
         for name, value in one.memory.items():
             if name.endswith(_MEMORY_SUFFIX):

@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
-from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
+from fullshard.distributed.agreement import all_gather_object, rank, run_on_rank_zero
 from fullshard.errors import PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.event_log import record_start
@@ -62,8 +62,7 @@ def prepare_job(
 ) -> TrainJob:
     """Builds, shards and restores what `plan` trains, opens its directory and log, and reports the start.
 
-    stack: closes what was opened
-    memory_failure: gets what the rank trains, as soon as it is there
+    stack: closes what was opened; memory_failure: gets what the rank trains, as soon as it is there
     started: when the command began, in seconds of the epoch
     """
     run = plan.run
@@ -74,9 +73,7 @@ def prepare_job(
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = plan_without_prediction(run, ranks)  # nodes have left or joined: same settings, current ranks
     memory_failure.directory, memory_failure.plan = directory.root, plan
-    memory_failure.model = model = build_model(run)
-    check_sequence_length(model, run)
-    check_vocabulary(run, tokens=data.vocabulary, model=model)
+    memory_failure.model = model = _build_checked_model(run, data)
     loss = choose_loss(run, model)
     weights = find_pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
@@ -87,15 +84,12 @@ def prepare_job(
     shard(model, plan, init=None if weights is None else "none")
     state = _make_state(stack, plan, model=model, data=data)
     state.phase, memory_failure.optimizer = where, state.optimizer
-    torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; replaced by a checkpoint's own state
     read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
-    step = state.step
     log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
-    observed = observe_steps(
-        model, where, log=log, directory=directory.root, every=run.log.trace_every, first_step=step + 1
-    )
+    first, every = state.step + 1, run.log.trace_every
+    observed = observe_steps(model, where, log=log, directory=directory.root, every=every, first_step=first)
     memory = MemoryWatch(ranks.device, log=log, steps=run.train.step_count)
     stack.callback(memory.close)
     job = TrainJob(
@@ -108,7 +102,7 @@ def prepare_job(
         log=log,
         matmul_peak=peak,
         command_started=started,
-        first_step=step + 1,
+        first_step=first,
         checkpoints=stack.enter_context(saver),
         observer=stack.enter_context(observed),
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
@@ -120,7 +114,15 @@ def prepare_job(
     return job
 
 
+def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
+    model = build_model(run)
+    check_sequence_length(model, run)
+    check_vocabulary(run, tokens=data.vocabulary, model=model)
+    return model
+
+
 def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
+    torch.manual_seed(plan.run.run.seed + rank())  # for dropout; replaced by a checkpoint's own state
     prefetcher = MicrobatchPrefetcher(data, steps=plan.run.data.prefetch_steps)
     return TrainState(
         model,

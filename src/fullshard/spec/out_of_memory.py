@@ -19,7 +19,7 @@ _TERMS_OF_PART = {
 
 
 class OutOfMemoryReport(FrozenModel):
-    """What a rank held when an allocation failed.
+    """A report of what a rank held when an allocation failed.
 
     step: number of the step that it was in, or of the one that would have been next
     phase: what it did, such as `forward`
