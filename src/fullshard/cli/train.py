@@ -138,7 +138,7 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
     from fullshard.planning.after_out_of_memory import fitting_settings_text
     from fullshard.spec.out_of_memory import OutOfMemoryReport
 
-    text = fitting_settings_text(given, plan, [OutOfMemoryReport.load(path) for path in paths])
+    text = fitting_settings_text(given, plan, reports=[OutOfMemoryReport.load(path) for path in paths])
     if text is None:
         return
     line = f"would have fitted: {text}"

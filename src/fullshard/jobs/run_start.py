@@ -88,8 +88,8 @@ def prepare_job(
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
-    first, every = state.step + 1, run.log.trace_every
-    observed = observe_steps(model, where, log=log, directory=directory.root, every=every, first_step=first)
+    first, root, every = state.step + 1, directory.root, run.log.trace_every
+    observed = observe_steps(model, where, log=log, directory=root, every=every, first_step=first)
     memory = MemoryWatch(ranks.device, log=log, steps=run.train.step_count)
     stack.callback(memory.close)
     job = TrainJob(

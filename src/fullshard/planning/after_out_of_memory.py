@@ -17,7 +17,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import Run
 
 
-def fitting_settings_text(run: Run, plan: Plan, reports: Sequence[OutOfMemoryReport]) -> str | None:
+def fitting_settings_text(run: Run, plan: Plan, *, reports: Sequence[OutOfMemoryReport]) -> str | None:
     """Returns the settings of the fastest plan that would have fitted; None if the planner cannot say.
 
     run: the run as the user gave it, whose open settings may change

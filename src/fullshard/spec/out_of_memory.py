@@ -100,15 +100,15 @@ class OutOfMemoryReport(FrozenModel):
             counted.update(names)
             if part in self.held:
                 planned = sum(terms[name] for name in names) if terms else None
-                rows.append(_row(part.replace("_", " "), self.held[part], planned))
+                rows.append(_row(part.replace("_", " "), held=self.held[part], planned=planned))
         rest = sum(value for name, value in terms.items() if name not in counted) if terms else None
-        rows.append(_row("activations, rest", self.held.get("rest", 0), rest))
+        rows.append(_row("activations, rest", held=self.held.get("rest", 0), planned=rest))
         rows += [
-            _row(f"  {name.replace('_', ' ')}", None, value)
+            _row(f"  {name.replace('_', ' ')}", held=None, planned=value)
             for name, value in terms.items()
             if name not in counted and value
         ]
-        rows.append(_row("in all", self.held_bytes, sum(terms.values()) if terms else None))
+        rows.append(_row("in all", held=self.held_bytes, planned=sum(terms.values()) if terms else None))
         lines = [f"  {name:20} {held:>12} {planned:>22}".rstrip() for name, held, planned in rows]
         if self.planned is None:
             return [*lines, "", "The run has no prediction to compare with."]
@@ -122,7 +122,7 @@ class OutOfMemoryReport(FrozenModel):
         return "Less was available than planned: another process, or a limit on this one, holds the rest."
 
 
-def _row(name: str, held: int | None, planned: int | None) -> tuple[str, str, str]:
+def _row(name: str, *, held: int | None, planned: int | None) -> tuple[str, str, str]:
     return (
         name,
         "" if held is None else format_bytes(held),
