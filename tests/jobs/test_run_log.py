@@ -14,13 +14,10 @@ from fullshard.errors import MissingExtraError, TrainError
 from fullshard.jobs.progress import PlainProgressLines, RunProgress
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.jobs.trackers import TrackerThread
-from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import METRICS
 from fullshard.training.figures import PendingResult, StepResult
 from fullshard.training.loop import Step
-
-PEAK = MatmulPeak(flops_per_second=1e9, dtype="fp32", source="measured", device="cpu")
 
 
 def step(index: int) -> Step:
@@ -55,13 +52,13 @@ class Remembering:
 def test_rank_0_shows_and_keeps_every_step(tmp_path: Path):
     file = io.StringIO()
     with open_run_log(
-        run(tmp_path, every=2), rank=0, world_size=2, flops_per_token=1e6, peak=PEAK, file=file
+        run(tmp_path, every=2), rank=0, world_size=2, peak_tokens_per_second=2000, file=file
     ) as log:
         for index in (1, 2, 3, 4):
             log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[0]["mfu"] == pytest.approx(200 / 2 * 1e6 / 1e9)
+    assert lines[0]["mfu"] == pytest.approx(200 / 2000)
     assert lines[3]["validation_loss"] == 2.0
     shown = file.getvalue().splitlines()
     assert [line.split()[1] for line in shown[:3]] == ["1/4", "2/4", "4/4"]

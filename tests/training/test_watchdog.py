@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from fullshard.errors import TrainError
 from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.survival.diagnosis import (
-    Heartbeat,
     RankReport,
     UnresponsiveRank,
     diagnose_hang,
     host_and_namespace_id,
     process_state_letter,
 )
-from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.survival.phase import Heartbeat, PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
 from tests.training.hangs import hung
 

@@ -20,6 +20,7 @@ from fullshard.cli import (
     trace,
     train,
     version,
+    watch,
 )
 from fullshard.cli.examples import examples_text
 from fullshard.cli.settings_command import SettingsCommand
@@ -40,6 +41,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "calibrate": calibrate.calibrate,
     "report": report.report,
     "trace": trace.trace,
+    "watch": watch.watch,
     "init": init.init,
     "convert": convert.convert,
     "version": version.version,

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.spec.run_files import LAUNCH, MEASUREMENT, PLAN
+from fullshard.spec.run_files import LAUNCH, MEASUREMENT, OUT_OF_MEMORY, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.launch.request import LaunchRequest
+    from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
 
@@ -44,9 +45,13 @@ def train(
     from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import request_with_plan
 
+    given = request.run
     request = request_with_plan(request, plain_defaults=no_plan).model_copy(update={"resume": resume})
     _run_quick_checks(request)
-    exit_code = perform_request(request)
+    try:
+        exit_code = perform_request(request)
+    finally:
+        _advise_after_out_of_memory(given, request.plan, since=started)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)
     raise typer.Exit(exit_code)
@@ -113,6 +118,34 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
         if one.status == "warning":
             typer.echo(escape_control_characters(f"warning: {one.text}"), err=True)
     raise_first_failure(found)
+
+
+def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: float) -> None:
+    """Prints the settings that would have fitted, and adds them to the reports of ranks without memory.
+
+    Does nothing if there are none since `since`. Under torchrun or srun, each rank reads only its own.
+
+    given: the run before the planner chose its open settings
+    """
+    from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
+
+    alone = not (is_started_by_torchrun() or is_started_by_srun())
+    own = "*" if alone else f"{int(os.environ.get('RANK', '0')):05}"
+    found = Path(given.run.dir, OUT_OF_MEMORY).glob(f"step-*-rank-{own}.json")
+    paths = [path for path in sorted(found) if path.stat().st_mtime >= since]
+    if not paths or plan is None:
+        return
+    from fullshard.planning.after_out_of_memory import fitting_settings_text
+    from fullshard.spec.out_of_memory import OutOfMemoryReport
+
+    text = fitting_settings_text(given, plan, reports=[OutOfMemoryReport.load(path) for path in paths])
+    if text is None:
+        return
+    line = f"would have fitted: {text}"
+    for path in paths:
+        with path.with_suffix(".txt").open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}\n")
+    typer.echo(escape_control_characters(line), err=True)
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:

@@ -21,17 +21,21 @@ from fullshard.spec.run_files import (
     EVENTS,
     EXPORT,
     LAUNCH,
+    LIVE,
     MEASUREMENT,
     METRICS,
+    OUT_OF_MEMORY,
     PLAN,
     PROFILES,
     SPANS,
     TRACKERS,
 )
 
-_WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, EVENTS, MEASUREMENT, EXPORT, TRACKERS, SPANS, PROFILES}
+_RECORDS = {LAUNCH, PLAN, METRICS, EVENTS, LIVE, MEASUREMENT, EXPORT, TRACKERS}
+_WRITTEN = {CHECKPOINTS, SPANS, PROFILES, OUT_OF_MEMORY, *_RECORDS}
 # A run's own directories, including those of trackers and schedulers.
-_DIRECTORIES = {CHECKPOINTS, SPANS, PROFILES, "tensorboard", "wandb", "mlruns", "trackers", "logs"}
+_TOOLS = {"tensorboard", "wandb", "mlruns", "trackers", "logs"}
+_DIRECTORIES = {CHECKPOINTS, SPANS, PROFILES, OUT_OF_MEMORY, *_TOOLS}
 _REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
 # Programs, settings and texts that people write.
 _USER_SUFFIXES = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}

@@ -11,11 +11,12 @@ from typing import Any, TextIO
 
 from fullshard.errors import SpecError, TrainError
 from fullshard.jobs.event_log import EventLog
+from fullshard.jobs.live_status import LiveStatusWriter
 from fullshard.jobs.progress import Progress, StepMetrics, show_progress
 from fullshard.jobs.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
-from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import METRICS
+from fullshard.survival.phase import PhaseTracker
 from fullshard.system.files import atomic_replace_context, open_regular_file
 from fullshard.training.loop import Step
 
@@ -95,6 +96,7 @@ class RunLog:
     ) -> None:
         self.every, self._peak, self._events = every, peak_tokens_per_second, events
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
+        self.live: LiveStatusWriter | None = None
         self._window: Mapping[str, object] = {}  # figures that the next line of metrics.jsonl gets
         self._tracked: dict[str, float] = {}  # values that the trackers get with the next step
 
@@ -105,10 +107,12 @@ class RunLog:
         compile_seconds: float | None = None,
         peak_bytes: int | None = None,
         validation_loss: float | None = None,
+        memory: Mapping[str, float] | None = None,
     ) -> None:
         """Records and shows a finished step. Raises TrainError if its line cannot be written to disk.
 
         compile_seconds: seconds of the step in torch.compile, if any
+        memory: this rank's memory at its end, by name
 
         The trackers receive every `log.every`-th step, and every step with a validation loss.
         """
@@ -127,15 +131,18 @@ class RunLog:
             validation_loss=validation_loss,
         )
         if self._metrics is not None:
-            self._metrics.write_step(metrics, window=self._window)
+            self._metrics.write_step(metrics, window={**(memory or {}), **self._window})
         self._window = {}
+        figures = metrics.measured_values() | dict(memory or {})
+        if self.live is not None:
+            self.live.note_step(metrics, figures=figures)
         if step.skipped:
             self.record_skip(step)
         if step.index % self.every == 0 or validation_loss is not None:
             for one in self._trackers:
-                one.log(step.index, metrics.measured_values() | self._tracked)
+                one.log(step.index, figures | self._tracked)
             self._tracked = {}
-        self._print_tracker_messages()
+        self._print_thread_messages()
         if self._progress is not None:
             self._progress.show_step_if_due(metrics)
         if validation_loss is not None:
@@ -145,6 +152,16 @@ class RunLog:
         """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""
         self._window = figures
         self._tracked |= tracked
+
+    def record_memory(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
+        """Records the figures of the ranks' memory, by rank. Trackers get the highest of each."""
+        if self.live is not None:
+            self.live.note_memory(by_rank)
+        names = dict.fromkeys(name for figures in by_rank.values() for name in figures)
+        self._tracked |= {
+            f"{name}_most": max(figures[name] for figures in by_rank.values() if name in figures)
+            for name in names
+        }
 
     @property
     def attempt(self) -> int:
@@ -157,6 +174,8 @@ class RunLog:
         """Appends an event to events.jsonl. See `fullshard.spec.event.RunEvent` for kinds and details."""
         if self._events is not None:
             self._events.record(event, step=step, details=details)
+        if self.live is not None:
+            self.live.note_event(event, step=step, details=details or {})
 
     def record_skip(self, step: Step) -> None:
         """Appends the event of a step that updated nothing."""
@@ -176,10 +195,12 @@ class RunLog:
     def close_trackers(self, *, exit_code: int = 0) -> None:
         """Closes the trackers, and passes them the `exit_code` of the run. Waits at most CLOSE_SECONDS."""
         close_trackers(self._trackers, exit_code=exit_code)
-        self._print_tracker_messages()
+        self._print_thread_messages()
         self._trackers.clear()
 
-    def _print_tracker_messages(self) -> None:
+    def _print_thread_messages(self) -> None:
+        if self.live is not None and (message := self.live.take_message()) is not None:
+            self.print_message(message)
         for one in self._trackers:
             if (message := one.take_message()) is not None:
                 self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
@@ -192,13 +213,14 @@ def open_run_log(
     rank: int,
     world_size: int,
     after_step: int = 0,
-    flops_per_token: float | None = None,
-    peak: MatmulPeak | None = None,
+    peak_tokens_per_second: float | None = None,
+    where: PhaseTracker | None = None,
     file: TextIO | None = None,
 ) -> Generator[RunLog]:
     """Context with the log of a run that resumes after `after_step` (0: a new run). Every rank opens it.
 
-    flops_per_token, peak: values from which MFU is computed
+    peak_tokens_per_second: speed of all ranks at which MFU is 1; None if it is not known
+    where: phase of this rank; with it, `live.json` is written
     file: destination of the progress; standard error by default
 
     Raises an error on all ranks if a tracker is not installed, and SpecError if one of a new run does not
@@ -209,9 +231,6 @@ def open_run_log(
     if rank != 0:
         yield RunLog(every=every)
         return
-    at_peak = None
-    if peak is not None and flops_per_token:
-        at_peak = peak_tokens_per_second(peak, flops_per_token=flops_per_token, world_size=world_size)
     with (
         closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics,
         show_progress(steps=steps, every=every, world_size=world_size, file=file or sys.stderr) as shown,
@@ -219,12 +238,14 @@ def open_run_log(
         trackers = open_trackers(run, after_step=after_step, say=shown.print_line)
         log = RunLog(
             every=every,
-            peak_tokens_per_second=at_peak,
+            peak_tokens_per_second=peak_tokens_per_second,
             progress=shown,
             metrics=metrics,
             events=EventLog(run.run.dir, say=shown.print_line),
             trackers=trackers,
         )
+        if where is not None:
+            log.live = LiveStatusWriter(run, world_size=world_size, attempt=log.attempt, where=where)
         exit_code = 1
         try:
             yield log
@@ -233,6 +254,8 @@ def open_run_log(
             exit_code = left.code if isinstance(left.code, int) else 1
             raise
         finally:
+            if log.live is not None:
+                log.live.close()
             log.close_trackers(exit_code=exit_code)
 
 

@@ -1,16 +1,197 @@
-"""The start of a run on its ranks: opening its directory, and the record of the attempt."""
+"""The start of a run on its ranks: its directory, model, data, checkpoint and log, and what is printed."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
+import torch
+import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported later, with gc enabled
+from torch import nn
+
+from fullshard.data.batches import TrainingData
+from fullshard.data.build import build_data
+from fullshard.data.prefetch import MicrobatchPrefetcher
+from fullshard.distributed.agreement import all_gather_object, rank, run_on_rank_zero
 from fullshard.errors import PlanError
+from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.event_log import record_start
 from fullshard.jobs.launch_record import LaunchId
+from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
+from fullshard.jobs.memory_watch import MemoryWatch
+from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
+from fullshard.jobs.run_log import RunLog, open_run_log
+from fullshard.jobs.step_observer import observe_steps
+from fullshard.jobs.train_job import TrainJob, flops_per_token
+from fullshard.models.build import build_model
+from fullshard.models.checks import check_sequence_length, check_vocabulary
+from fullshard.offload.generation_manifest import SavedRunState
+from fullshard.profiler.clock import find_matmul_peak
+from fullshard.quantities import format_count
+from fullshard.sharding.compile import count_compilation
+from fullshard.sharding.fp8 import find_weight_scales
 from fullshard.sharding.mesh import RankInfo
-from fullshard.spec.plan import Plan
+from fullshard.spec.fp8 import fp8_summary_text
+from fullshard.spec.measurement import MatmulPeak, Throughput, peak_tokens_per_second
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import Run
 from fullshard.spec.run_files import LAUNCH
+from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.loss import choose_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.resume import find_pretrained_directory, restore_train_state
+from fullshard.training.shard import discard_offloaded_files, shard
+from fullshard.training.state import TrainState
+
+
+def plan_without_prediction(run: Run, ranks: RankInfo) -> Plan:
+    """Returns the plan of `run` with the plain defaults for what it leaves to the planner."""
+    device: DeviceType = "cuda" if ranks.device.type == "cuda" else "cpu"
+    bf16 = torch.cuda.is_bf16_supported() if device == "cuda" else None
+    return Plan.from_run(run, world_size=ranks.world_size, device=device, bf16_hardware=bf16)
+
+
+def prepare_job(
+    stack: ExitStack,
+    plan: Plan,
+    *,
+    ranks: RankInfo,
+    where: PhaseTracker,
+    memory_failure: OutOfMemoryReporter,
+    resume: bool,
+    started: float,
+) -> TrainJob:
+    """Builds, shards and restores what `plan` trains, opens its directory and log, and reports the start.
+
+    stack: closes what was opened; memory_failure: gets what the rank trains, as soon as it is there
+    started: when the command began, in seconds of the epoch
+    """
+    run = plan.run
+    # Before anything is allocated or written. Tokenizing may take hours, and so reports to the watchdog.
+    data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
+    where.enter(RunPhase.STARTING)
+    directory = open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
+    if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
+        plan = plan_without_prediction(run, ranks)  # nodes have left or joined: same settings, current ranks
+    memory_failure.directory, memory_failure.plan = directory.root, plan
+    memory_failure.model = model = _build_checked_model(run, data)
+    loss = choose_loss(run, model)
+    weights = find_pretrained_directory(run)
+    saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
+    left = find_unusable_state(plan, saved=saved, must_resume=resume)
+    if saved is None:
+        discard_offloaded_files(plan)
+    compiler = stack.enter_context(count_compilation())
+    shard(model, plan, init=None if weights is None else "none")
+    state = _make_state(stack, plan, model=model, data=data)
+    state.phase, memory_failure.optimizer = where, state.optimizer
+    read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
+    peak = find_matmul_peak(ranks.device, plan.precision.param)
+    log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
+    saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
+    first, root, every = state.step + 1, directory.root, run.log.trace_every
+    observed = observe_steps(model, where, log=log, directory=root, every=every, first_step=first)
+    memory = MemoryWatch(ranks.device, log=log, steps=run.train.step_count)
+    stack.callback(memory.close)
+    job = TrainJob(
+        plan=plan,
+        ranks=ranks,
+        directory=directory,
+        state=state,
+        data=data,
+        loss=loss,
+        log=log,
+        matmul_peak=peak,
+        command_started=started,
+        first_step=first,
+        checkpoints=stack.enter_context(saver),
+        observer=stack.enter_context(observed),
+        pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
+        skipped_before=state.skipped,
+        compiler=compiler,
+        memory=memory,
+    )
+    _report_start(job, left=left, read=read, resume=resume)
+    return job
+
+
+def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
+    model = build_model(run)
+    check_sequence_length(model, run)
+    check_vocabulary(run, tokens=data.vocabulary, model=model)
+    return model
+
+
+def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
+    torch.manual_seed(plan.run.run.seed + rank())  # for dropout; replaced by a checkpoint's own state
+    prefetcher = MicrobatchPrefetcher(data, steps=plan.run.data.prefetch_steps)
+    return TrainState(
+        model,
+        build_optimizer(model, plan),
+        data=stack.enter_context(prefetcher),
+        saved="trained" if plan.run.adapter.saves_only_adapters else "all",
+    )
+
+
+def _open_log(
+    state: TrainState, plan: Plan, *, ranks: RankInfo, peak: MatmulPeak
+) -> AbstractContextManager[RunLog]:
+    flops, size, at_peak = flops_per_token(plan, state.model), ranks.world_size, None
+    if flops:
+        at_peak = peak_tokens_per_second(peak, flops_per_token=flops, world_size=size)
+    return open_run_log(
+        plan.run,
+        rank=ranks.rank,
+        world_size=size,
+        after_step=state.step,
+        peak_tokens_per_second=at_peak,
+        where=state.phase,
+    )
+
+
+def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
+    """Prints a summary of the run, and whether it resumes, and records both as events.
+
+    left: offloaded state on the drive that the run cannot use
+    read: message about the weights that were read
+    """
+    directory, log, step, steps = job.directory, job.log, job.state.step, job.plan.run.train.step_count
+    if directory.previous_run:
+        log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
+    unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
+    reported = left.directory if left and unused else None
+    for line in leftover_state_messages(job.plan, aside=directory.previous_run, reported=reported):
+        log.print_message(line)
+    for text in (unused, _start_summary_text(job), read):
+        if text is not None:
+            log.print_message(text)
+    log.record_event("plan", details={"plan": job.plan.model_dump(mode="json")})
+    if resume or directory.previous_attempt is not None:
+        log.record_event("resume", step=step, details={"ranks": job.ranks.world_size})
+    if (attempt := directory.previous_attempt) is not None:
+        log.print_message(attempt.resume_message(job.ranks.world_size, step=step, steps=steps))
+    elif resume:
+        log.print_message(f"resumed at step {step} of {steps}")
+
+
+def _start_summary_text(job: TrainJob) -> str:
+    plan, model = job.plan, job.state.model
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    replicas = f"{plan.replicate_degree} × " if plan.replicate_degree > 1 else ""
+    accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
+    split = f" × {plan.tensor_parallel} (to a matmul)" if plan.tensor_parallel > 1 else ""
+    of_them = f" ({format_count(trained)} trained)" if trained < parameters else ""
+    scales = find_weight_scales(model)
+    emulated = " (emulated: multiplied in fp32)" if plan.device == "cpu" else ""
+    fp8_mode = f"{plan.run.precision.mode}{emulated}"
+    in_fp8 = f"{fp8_mode}: {fp8_summary_text(scales.shares)}\n" if scales is not None else ""
+    return (
+        f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over "
+        f"{replicas}{plan.shard_degree}{split} {plan.device} rank{'s' if plan.world_size > 1 else ''}, "
+        f"{plan.precision.param} compute; "
+        f"{plan.run.train.global_batch} × {plan.run.data.sequence_length} tokens a step{accumulated}\n"
+        f"{in_fp8}{job.data.describe()}"
+    )
 
 
 def open_directory_on_rank_zero(

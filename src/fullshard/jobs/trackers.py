@@ -16,7 +16,12 @@ from typing import Self
 
 from fullshard.errors import FullshardError, MissingExtraError, SpecError
 from fullshard.jobs.tracker import Tracker, TrackerStart
-from fullshard.jobs.tracker_extras import MlflowTracker, TensorboardTracker, WandbTracker
+from fullshard.jobs.tracker_extras import (
+    MlflowTracker,
+    OpenTelemetryTracker,
+    TensorboardTracker,
+    WandbTracker,
+)
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import TRACKERS
 from fullshard.system.files import write_file_atomically
@@ -25,7 +30,10 @@ _EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = {
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
+    "opentelemetry": OpenTelemetryTracker,
 }
+# Modules that an extra needs, if not that of its own name.
+_MODULES = {"opentelemetry": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http")}
 GROUP = "fullshard.trackers"  # group of the entry points of other packages' trackers
 MOST_WAITING = 1000  # steps that wait for a slow tracker, before steps are left out
 CLOSE_SECONDS = 30.0
@@ -59,7 +67,7 @@ class TrackerThread:
     """Sends figures to a tracker on a thread, so that a slow or broken tracker neither delays nor ends a run.
 
     The thread ends with the first exception of the tracker. If MOST_WAITING steps wait, further ones are left
-    out. Both are reported by `take_message`.
+    out. Both are reported by `take_message`, with the number of steps that were left out at the end.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
@@ -68,7 +76,7 @@ class TrackerThread:
         self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
         self._exit_code: int | None = None
         self._message: str | None = None
-        self._is_late = False
+        self._left_out = 0
         # A daemon, so that a tracker that hangs cannot keep the process from ending.
         self._thread = Thread(target=self._run, name=f"fullshard-{name}", daemon=True)
         self._thread.start()
@@ -80,9 +88,10 @@ class TrackerThread:
         with self._changed:
             if len(self._waiting) < MOST_WAITING:
                 self._waiting.append((step, values))
-            elif not self._is_late:
-                self._is_late = True
-                self._message = f"{self._name} is slow: it lacks steps from step {step} on"
+            else:
+                self._left_out += 1
+                if self._left_out == 1:
+                    self._message = f"{self._name} is slow: it lacks steps from step {step} on"
             self._changed.notify()
 
     def take_message(self) -> str | None:
@@ -100,10 +109,12 @@ class TrackerThread:
     def wait_until_closed(self, *, seconds: float) -> None:
         """Waits for the thread, for at most `seconds`."""
         self._thread.join(seconds)
-        if self._thread.is_alive():
-            with self._changed:
+        with self._changed:
+            if self._thread.is_alive():
                 waiting = len(self._waiting)
                 self._message = f"{self._name} did not end within {CLOSE_SECONDS:g} s; {waiting} steps wait"
+            elif self._left_out and self._message is None:
+                self._message = f"{self._name} was too slow: it lacks {self._left_out:,} steps"
 
     def _run(self) -> None:
         with CaughtError() as caught:
@@ -127,8 +138,9 @@ def check_trackers_installed(names: Sequence[str]) -> None:
     """
     for name in names:
         if name in _EXTRAS:
-            if importlib.util.find_spec(name) is None:
-                raise MissingExtraError(name, package=name, needed_for=f'log.trackers = ["{name}"]')
+            for module in _MODULES.get(name, (name,)):
+                if not _is_installed(module):
+                    raise MissingExtraError(name, package=module, needed_for=f'log.trackers = ["{name}"]')
         elif name not in (others := entry_points(group=GROUP).names):
             raise SpecError(
                 f"log.trackers: there is no tracker {name!r}.",
@@ -136,6 +148,13 @@ def check_trackers_installed(names: Sequence[str]) -> None:
                 why=f"there are {', '.join([*_EXTRAS, *sorted(others)])}",
                 fix=f"a package with the entry point {name!r} in the group {GROUP!r}: docs/trackers.md",
             )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it is in
+        return False
 
 
 def open_trackers(

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Self
 
 from fullshard.errors import FullshardError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
+from fullshard.system.error_location import error_location_text
 from fullshard.system.files import write_file_atomically
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
@@ -126,20 +126,8 @@ def _iterate_exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _unexpected_error_message(error: BaseException) -> str:
-    lines = [str(error).strip() or "(it says nothing)", f"  where: {_error_location_text(error)}"]
+    lines = [str(error).strip() or "(it says nothing)", f"  where: {error_location_text(error)}"]
     if type(error).__name__ == "OutOfMemoryError":
         lines.append('  try: a smaller train.microbatch, recompute.mode = "full", or more ranks')
     lines.append(f"  the whole traceback: {TRACEBACK_VARIABLE}=1")
     return "\n".join(lines)
-
-
-def _error_location_text(error: BaseException) -> str:
-    """Returns `file:line in function` of the innermost frame of the user's code, else of fullshard's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "unknown"
-    ours = str(Path(__file__).parents[1])
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    near = [frame for frame in frames if frame.filename.startswith(ours)]
-    near = [f for f in frames if not f.filename.startswith((ours, "<", *libraries))] or near or [*frames]
-    return f"{near[-1].filename}:{near[-1].lineno} in {near[-1].name}"

@@ -38,6 +38,15 @@ class PeakMemory:
     parts: MemoryParts | None = None  # of `bytes`, if a model was given
 
 
+def storage_bytes_by_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, device: torch.device
+) -> dict[str, int]:
+    """Returns the bytes of parameters, gradients, optimizer state and buffers that are on `device` now."""
+    parts = _ModelAndOptimizerStorages(model, optimizer, device=device).storages_by_part()
+    names = ("parameter_shards", "gradients", "optimizer_state", "buffers")
+    return {name: sum(part.values()) for name, part in zip(names, parts, strict=True)}
+
+
 def storage_bytes_of_tensors(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages of `tensors`, each counted once; for a DTensor, of its local part."""
     return sum(_storage_bytes_by_address(tensors).values())

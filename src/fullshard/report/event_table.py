@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, zip_longest
 
-from fullshard.quantities import format_seconds
+from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.chart import Lane
 from fullshard.report.markup import cell, escape, table
 from fullshard.report.run_record import RunRecord
@@ -13,7 +13,7 @@ from fullshard.spec.event import RunEvent
 _MOST_ROWS = 120
 _LARGEST = 1e30
 _HIDDEN = ("plan",)  # has a section of its own
-_FAULTS = ("fault", "save_failed")
+_FAULTS = ("fault", "save_failed", "out_of_memory")
 _LANES = {
     "save": "saved",
     "resume": "resumed",
@@ -21,6 +21,7 @@ _LANES = {
     "spike": "stood out",
     "rollback": "rolled back",
     "straggler": "held up",
+    "leak": "leak",
     "fault": "fault",
 }
 
@@ -28,9 +29,9 @@ _LANES = {
 def event_lanes(run: RunRecord) -> list[Lane]:
     """Returns the rows of signs for the events of the run whose step is known."""
     marks: dict[str, list[tuple[float, str]]] = {kind: [] for kind in _LANES}
-    for event in run.of_kind("resume", "rollback", "fault", "skip", "spike", "straggler"):
+    for event in run.of_kind("resume", "rollback", "fault", "skip", "spike", "straggler", "leak"):
         if event.step is not None:
-            marks[event.event].append((event.step, f"step {event.step:,}: {_describe(event)}"))
+            marks[event.event].append((event.step, f"step {event.step:,}: {describe_event(event)}"))
     marks["save"] = [(step, f"saved after step {step:,}") for step in run.saved_steps]
     if not run.events:
         marks["skip"] = [(step, f"step {step:,} was skipped") for step in run.metrics.skipped_steps()]
@@ -64,12 +65,14 @@ def _event_row(group: Sequence[RunEvent]) -> list[str]:
     span = f"{steps[0]:,}" if steps else ""
     if len(set(steps)) > 1:
         span += f" … {steps[-1]:,}"
-    text = _describe(last) if len(group) == 1 else f"{len(group)} times; the last: {_describe(last)}"
+    text = (
+        describe_event(last) if len(group) == 1 else f"{len(group)} times; the last: {describe_event(last)}"
+    )
     shown = cell(escape(text), "bad" if first.event in _FAULTS else "")
     return [f"{first.at:%Y-%m-%d %H:%M:%S}", str(first.attempt), cell(span, "nowrap"), shown]
 
 
-def _describe(event: RunEvent) -> str:
+def describe_event(event: RunEvent) -> str:
     """Returns what happened, as one sentence without its step."""
     describe = _SENTENCES.get(event.event)
     if describe is not None:
@@ -107,6 +110,17 @@ def _describe_straggler(event: RunEvent, details: Mapping[str, object]) -> str:
     return f"rank {details.get('rank')} held the others up: {details.get('cause')}{per_step}"
 
 
+def _describe_leak(event: RunEvent, details: Mapping[str, object]) -> str:
+    growth = format_bytes(_number(details.get("bytes_per_step")) or 0)
+    return f"rank {details.get('rank')} leaks {details.get('memory')}: {growth} per step"
+
+
+def _describe_out_of_memory(event: RunEvent, details: Mapping[str, object]) -> str:
+    held = format_bytes(_number(details.get("held_bytes")) or 0)
+    where = f"in {details.get('phase')}, while it held {held} of tensors"
+    return f"rank {details.get('rank')} ran out of memory {where}; see {details.get('path')}"
+
+
 def _number(value: object) -> float | None:
     """Returns a number of a reasonable size, and None for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
@@ -129,6 +143,11 @@ _SENTENCES: Mapping[str, Callable[[RunEvent, Mapping[str, object]], str]] = {
     "straggler_over": lambda event, details: (
         f"rank {details.get('rank')} no longer did: {details.get('cause')}"
     ),
+    "leak": _describe_leak,
+    "allocator_retry": lambda event, details: (
+        f"rank {details.get('rank')}'s allocator freed its cache, {details.get('count')} times in 20 steps"
+    ),
+    "out_of_memory": _describe_out_of_memory,
     "fault": lambda event, details: fault_text(event),
     "restart": lambda event, details: f"restart {details.get('count')} of {details.get('allowed')}",
     "signal": lambda event, details: f"the launcher received {details.get('signal')}",

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,14 @@ _NAMES = (
     "skipped",
     "mfu",
     "peak_bytes",
+    "host_bytes",
+    "resident_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "allocator_retries",
+    "fragmentation",
 )
 _LONGEST_LINE_BYTES = 1 << 16
 _LARGEST_STEP = 2**53  # which a float holds exactly
@@ -32,7 +42,8 @@ class StepColumns:
     """Figures by step. Values that were not measured, or are not finite, are NaN.
 
     steps: numbers of the steps, ascending
-    columns: values by name, each as long as `steps`. See `fullshard.jobs.progress.StepMetrics`.
+    columns: values by name, each as long as `steps`. See `fullshard.jobs.progress.StepMetrics`, and
+        `fullshard.profiler.live_memory.LiveMemory` for those of rank 0's memory.
     """
 
     steps: "array[float]" = field(default_factory=lambda: array("d"))
@@ -58,24 +69,59 @@ class StepColumns:
         return [int(step) for step, skipped in self.points("skipped") if skipped]
 
 
-def read_metrics(path: Path) -> StepColumns:
-    """Reads the figures of all whole lines of the file `path`; none if it does not exist. Raises OSError.
+class MetricsReader:
+    """Reads the lines of a `metrics.jsonl` that were added since the last call, also while a run writes it.
 
-    If a step has several lines, the last counts: a run that resumes repeats steps.
+    columns: the figures so far. If a step has several lines, the last counts: a resumed run repeats steps.
     """
-    rows: dict[float, list[float]] = {}
-    try:
-        with open(path, "rb", opener=open_regular_file) as file:
-            for line in file:
-                fields = _parse_line(line)
-                step = _number(fields.get("step"))
-                if 0 < step <= _LARGEST_STEP:
-                    rows[step] = [_number(fields.get(name)) for name in _NAMES]
-    except FileNotFoundError:
-        return StepColumns()
-    ordered = sorted(rows)
-    columns = {name: array("d", (rows[step][i] for step in ordered)) for i, name in enumerate(_NAMES)}
-    return StepColumns(array("d", ordered), columns)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start_again()
+
+    def read_new_lines(self) -> None:
+        """Adds all whole lines that are new. Starts again if the file was replaced. Raises OSError."""
+        try:
+            with open(self._path, "rb", opener=open_regular_file) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._start_again()
+                self._inode = status.st_ino
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # the rest is written later
+                    self._offset += len(line)
+                    self._add_line(line)
+        except FileNotFoundError:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self.columns, self._inode, self._offset = StepColumns(), 0, 0
+
+    def _add_line(self, line: bytes) -> None:
+        fields = _parse_line(line)
+        step = _number(fields.get("step"))
+        if not 0 < step <= _LARGEST_STEP:
+            return
+        steps = self.columns.steps
+        place = bisect_left(steps, step) if steps and step <= steps[-1] else len(steps)
+        is_known = place < len(steps) and steps[place] == step
+        if not is_known:
+            steps.insert(place, step)
+        for name, column in self.columns.columns.items():
+            value = _number(fields.get(name))
+            if is_known:
+                column[place] = value
+            else:
+                column.insert(place, value)
+
+
+def read_metrics(path: Path) -> StepColumns:
+    """Reads the figures of all whole lines of the file `path`; none if it does not exist. Raises OSError."""
+    reader = MetricsReader(path)
+    reader.read_new_lines()
+    return reader.columns
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from fullshard.errors import SpecError
 from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
-from fullshard.report.metrics import StepColumns, read_metrics
+from fullshard.report.metrics import MetricsReader, StepColumns
 from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.measurement import Measurement
@@ -79,17 +79,28 @@ class RunRecord:
         return [event for event in self.events if event.event in kinds]
 
 
-def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
+def read_run(
+    directory: Path,
+    *,
+    is_running: bool,
+    now: datetime,
+    metrics_reader: MetricsReader | None = None,
+    with_spans: bool = True,
+) -> RunRecord:
     """Reads the records in `directory`.
 
     is_running: whether a process holds the lock of the directory
+    metrics_reader: reader of metrics.jsonl, which may have read a part of it already
+    with_spans: whether the last sampled step is read
 
     Raises SpecError if it is not the directory of a run, or if its steps or events cannot be read.
     """
     if not directory.is_dir():
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
+    reader = metrics_reader or MetricsReader(directory / METRICS)
     try:
-        metrics, events = read_metrics(directory / METRICS), read_events(directory / EVENTS)
+        reader.read_new_lines()
+        metrics, events = reader.columns, read_events(directory / EVENTS)
     except OSError as error:
         raise SpecError(f"{error.filename} cannot be read.", got=error.strerror) from error
     unreadable: list[str] = []
@@ -112,8 +123,8 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
         events=events,
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
-        measured_steps=_read_last_step(directory),
-        predicted_step=read_predicted_step(directory),
+        measured_steps=_read_last_step(directory) if with_spans else (),
+        predicted_step=read_predicted_step(directory) if with_spans else None,
     )
 
 

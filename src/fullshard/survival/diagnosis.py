@@ -7,30 +7,8 @@ from dataclasses import dataclass
 
 from fullshard.errors import TrainError
 from fullshard.survival.fingerprint import rank_list_text
-from fullshard.survival.phase import RunPhase
+from fullshard.survival.phase import Heartbeat, RunPhase
 from fullshard.system.process import pid_namespace, read_stat_fields_after_comm
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The position that a rank published last.
-
-    host: see `host_and_namespace_id`
-    process: process id
-    step: number of finished steps
-    phase: the RunPhase that the rank is in
-    unmoved_seconds: time since the rank entered `phase`
-    limit_seconds: longest time that the rank may stay in `phase`
-    at: time of publication, in seconds since the epoch
-    """
-
-    host: str
-    process: int
-    step: int
-    phase: str
-    unmoved_seconds: float
-    limit_seconds: float
-    at: float
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The phase of a run that a rank is in, which the training loop sets and the watchdog reads."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -26,6 +28,28 @@ SLOW_PHASES = frozenset(
 """Phases without a usual duration, for which the watchdog waits longer."""
 
 
+@dataclass(frozen=True)
+class Heartbeat:
+    """The position that a rank published last.
+
+    host: see `fullshard.survival.diagnosis.host_and_namespace_id`
+    process: process id
+    step: number of finished steps
+    phase: the RunPhase that the rank is in
+    unmoved_seconds: time since the rank entered `phase`
+    limit_seconds: longest time that the rank may stay in `phase`
+    at: time of publication, in seconds since the epoch
+    """
+
+    host: str
+    process: int
+    step: int
+    phase: str
+    unmoved_seconds: float
+    limit_seconds: float
+    at: float
+
+
 class PhaseObserver(Protocol):
     """An object that is informed about the phases of this rank."""
 
@@ -41,6 +65,7 @@ class PhaseTracker:
 
     observer: informed about each phase; None for no one
     changes: number of times that a phase was entered; the watchdog takes an increase as progress
+    heartbeats: the newest heartbeat of each rank, which the watchdog of rank 0 reads, if this is not None
     has_finished_step: whether this process has finished a step, and thus compilation and first allocations
     """
 
@@ -48,6 +73,7 @@ class PhaseTracker:
         self.step, self.phase = 0, RunPhase.STARTING
         self.changes, self.has_finished_step = 0, False
         self.observer: PhaseObserver | None = None
+        self.heartbeats: Mapping[int, Heartbeat] | None = None
 
     def enter(self, phase: RunPhase) -> None:
         self.phase = phase

@@ -31,7 +31,6 @@ from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.survival import stacks
 from fullshard.survival.diagnosis import (
     Diagnosis,
-    Heartbeat,
     RankReport,
     UnresponsiveRank,
     diagnose_hang,
@@ -40,7 +39,7 @@ from fullshard.survival.diagnosis import (
     process_state_letter,
 )
 from fullshard.survival.fingerprint import find_default_store
-from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
+from fullshard.survival.phase import SLOW_PHASES, Heartbeat, PhaseTracker, RunPhase
 from fullshard.system.last_words import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
 
@@ -133,9 +132,17 @@ class _StatusBoard:
 
     def _read_from_all_ranks(self, kind: str) -> dict[int, Any]:
         keys = {rank: f"{kind}/{rank}" for rank in range(self.world_size)}
-        return self._call_store(
-            lambda store: {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
-        )
+
+        def read(store: dist.Store) -> dict[int, Any]:
+            found = keys
+            if not store.check(
+                [*keys.values()]
+            ):  # one request instead of many, as soon as all have published
+                found = {rank: key for rank, key in keys.items() if store.check([key])}
+            values = store.multi_get([*found.values()]) if found else []
+            return {rank: json.loads(value) for rank, value in zip(found, values, strict=True)}
+
+        return self._call_store(read)
 
     def _call_store(self, act: Callable[[dist.Store], T]) -> T:
         if self._lost:
@@ -193,6 +200,8 @@ class _Watchdog:
             # Without the store no other rank can be asked, but this rank still detects its own hang.
             with suppress(RuntimeError):
                 self._board.publish_heartbeat(self._make_heartbeat())
+                if self._where.heartbeats is not None:
+                    self._where.heartbeats = self._board.read_heartbeats()
                 called = self._board.has_report_request()
             if called or self._is_hanging():
                 self._report_and_exit()

@@ -1,0 +1,123 @@
+"""`fullshard watch`."""
+
+import json
+import socket
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.cli.options import AsJson, require_positive_number
+from fullshard.spec.run_files import METRICS
+
+if TYPE_CHECKING:
+    from fullshard.report.metrics import MetricsReader
+    from fullshard.report.watch import WatchedRun
+    from fullshard.spec.live_status import LiveStatus
+
+# A lock on another host cannot be seen: a live.json is current for this many of its intervals.
+_FRESH_INTERVALS = 15
+
+
+def watch(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run, such as runs/default.")
+    ],
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Show the state of this moment, and end.")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            "--every", metavar="SECONDS", callback=require_positive_number, help="Time between updates; 1."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run while it trains: loss, speed against the plan, memory, saves, and each rank's phase.
+
+    Ends when the run ends. Without a terminal, or with --json, it shows the state once.
+    """
+    from fullshard.report.metrics import MetricsReader
+    from fullshard.report.watch import watch_values
+    from fullshard.system.terminal import is_live_terminal
+
+    reader = MetricsReader(directory / METRICS)
+    if as_json:
+        typer.echo(json.dumps(watch_values(_read_watched_run(directory, reader)), indent=2))
+    elif once or not is_live_terminal(sys.stdout):
+        _show_once(_read_watched_run(directory, reader))
+    else:
+        _show_until_end(directory, reader, every=every or 1.0)
+
+
+def _show_once(run: "WatchedRun") -> None:
+    from rich.console import Console
+
+    from fullshard.report.watch import watch_lines
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in watch_lines(run):
+        console.print(line)
+
+
+def _show_until_end(directory: Path, reader: "MetricsReader", *, every: float) -> None:
+    """Redraws the state until the run ends, or until Ctrl-C."""
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from fullshard.report.watch import watch_lines
+
+    console = Console(highlight=False)
+    run = _read_watched_run(directory, reader)
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            while True:
+                lines = watch_lines(run)
+                for line in lines:
+                    line.no_wrap, line.overflow = True, "ellipsis"
+                live.update(Group(*lines), refresh=True)
+                if run.has_ended:
+                    return
+                time.sleep(every)
+                run = _read_watched_run(directory, reader)
+        except KeyboardInterrupt:
+            return
+
+
+def _read_watched_run(directory: Path, reader: "MetricsReader") -> "WatchedRun":
+    """Reads the state of the run. Raises SpecError if `directory` is not the directory of a run."""
+    from fullshard.report.run_record import read_run
+    from fullshard.report.watch import WatchedRun, read_live_status
+
+    now, live = datetime.now(UTC), read_live_status(directory)
+    record = read_run(
+        directory,
+        is_running=_is_running(directory, live, now=now),
+        now=now,
+        metrics_reader=reader,
+        with_spans=False,
+    )
+    if live is not None and live.attempt < record.attempts:
+        live = None  # of an attempt before
+    try:
+        written = datetime.fromtimestamp((directory / METRICS).stat().st_mtime, UTC)
+    except OSError:
+        written = None
+    return WatchedRun(record, live, now=now, last_step_at=written)
+
+
+def _is_running(directory: Path, live: "LiveStatus | None", *, now: datetime) -> bool:
+    """Returns whether a process trains in the directory: it holds the lock, or writes from another host."""
+    from fullshard.jobs.run_lock import find_run_lock_holder
+
+    try:
+        if find_run_lock_holder(directory) is not None:
+            return True
+    except OSError:  # a lock that this user may not read, or none on such a file system
+        pass
+    if live is None or not live.running or live.process.startswith(f"{socket.gethostname()}:"):
+        return False
+    return (now - live.at).total_seconds() < _FRESH_INTERVALS * live.interval_seconds

@@ -1,0 +1,86 @@
+"""A rank that runs out of memory leaves a report: what it held, beside what was planned."""
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.errors import TrainError
+from fullshard.jobs.out_of_memory import is_out_of_memory, requested_bytes
+from fullshard.jobs.train import run_job
+from fullshard.spec.event import read_events
+from fullshard.spec.out_of_memory import OutOfMemoryReport
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
+from fullshard.training.loss import next_token_loss
+from tests.jobs.test_train import TINY
+
+MIB = 1 << 20
+# 4 sequences of 512 on each rank: activations of over 32 MiB.
+WIDE = ("data.sequence_length=512", "model.max_sequence=512", "model.d_ff=512", "train.steps=2")
+
+
+def loss_in_little_memory(model: nn.Module, batch: Any) -> Any:
+    """The loss, on rank 1 with 8 MiB more than the process has already."""
+    if dist.get_rank() == 1:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * resource.getpagesize() + 8 * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    return next_token_loss(model, batch)
+
+
+def train_in_little_memory(directory: str) -> str:
+    own = (*WIDE, "train.loss=tests.jobs.test_out_of_memory:loss_in_little_memory", f"run.dir={directory}")
+    run = Run.load(overrides=[*TINY, *own])
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    try:
+        run_job(plan.run, resume=False, plan=plan, command_started=time.time())
+    except (TrainError, RuntimeError) as error:  # the other rank loses its peer
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "trained"
+
+
+def test_a_rank_without_memory_leaves_a_report_of_what_it_held(ranks, tmp_path: Path):
+    _, message = ranks(2).run(train_in_little_memory, str(tmp_path / "run"))
+    path = tmp_path / "run" / OUT_OF_MEMORY / "step-00000001-rank-00001.txt"
+    assert message.startswith("TrainError: rank 1 ran out of memory in ")
+    assert str(path) in message
+    report = OutOfMemoryReport.load(path.with_suffix(".json"))
+    assert report.requested_bytes is not None
+    assert report.held["parameter_shards"] > 0
+    assert report.held["rest"] > report.held["parameter_shards"]
+    assert "activations, rest" in path.read_text()
+    [event] = [one for one in read_events(tmp_path / "run" / EVENTS) if one.event == "out_of_memory"]
+    assert (event.step, event.details["rank"], event.details["path"]) == (1, 1, str(path))
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB", 20 * MIB),
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes.",
+            4 * MIB,
+        ),
+        ("std::bad_alloc", None),
+    ],
+)
+def test_the_messages_of_allocators_are_understood(message: str, size: int | None):
+    assert is_out_of_memory(RuntimeError(message))
+    assert requested_bytes(message) == size
+
+
+def test_other_errors_are_no_lack_of_memory():
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    caused = TrainError("it ended")
+    caused.__cause__ = MemoryError()
+    assert is_out_of_memory(caused)
