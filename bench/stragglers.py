@@ -182,7 +182,7 @@ def run_windows(
             delay.sleep(StragglerCause.SAVING)
             all_gather_object(None)
             state.phase.enter(RunPhase.BETWEEN_STEPS)
-            closed = [one for one in recorder.closed if one.step > seen]
+            closed = recorder.closed_after(seen)
             seen = closed[-1].step if closed else seen
             watch.add_steps(closed)
             # The link is as slow in the probe as in the window that it follows.
