@@ -1,5 +1,6 @@
 """Steps are recorded on every rank, agree with torch's profiler, and never wait for a device."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -128,6 +129,21 @@ def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, s
         # The profiler's own work lies between its ranges and ours, and so does the time in which another
         # program has the core: the quietest step counts.
         assert min(largest_difference(own, traced) for own, traced in pairs) < 0.02, pairs
+
+
+def test_a_step_that_hangs_has_the_collective_that_does_not_end():
+    recorder = StepRecorder(HostClock(itertools.count(1000, 1000).__next__))
+    for phase in ("data", "forward"):
+        recorder.note_phase(phase, 3)
+    assert recorder.current_wait() == ""
+    recorder.begin_range("gather_sequence")
+    assert recorder.begin_range("all_gather") is None, "it is a part of the gather of sequences"
+    assert recorder.current_wait() == "wait for gather of sequences"
+    [step] = recorder.copy_open_step()
+    assert step.step == 4
+    last = step_spans(step)[-1]
+    assert (last.track, last.name, last.end) == ("parts of sequences", "gather of sequences", 3e-6)
+    recorder.close()
 
 
 class Event:

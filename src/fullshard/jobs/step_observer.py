@@ -60,7 +60,7 @@ class StepObserver:
         self.recorder, self.file, self._hooks = recorder, file, hooks
         self._watch, self._log = watch, log
         self._held_up: set[tuple[int, StragglerCause]] = set()
-        self.note_phase = recorder.note_phase  # see `PhaseObserver`
+        self.note_phase, self.current_wait = recorder.note_phase, recorder.current_wait  # of `PhaseObserver`
         self._every, self._first, self._seen, self._events = every, first_step, first_step - 1, 0
         self._event: tuple[str, int] | None = None
         self._prepare_step(first_step)

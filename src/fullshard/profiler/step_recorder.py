@@ -38,7 +38,7 @@ class StepRecorder:
         self._open: RecordedStep | None = None
         self._ranges: list[RangeMark] = []  # of the open step
         self._queue, self._queued_in_waits, self._queued_before_wait = RunQueue(), 0, 0
-        self._is_waiting = False  # in a collective
+        self._wait: tuple[str, Any] | None = None  # kind and begin of the collective that is open
         self._trainer = threading.get_ident()
 
     def note_phase(self, phase: str, step: int) -> None:
@@ -66,9 +66,10 @@ class StepRecorder:
             return None
         if kind not in COLLECTIVES:
             return self.mark()
-        if self._is_waiting:
+        if self._wait is not None:
             return None
-        self._is_waiting, begin = True, self.mark()
+        begin = self.mark()
+        self._wait = kind, begin
         if not self.clock.on_device:
             self._queued_before_wait = self._queue.queued_ns(begin)
         return begin
@@ -78,7 +79,7 @@ class StepRecorder:
         end = self.mark()
         self.add(kind, self.unit, begin=begin, end=end)
         if kind in COLLECTIVES:
-            self._is_waiting = False
+            self._wait = None
             if not self.clock.on_device:
                 self._queued_in_waits += self._queue.queued_ns(end) - self._queued_before_wait
 
@@ -103,11 +104,19 @@ class StepRecorder:
         """Returns the closed steps after `step`, oldest first."""
         return [*takewhile(lambda one: one.step > step, reversed(self.closed))][::-1]
 
+    def current_wait(self) -> str:
+        """Returns the name of the span in which this rank waits for others, or an empty text."""
+        wait = self._wait
+        return "" if wait is None else COLLECTIVES[wait[0]][1]
+
     def copy_open_step(self) -> list[RecordedStep]:
         """Returns the step that is open, up to this moment, on the host's clock; empty between steps."""
         if self._open is None or self.clock.on_device or not self._open.phases:
             return []
-        return [replace(self._open, ranges=[*self._ranges], phases=[*self._open.phases], end=self.mark())]
+        now, wait, ranges = self.mark(), self._wait, [*self._ranges]
+        if wait is not None and wait[1] >= self._open.begin:
+            ranges.append(RangeMark(wait[0], self.unit, wait[1], now))
+        return [replace(self._open, ranges=ranges, phases=[*self._open.phases], end=now)]
 
     def drop_after(self, step: int) -> None:
         """Drops the steps after `step`, which the run repeats."""
