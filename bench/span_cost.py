@@ -1,10 +1,11 @@
 """Processor time that recording spans and comparing ranks costs, in alternating pairs of steps in one job.
 
-    torchrun --nproc-per-node 2 bench/span_cost.py [RUN.toml] [--set SECTION.KEY=VALUE] [--pairs 60]
+    chrt -r 1 torchrun --nproc-per-node 2 bench/span_cost.py [RUN.toml] [--set SECTION.KEY=VALUE] [--pairs 60]
 
-Each pair is a turn of steps with everything that a run observes, and a turn without. `sampled` also writes
-the spans of every step. Prints the median ratio of processor time (all threads of all ranks) to the turns
-without, with its 95 % interval (bootstrap).
+Each pair is a turn of steps with everything that a run observes, and a turn without. In `always on`, the
+steps are those between two samples; in `sampled`, each step has the spans of its units, and is written.
+Prints the difference of processor time (all threads of all ranks) to the turns without: the mean of the
+middle half of the pairs, with its 95 % interval (bootstrap). `chrt -r 1` keeps other programs off the cores.
 """
 
 import argparse
@@ -12,8 +13,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -32,8 +32,9 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 
-WARMUP_PAIRS, STEPS_OF_A_TURN = 2, 2
-KINDS = {"off": 0, "always on": 10**9, "sampled": 1}  # kind of turn -> steps between samples
+WARMUP_PAIRS, STEPS_OF_A_TURN = 3, 2
+OFF, NEVER = "off", 10**9
+KINDS = {OFF: 0, "always on": NEVER, "sampled": 1}  # kind of turn -> steps between samples
 
 
 def main() -> None:
@@ -41,8 +42,10 @@ def main() -> None:
     asked.add_argument("run", nargs="?", type=Path)
     asked.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     asked.add_argument("--pairs", type=int, default=60)
+    asked.add_argument("--kind", choices=[kind for kind in KINDS if kind != OFF], help="of turns; both")
     given = asked.parse_args()
-    turns = (given.pairs + WARMUP_PAIRS) * len(KINDS)
+    kinds = [kind for kind in KINDS if given.kind in (None, kind) or kind == OFF]
+    turns = (given.pairs + WARMUP_PAIRS) * len(kinds)
     steps = f"train.steps={turns * STEPS_OF_A_TURN}"
     run = Run.load(given.run, overrides=["sharding.strategy=full_shard", *given.set, steps])
     with process_group(run.run.device) as ranks, tempfile.TemporaryDirectory() as directory:
@@ -52,47 +55,57 @@ def main() -> None:
         shard(model, plan)
         state = TrainState(model, build_optimizer(model, plan), data=build_data(run))
         state.phase = PhaseTracker()
-        found = _measure(train(state, plan), state, directory=Path(directory), pairs=given.pairs)
+        steps_of_run = train(state, plan)
+        found = _measure(steps_of_run, state, directory=Path(directory), kinds=kinds, pairs=given.pairs)
         if ranks.rank == 0:
-            for kind, ratios in found.items():
+            usual = statistics.median(found[OFF])
+            print(f"{OFF}: {1e3 * usual / STEPS_OF_A_TURN / ranks.world_size:.1f} ms per step and rank")
+            for kind in kinds[1:]:
+                pairs = zip(found[kind], found[OFF], strict=True)
+                ratios = [100 * (with_it / without - 1) for with_it, without in pairs]
                 low, middle, high = _interval(ratios)
-                print(f"{kind}: {100 * middle:+.2f} % ({100 * low:+.2f} to {100 * high:+.2f})")
+                print(f"{kind}: {middle:+.2f} % ({low:+.2f} to {high:+.2f}) in {len(ratios)} pairs")
 
 
 def _measure(
-    steps: Iterator[Step], state: TrainState, *, directory: Path, pairs: int
+    steps: Iterator[Step], state: TrainState, *, directory: Path, kinds: Sequence[str], pairs: int
 ) -> dict[str, list[float]]:
-    """Returns kind of turn -> its processor time over that of the turn without, less 1, per pair."""
-    ratios: dict[str, list[float]] = {kind: [] for kind in KINDS if kind != "off"}
+    """Returns kind of turn -> its processor seconds on all ranks together, per pair."""
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for pair in range(pairs + WARMUP_PAIRS):
-        order = list(KINDS)
+        order = list(kinds)
         random.Random(pair).shuffle(order)  # noqa: S311
-        took: dict[str, float] = {}
         for kind in order:
-            with ExitStack() as stack:
-                observer = stack.enter_context(
-                    observe_steps(
-                        state.model,
-                        state.phase,
-                        log=RunLog(every=10),
-                        directory=directory,
-                        every=KINDS[kind],
-                        first_step=state.step + 1,
-                    )
-                )
+            every = KINDS[kind]
+            observed = observe_steps(
+                state.model,
+                state.phase,
+                log=RunLog(every=10),
+                directory=directory,
+                every=every,
+                # Early steps of a run are detailed.
+                first_step=state.step + 1 if every == 1 else -NEVER,
+            )
+            with observed as observer:
                 started = time.process_time()
                 for _ in range(STEPS_OF_A_TURN):
                     observer.observe_step(next(steps))
-                took[kind] = sum(all_gather_object(time.process_time() - started))
-        for kind in ratios if pair >= WARMUP_PAIRS else ():
-            ratios[kind].append(took[kind] / took["off"] - 1)
-    return ratios
+                observer.write_last()  # otherwise the last step would be read in the turn after
+                took = sum(all_gather_object(time.process_time() - started))
+            if pair >= WARMUP_PAIRS:
+                found[kind].append(took)
+    return found
 
 
 def _interval(values: list[float]) -> tuple[float, float, float]:
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
-    return medians[25], statistics.median(values), medians[975]
+    means = sorted(_middle_mean(draw.choices(values, k=len(values))) for _ in range(1000))
+    return means[25], _middle_mean(values), means[975]
+
+
+def _middle_mean(values: list[float]) -> float:
+    quarter = len(values) // 4
+    return statistics.mean(sorted(values)[quarter : len(values) - quarter])
 
 
 if __name__ == "__main__":

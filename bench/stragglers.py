@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 bench/stragglers.py [--trials 20] [--clean 20] [--seed 1] [--json]
 
 In each window of steps, at most one rank is delayed by 100 to 200 ms per step, for one cause. Prints for each
-cause how often the right rank and cause were named, nothing, or anything else. The thresholds are those of
+cause how often the right rank and cause were named, nothing, or anything else. `chrt -r 1` before the command
+keeps other programs off the cores. The thresholds are those of
 `fullshard.survival.stragglers` and `link_probe`; the seeds are not those with which these were chosen.
 """
 
@@ -162,7 +163,7 @@ def run_windows(
         recorder = StepRecorder(HostClock(), interruptions=stack.enter_context(Interruptions()))
         stack.callback(recorder.close)
         stack.enter_context(record_ranges(recorder))
-        stack.enter_context(record_units(model, recorder))
+        stack.enter_context(record_units(model, recorder)).set_detailed(False)  # as between samples
         state.phase.observer = _Phases(recorder)
         watch = StragglerWatch(every=WINDOW, device=torch.device("cpu"))
         stopper = stack.enter_context(_stopper())
@@ -182,7 +183,7 @@ def run_windows(
             delay.sleep(StragglerCause.SAVING)
             all_gather_object(None)
             state.phase.enter(RunPhase.BETWEEN_STEPS)
-            closed = [one for one in recorder.closed if one.step > seen]
+            closed = recorder.closed_after(seen)
             seen = closed[-1].step if closed else seen
             watch.add_steps(closed)
             # The link is as slow in the probe as in the window that it follows.

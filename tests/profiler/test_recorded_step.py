@@ -91,7 +91,7 @@ def test_the_unit_that_began_last_and_has_not_ended_computes():
 def test_own_seconds_leave_out_waiting_the_run_queue_collections_and_pauses():
     step = step_of(
         RangeMark("all_gather", "a", 10, 40),
-        RangeMark("model_parallel", None, 120, 150),
+        RangeMark("exchange_heads", None, 120, 150),
         RangeMark("all_gather", None, 125, 145),  # within it: counted once
         queued=7,
     )

@@ -1,5 +1,6 @@
 """Steps are recorded on every rank, agree with torch's profiler, and never wait for a device."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,12 +15,21 @@ from fullshard.profiler.span_clock import DeviceClock, HostClock
 from fullshard.profiler.step_recorder import StepRecorder
 from fullshard.profiler.trace import profile_step
 from fullshard.profiler.unit_hooks import record_units
-from fullshard.spec.measured_step import TERM_OF_SPAN, StepSpans
+from fullshard.spec.measured_step import MODEL_PARALLEL_TRACKS, TERM_OF_SPAN, StepSpans
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.spec.step_span import StepSpan
 from fullshard.survival.phase import PhaseTracker
 from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
+from tests.fakes.models import VOCABULARY
 from tests.report.nesting import overlaps_in_part
 from tests.training.runs import WIDTH, mean_square, run_of, sharded
+from tests.training.same_numbers import build, make_run
 
 
 class Wide(nn.Module):
@@ -31,10 +41,10 @@ class Wide(nn.Module):
         self.head = nn.Linear(512, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.repeat(256, 1)
+        x = x.repeat(512, 1)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.head(x).view(256, -1, 2).mean(0)
+        return self.head(x).view(512, -1, 2).mean(0)
 
 
 class Observer:
@@ -45,24 +55,27 @@ class Observer:
         raise AssertionError("nothing hangs")
 
 
-def recorded(settings: tuple[str, ...], clock: Any, *, model: Any = Wide, profiled: bool = True) -> Any:
-    """The steps that were recorded, and the terms that the profiler found in the last of them."""
-    state, plan = sharded(run_of("train.microbatch=2", *settings), model=model)
+def recorded(settings: tuple[str, ...], clock: Any, *, profiled: int = 0) -> Any:
+    """The steps that were recorded, and the terms that the profiler found in the last ones."""
+    state, plan = sharded(run_of("train.microbatch=2", *settings), model=Wide)
     state.phase = PhaseTracker()
     before = methods_of_units(state.model)
     recorder = StepRecorder(clock)
     state.phase.observer = Observer(recorder)
-    traced = None
+    found: list[dict[str, float]] = []
     with record_ranges(recorder), record_units(state.model, recorder):
         steps = train(state, plan, loss=mean_square)
-        for _ in range(5):
+        for _ in range(6 - profiled):
             next(steps)
-        if profiled:
+        for _ in range(profiled):
             with profile_step(torch.device("cpu")) as traced:
                 next(steps)
+            assert traced.seconds is not None
+            found.append(traced.seconds.terms())
     recorder.finish()
     left = [name for name, method in methods_of_units(state.model).items() if before.get(name) != method]
-    return list(recorder.closed), None if traced is None else traced.seconds, left
+    assert left == [], "the methods are the same again"
+    return list(recorder.closed), found
 
 
 def methods_of_units(model: Any) -> dict[Any, Any]:
@@ -72,16 +85,18 @@ def methods_of_units(model: Any) -> dict[Any, Any]:
     return {(id(one), name): value for one in groups for name, value in vars(one).items() if callable(value)}
 
 
-def terms_of_both(
-    settings: tuple[str, ...],
-) -> tuple[dict[str, float], dict[str, float], list[str], list[Any]]:
-    steps, traced, left = recorded(settings, HostClock())
+def terms_of_both(settings: tuple[str, ...]) -> tuple[list[Any], list[str], set[str]]:
+    """Terms of profiled steps by their spans and by the profiler; spans that overlap; names of spans."""
+    steps, traced = recorded(settings, HostClock(), profiled=3)
     assert [one.step for one in steps] == [1, 2, 3, 4, 5, 6]
-    assert left == [], "the methods are the same again"
-    spans = step_spans(steps[-1])
     known = {"attempt": 1, "rank": 0, "host": "h", "reason": "r", "begin_ns": 0}
-    own = StepSpans(step=6, seconds=steps[-1].seconds, spans=tuple(spans), **known).terms()
-    return own.terms(), traced.terms(), [str(one) for one in overlaps_in_part(spans)], spans
+    spans = [tuple(step_spans(one)) for one in steps]
+    own = [
+        StepSpans(step=one.step, seconds=one.seconds, spans=each, **known).terms().terms()
+        for one, each in zip(steps, spans, strict=True)
+    ]
+    overlaps = [str(one) for each in spans for one in overlaps_in_part(each)]
+    return list(zip(own[-3:], traced, strict=True)), overlaps, {one.name for each in spans for one in each}
 
 
 SETTINGS = [
@@ -100,21 +115,35 @@ SETTINGS = [
 ]
 
 
+def largest_difference(own: dict[str, float], traced: dict[str, float]) -> float:
+    """The largest difference between terms, as a part of the step."""
+    total = sum(traced.values())
+    return max(abs(own[term] - seconds) / total for term, seconds in traced.items())
+
+
 @pytest.mark.parametrize(("count", "settings"), SETTINGS)
 def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, settings):
-    for own, traced, overlaps, spans in ranks(count).run(terms_of_both, settings):
+    for pairs, overlaps, names in ranks(count).run(terms_of_both, settings):
         assert overlaps == []
-        assert {one.name for one in spans} & TERM_OF_SPAN.keys() >= {"forward", "backward", "data", "update"}
-        total = sum(traced.values())
-        assert sum(own.values()) == pytest.approx(total, rel=0.02)
-        if "sharding.strategy=no_shard" in settings:
-            # The profiler also counts the time after an all-reduce was started, as waiting.
-            own["compute"] += own.pop("exposed_all_reduce")
-            traced["compute"] += traced.pop("exposed_all_reduce")
-        for term, seconds in traced.items():
-            # The profiler's own work lies between its ranges and ours; more so where replicas are summed.
-            within = 0.02 if "sharding.strategy=full_shard" in settings else 0.04
-            assert own[term] == pytest.approx(seconds, abs=within * total), (term, own, traced)
+        assert names & TERM_OF_SPAN.keys() >= {"forward", "backward", "data", "update"}
+        # The profiler's own work lies between its ranges and ours, and so does the time in which another
+        # program has the core: the quietest step counts.
+        assert min(largest_difference(own, traced) for own, traced in pairs) < 0.02, pairs
+
+
+def test_a_step_that_hangs_has_the_collective_that_does_not_end():
+    recorder = StepRecorder(HostClock(itertools.count(1000, 1000).__next__))
+    for phase in ("data", "forward"):
+        recorder.note_phase(phase, 3)
+    assert recorder.current_wait() == ""
+    recorder.begin_range("gather_sequence")
+    assert recorder.begin_range("all_gather") is None, "it is a part of the gather of sequences"
+    assert recorder.current_wait() == "wait for gather of sequences"
+    [step] = recorder.copy_open_step()
+    assert step.step == 4
+    last = step_spans(step)[-1]
+    assert (last.track, last.name, last.end) == ("parts of sequences", "gather of sequences", 3e-6)
+    recorder.close()
 
 
 class Event:
@@ -141,7 +170,7 @@ class Event:
 def device_steps() -> tuple[list[str], float, list[int], list[bool]]:
     Event.recorded = Event.made = 0
     with FakeDevice() as device:
-        steps, _, _ = recorded(("sharding.strategy=full_shard",), DeviceClock(Event), profiled=False)
+        steps, _ = recorded(("sharding.strategy=full_shard",), DeviceClock(Event))
     kinds = {one.kind for step in steps for one in step.ranges}
     assert {"all_gather", "reduce_scatter", "wait_for_unshard"} <= kinds
     own_stream = [
@@ -155,7 +184,7 @@ def test_on_a_device_events_are_read_later_and_reused(ranks):
     for waits, made, steps, found in ranks(2).run(device_steps):
         assert waits == []
         assert steps[:2] == [1, 2]
-        assert len(steps) < 5, "the last ones have not passed"
+        assert len(steps) < 6, "the last ones have not passed"
         assert found == [True]
         assert made < 0.8, "events of steps that have passed are recorded again"
 
@@ -174,3 +203,52 @@ def test_the_error_of_a_clocks_offset_is_at_most_what_is_recorded(ranks):
     assert found[2][0] == found[3][0], "ranks of one host share its clock"
     offset, skew = found[2]
     assert abs(offset.offset_ns + skew) <= offset.error_ns
+
+
+def shared_work(model: str, run: Run) -> tuple[set[tuple[str, str]], float, float, list[StepSpan]]:
+    """Names on the tracks of shared work; their seconds; those of the term; spans that overlap in part."""
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    built = shard(build(model, run), plan)
+    state = TrainState(built, build_optimizer(built, plan), data=Rows(VOCABULARY))
+    state.phase, recorder = PhaseTracker(), StepRecorder(HostClock())
+    state.phase.observer = Observer(recorder)
+    with record_ranges(recorder), record_units(built, recorder):
+        next(train(state, plan))
+    recorder.finish()
+    [step] = recorder.closed
+    spans = step_spans(step)
+    shared = [one for one in spans if one.track in MODEL_PARALLEL_TRACKS.values()]
+    known = {"attempt": 1, "rank": 0, "host": "h", "reason": "r", "begin_ns": 0}
+    terms = StepSpans(step=1, seconds=step.seconds, spans=tuple(spans), **known).terms()
+    seconds = sum(one.end - one.begin for one in shared)
+    return {(one.track, one.name) for one in shared}, seconds, terms.model_parallel, overlaps_in_part(spans)
+
+
+GATHERED = {("parts of sequences", "gather of sequences"), ("parts of sequences", "reduction of sequences")}
+
+
+@pytest.mark.parametrize(
+    ("model", "axis", "names"),
+    [
+        ("decoder", {"context": 2, "extra": ["sharding.context_method=gather"]}, GATHERED),
+        (
+            "decoder",
+            {"context": 2, "extra": ["sharding.context_method=ulysses"]},
+            {("parts of sequences", "exchange of heads")},
+        ),
+        ("decoder", {"tensor": 2}, GATHERED | {("parts of sequences", "reduction over ranks")}),
+        (
+            "mixture_decoder",
+            {"expert": 2},
+            {("rows of experts", "counts of rows"), ("rows of experts", "rows of experts")},
+        ),
+    ],
+)
+def test_collectives_of_shared_sequences_matmuls_and_experts_have_names_and_one_term(
+    ranks, model, axis, names
+):
+    run = make_run(model=model, ranks=2, strategy="full_shard", length=16, **axis)
+    for found, seconds, term, overlaps in ranks(2).run(shared_work, model, run):
+        assert found == names
+        assert term == pytest.approx(seconds) != 0
+        assert overlaps == []

@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ HARMS = {
         r"rank 1 does not come to the collective that rank 0 waits in: in data of step 3 .*hangs.py",
         [8, 8],
     ),
-    "stops_itself": (2, r"rank 1 does not answer, last heartbeat in .*: its process is stopped", [8, None]),
+    "stops_itself": (2, r"rank 1 does not answer, last heartbeat in .*: paused process", [8, None]),
     "holds_the_interpreter": (
         2,
         r"rank 1 does not answer, last heartbeat in .*: its process runs, but no Python in it does",
@@ -149,6 +150,13 @@ def test_the_flight_recorder_tells_ranks_of_one_place_apart() -> None:
     assert "last collective: gloo:all_reduce 16" in str(verdict.error.got)
 
 
+def test_a_wait_has_the_name_that_it_has_in_a_trace() -> None:
+    named = replace(WAITING, wait="wait for all-gather")
+    got = str(diagnose_hang({0: named, 1: BUSY, 2: WAITING}, {}, now=NOW).error.got)
+    assert "rank 0: in backward of step 5 for 31 s, wait for all-gather, backward.py:1" in got
+    assert "rank 2: in backward of step 5 for 31 s, waits in a collective, backward.py:1" in got
+
+
 def test_where_all_are_alike_none_is_blamed() -> None:
     verdict = diagnose_hang(dict.fromkeys(range(8), WAITING), {}, now=NOW)
     assert verdict.error.what.startswith("all ranks wait in the same collective")
@@ -161,8 +169,8 @@ def test_where_all_are_alike_none_is_blamed() -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ("T", "is stopped"),
-        ("t", "is stopped"),
+        ("T", "paused process"),
+        ("t", "paused process"),
         ("D", "waits in the kernel"),
         ("R", "native code holds the interpreter"),
         ("S", "native code holds the interpreter"),

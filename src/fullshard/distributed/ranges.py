@@ -24,8 +24,9 @@ class RangeRecorder(Protocol):
 class TimedRange:
     """Context whose block is a range `fullshard::<kind>` of the profiler and of the recorder, if any.
 
-    kind: `all_gather`, `reduce_scatter`, `all_reduce`, `model_parallel`, `agreement` (collectives, in which a
-        rank waits for others), `write` (own work within an agreement), `optimizer`
+    kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `model_parallel`, `agreement`
+        (collectives, in which a rank waits for others), `write` (own work within an agreement), `optimizer`
+    operation: name by which the recorder knows a range of kind `model_parallel`
     """
 
     recorder: ClassVar[RangeRecorder | None] = None
@@ -33,8 +34,8 @@ class TimedRange:
 
     __slots__ = ("_begin", "_kind", "_profiled")
 
-    def __init__(self, kind: str) -> None:
-        self._kind, self._profiled, self._begin = kind, record_function(PREFIX + kind), None
+    def __init__(self, kind: str, *, operation: str | None = None) -> None:
+        self._kind, self._profiled, self._begin = operation or kind, record_function(PREFIX + kind), None
 
     def __enter__(self) -> Self:
         self._profiled.__enter__()

@@ -25,7 +25,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
 
     counts: (ranks, ...), the part for each rank
     """
-    with TimedRange(MODEL_PARALLEL_RANGE):
+    with TimedRange(MODEL_PARALLEL_RANGE, operation=EXCHANGE_COUNTS):
         if counts.device.type == "cpu":
             return exchange_directly(counts, group_of_name(group))
         each = [1] * len(counts)
@@ -43,7 +43,7 @@ def exchange_rows(  # signature: torch's
     scale, gradient_scale: factors of the result, and of the gradient of `rows`
     """
     sent, received = (list(map(int, one.tolist())) for one in sizes)
-    with TimedRange(MODEL_PARALLEL_RANGE):
+    with TimedRange(MODEL_PARALLEL_RANGE, operation=EXCHANGE_ROWS):
         if rows.device.type == "cpu":
             result = rows.new_empty((sum(received), rows.shape[1]))
             exchange_parts_directly(rows.split(sent), result.split(received), group=group_of_name(group))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from fullshard.spec.measured_step import COMPUTE
+from fullshard.spec.measured_step import COMPUTE, MODEL_PARALLEL_TRACKS, MODEL_PARALLEL_WAITS
 from fullshard.spec.step_span import StepSpan
 
 # Collectives: [name of the track, name of the wait]. In all of them, the rank waits for others.
@@ -18,20 +18,18 @@ COLLECTIVES = {
     "all_gather": ("all-gather", "wait for all-gather"),
     "reduce_scatter": ("reduce-scatter", "wait for reduce-scatter"),
     "all_reduce": ("all-reduce", "wait for all-reduce"),
-    "model_parallel": ("parts of sequences", "wait for parts of sequences"),
+    "all_to_all": ("all-to-all", "wait for all-to-all"),
+    **{kind: (track, MODEL_PARALLEL_WAITS[kind]) for kind, track in MODEL_PARALLEL_TRACKS.items()},
     "agreement": ("agreement", "wait for other ranks"),
 }
 WRITE, OPTIMIZER = "write", "optimizer"
 # FSDP2's methods for a unit: those that start and end its forward and backward, and others.
 STARTS, ENDS = ("pre_forward", "pre_backward"), ("post_forward", "post_backward")
 UNSHARD, COPY_OUT, FINISH = "unshard", "wait_for_unshard", "finalize_backward"
+DEVICE_WAITS = (COPY_OUT, FINISH)
 _LABELS = {WRITE: "write", COPY_OUT: "copy", **{kind: wait for kind, (_, wait) in COLLECTIVES.items()}}
 # On a device, collectives have streams of their own, and these methods wait for them on the compute stream.
-_DEVICE_LABELS = {
-    COPY_OUT: "wait for all-gather",
-    FINISH: "wait for reduce-scatter",
-    "all_reduce": "wait for all-reduce",
-}
+_DEVICE_LABELS = _LABELS | {COPY_OUT: "wait for all-gather", FINISH: "wait for reduce-scatter"}
 _OWN_STREAM = ("all_gather", "reduce_scatter")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "optimizer"
 _NOT_COMPUTED = {"reduce": "host's work", UPDATE: "host's work"}
@@ -135,8 +133,9 @@ def step_spans(step: RecordedStep) -> list[StepSpan]:
     spans = [*_Timeline(step).compute_spans(), *_phase_spans(step)]
     for one in step.ranges:
         if one.kind in COLLECTIVES:
-            track, _ = COLLECTIVES[one.kind]
-            spans.append(_span(step, track, at=(one.begin, one.end), name=track, unit=one.unit))
+            track, wait = COLLECTIVES[one.kind]
+            name = wait.removeprefix("wait for ") if one.kind in MODEL_PARALLEL_TRACKS else track
+            spans.append(_span(step, track, at=(one.begin, one.end), name=name, unit=one.unit))
     spans += [_span(step, "garbage collection", at=one, name="collect") for one in _merge(step.collections)]
     spans += [_span(step, "pauses", at=one, name="paused") for one in _merge(step.pauses)]
     return sorted(spans, key=lambda span: (span.begin, -span.end))
@@ -240,7 +239,9 @@ def _span(step: RecordedStep, track: str, *, at: Interval, name: str, unit: str 
 
 
 def _is_wait(one: RangeMark, *, on_device: bool) -> bool:
-    return one.kind in (_DEVICE_LABELS if on_device else COLLECTIVES)
+    if on_device:
+        return one.kind in DEVICE_WAITS or (one.kind in COLLECTIVES and one.kind not in _OWN_STREAM)
+    return one.kind in COLLECTIVES
 
 
 def _merge(intervals: Iterable[Interval]) -> list[Interval]:

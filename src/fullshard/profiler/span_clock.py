@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"
+_LEAST_READ_NS = 1_000_000
 
 
 class SpanClock(Protocol):
@@ -93,16 +94,23 @@ class DeviceClock:
 
 
 class RunQueue:
-    """The time that the calling thread was runnable without a core; 0 where the system does not report it."""
+    """The time that the calling thread was runnable without a core; 0 where the system does not report it.
+
+    It is read at most once per millisecond: reading it takes some microseconds, and steps may be short.
+    """
 
     def __init__(self) -> None:
+        self._queued_ns, self._read_at = 0, 0
         try:
             self._file: int | None = os.open(_SCHEDSTAT, os.O_RDONLY)
         except OSError:
             self._file = None
 
-    def queued_ns(self) -> int:
-        return 0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
+    def queued_ns(self, at: int) -> int:
+        """Returns the time until the moment `at`, or until up to a millisecond before; both in ns."""
+        if self._file is not None and at - self._read_at > _LEAST_READ_NS:
+            self._queued_ns, self._read_at = int(os.pread(self._file, 64, 0).split()[1]), at
+        return self._queued_ns
 
     def close(self) -> None:
         if self._file is not None:

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from fullshard.profiler.interruptions import Interruptions
@@ -31,12 +32,13 @@ class StepRecorder:
         self.clock, self._interruptions = clock, interruptions
         self.mark = clock.mark
         self.unit: str | None = None  # whose collectives and copies are made now
-        self.closed: deque[RecordedStep] = deque(maxlen=KEPT_STEPS)
+        self.closed: deque[RecordedStep] = deque()
+        self._kept_ranges = 0  # of the steps in `closed`
         self._unresolved: deque[RecordedStep] = deque()
         self._open: RecordedStep | None = None
         self._ranges: list[RangeMark] = []  # of the open step
         self._queue, self._queued_in_waits, self._queued_before_wait = RunQueue(), 0, 0
-        self._depth = 0  # of collectives that are open
+        self._wait: tuple[str, Any] | None = None  # kind and begin of the collective that is open
         self._trainer = threading.get_ident()
 
     def note_phase(self, phase: str, step: int) -> None:
@@ -52,34 +54,42 @@ class StepRecorder:
             return
         if phase == _BETWEEN and opened.finished is None:
             opened.finished = mark
-        queued = 0 if self.clock.on_device else self._queue.queued_ns() - self._queued_in_waits
+        queued = 0 if self.clock.on_device else self._queue.queued_ns(mark) - self._queued_in_waits
         opened.phases.append(PhaseMark(phase, mark, queued))
 
     def begin_range(self, kind: str) -> object:
-        """See `fullshard.distributed.ranges.RangeRecorder`. Other threads' saves are not recorded."""
+        """See `fullshard.distributed.ranges.RangeRecorder`.
+
+        Saves of other threads, and collectives of which another one consists, are not recorded.
+        """
         if kind in _OF_SAVES and threading.get_ident() != self._trainer:
             return None
-        if kind in COLLECTIVES:
-            self._depth += 1
-            if self._depth == 1 and not self.clock.on_device:
-                self._queued_before_wait = self._queue.queued_ns()
-        return self.mark()
+        if kind not in COLLECTIVES:
+            return self.mark()
+        if self._wait is not None:
+            return None
+        begin = self.mark()
+        self._wait = kind, begin
+        if not self.clock.on_device:
+            self._queued_before_wait = self._queue.queued_ns(begin)
+        return begin
 
     def end_range(self, kind: str, begin: object) -> None:
         """See `fullshard.distributed.ranges.RangeRecorder`."""
-        self.add(kind, self.unit, begin=begin)
+        end = self.mark()
+        self.add(kind, self.unit, begin=begin, end=end)
         if kind in COLLECTIVES:
-            self._depth -= 1
-            if self._depth == 0 and not self.clock.on_device:
-                self._queued_in_waits += self._queue.queued_ns() - self._queued_before_wait
+            self._wait = None
+            if not self.clock.on_device:
+                self._queued_in_waits += self._queue.queued_ns(end) - self._queued_before_wait
 
-    def add(self, kind: str, unit: str | None, *, begin: object) -> None:
-        """Records a range from the mark `begin` to this moment."""
+    def add(self, kind: str, unit: str | None, *, begin: object, end: object = None) -> None:
+        """Records a range from the mark `begin` to the mark `end`, or to this moment."""
         opened = self._open
         if opened is None or len(self._ranges) >= MOST_RANGES:
             return
         if opened.finished is None or kind in _OF_SAVES:  # not those of validation, or of a sample
-            self._ranges.append(RangeMark(kind, unit, begin, self.mark()))
+            self._ranges.append(RangeMark(kind, unit, begin, self.mark() if end is None else end))
 
     def last_range(self, kind: str, *, after: Any) -> RangeMark | None:
         """Returns the last range of `kind` that began after the host's mark `after`, or None."""
@@ -90,17 +100,30 @@ class StepRecorder:
                 return one
         return None
 
+    def closed_after(self, step: int) -> list[RecordedStep]:
+        """Returns the closed steps after `step`, oldest first."""
+        return [*takewhile(lambda one: one.step > step, reversed(self.closed))][::-1]
+
+    def current_wait(self) -> str:
+        """Returns the name of the span in which this rank waits for others, or an empty text."""
+        wait = self._wait
+        return "" if wait is None else COLLECTIVES[wait[0]][1]
+
     def copy_open_step(self) -> list[RecordedStep]:
         """Returns the step that is open, up to this moment, on the host's clock; empty between steps."""
         if self._open is None or self.clock.on_device or not self._open.phases:
             return []
-        return [replace(self._open, ranges=[*self._ranges], phases=[*self._open.phases], end=self.mark())]
+        now, wait, ranges = self.mark(), self._wait, [*self._ranges]
+        if wait is not None and wait[1] >= self._open.begin:
+            ranges.append(RangeMark(wait[0], self.unit, wait[1], now))
+        return [replace(self._open, ranges=ranges, phases=[*self._open.phases], end=now)]
 
     def drop_after(self, step: int) -> None:
         """Drops the steps after `step`, which the run repeats."""
         self._open, self._ranges = None, []
         self._unresolved = deque(one for one in self._unresolved if one.step <= step)
-        self.closed = deque((one for one in self.closed if one.step <= step), maxlen=KEPT_STEPS)
+        self.closed = deque(one for one in self.closed if one.step <= step)
+        self._kept_ranges = sum(len(one.ranges) for one in self.closed)
 
     def finish(self) -> None:
         """Closes the last step, for which no other begins."""
@@ -139,9 +162,9 @@ class StepRecorder:
             self._release(step)
             step = resolved
         self.closed.append(step)
-        kept = sum(len(one.ranges) for one in self.closed)
-        while kept > MOST_RANGES and len(self.closed) > 1:
-            kept -= len(self.closed.popleft().ranges)
+        self._kept_ranges += len(step.ranges)
+        while len(self.closed) > KEPT_STEPS or (self._kept_ranges > MOST_RANGES and len(self.closed) > 1):
+            self._kept_ranges -= len(self.closed.popleft().ranges)
 
     def _release(self, step: RecordedStep) -> None:
         """Releases the marks of `step`, except its last, with which the next step begins."""

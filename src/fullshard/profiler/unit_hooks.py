@@ -2,9 +2,12 @@
 
 On CUDA, the collectives are wrapped, too; those that run on gloo have ranges of their own. The wrapped names
 with a leading underscore are private ones of FSDP2; a group that lacks a method keeps its others recorded.
+
+The methods in which a rank waits for others are wrapped for as long as steps are recorded, because its own
+seconds leave out waiting. All others are wrapped for detailed steps alone; other steps do not pay for them.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -13,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.ranges import TimedRange
-from fullshard.profiler.recorded_step import COPY_OUT, ENDS, FINISH, STARTS, UNSHARD
+from fullshard.profiler.recorded_step import COPY_OUT, DEVICE_WAITS, ENDS, FINISH, STARTS, UNSHARD
 from fullshard.profiler.step_recorder import StepRecorder
 
 _METHODS = (*STARTS, *ENDS, UNSHARD, COPY_OUT, FINISH)
@@ -21,26 +24,59 @@ _COMMUNICATION = {"_all_gather_comm": "all_gather", "_reduce_scatter_comm": "red
 _REDUCE_SCATTER, _ALL_REDUCE, _POST_BACKWARD = "reduce_scatter", "all_reduce", "post_backward"
 
 
+class UnitHooks:
+    """The wrapped methods of all units of a model."""
+
+    def __init__(self, model: nn.Module, recorder: StepRecorder) -> None:
+        self._groups, self._recorder = _parameter_groups(model), recorder
+        self._waits: list[Callable[[], object]] = []  # functions that restore a method
+        self._details: list[Callable[[], object]] = []
+        on_device = recorder.clock.on_device
+        self._waiting_methods = DEVICE_WAITS if on_device else ()
+        for name, group in self._groups:
+            if not on_device and _has_replicas(group):
+                self._waits.append(_wrap_replica_sums(group, recorder, unit=name))
+            self._waits += self._wrap_methods(name, group, self._waiting_methods)
+
+    def set_detailed(self, is_detailed: bool) -> None:
+        """Lets the next steps have ranges of all methods, or only of those that wait."""
+        if is_detailed and not self._details:
+            methods = [method for method in _METHODS if method not in self._waiting_methods]
+            for name, group in self._groups:
+                # Around the sum over replicas, which lies within the range of its method.
+                self._details += self._wrap_methods(name, group, methods)
+                for attribute, kind in _COMMUNICATION.items() if self._recorder.clock.on_device else ():
+                    if (inner := getattr(group, attribute, None)) is not None:
+                        setattr(group, attribute, _TimedCollective(inner, kind))
+                        self._details.append(_restorer(group, attribute, before=inner))
+        elif not is_detailed:
+            _undo(self._details)
+
+    def restore(self) -> None:
+        """Restores all methods."""
+        _undo(self._details)
+        _undo(self._waits)
+
+    def _wrap_methods(self, unit: str, group: Any, methods: Sequence[str]) -> list[Callable[[], object]]:
+        return [
+            _wrap(group, method, recorder=self._recorder, unit=unit)
+            for method in methods
+            if hasattr(group, method)
+        ]
+
+
 @contextmanager
-def record_units(model: nn.Module, recorder: StepRecorder) -> Generator[None]:
-    """Context in which `recorder` gets the methods of all units of `model`, and a device's collectives."""
-    undo: list[Callable[[], object]] = []
+def record_units(model: nn.Module, recorder: StepRecorder) -> Generator[UnitHooks]:
+    """Context in which `recorder` gets the methods of all units of `model`, and a device's collectives.
+
+    Steps are detailed until `UnitHooks.set_detailed`.
+    """
+    hooks = UnitHooks(model, recorder)
     try:
-        for name, group in _parameter_groups(model):
-            # First, so that the all-reduce lies within the range of the method.
-            if not recorder.clock.on_device and _has_replicas(group):
-                undo.append(_wrap_replica_sums(group, recorder, unit=name))
-            for method in _METHODS:
-                if hasattr(group, method):
-                    undo.append(_wrap(group, method, recorder=recorder, unit=name))
-            for attribute, kind in _COMMUNICATION.items() if recorder.clock.on_device else ():
-                if (inner := getattr(group, attribute, None)) is not None:
-                    setattr(group, attribute, _TimedCollective(inner, kind))
-                    undo.append(_restorer(group, attribute, before=inner))
-        yield
+        hooks.set_detailed(True)
+        yield hooks
     finally:
-        for one in reversed(undo):
-            one()
+        hooks.restore()
 
 
 class _TimedCollective:
@@ -112,6 +148,11 @@ def _has_replicas(group: Any) -> bool:
     """Returns whether FSDP2 sums the gradients of sharded units over replicas."""
     kind = group.mesh_info
     return hasattr(kind, "replicate_process_group") and hasattr(kind, "shard_process_group")
+
+
+def _undo(restorers: list[Callable[[], object]]) -> None:
+    while restorers:
+        restorers.pop()()
 
 
 def _restorer(group: Any, name: str, *, before: Any) -> Callable[[], object]:

@@ -21,7 +21,7 @@ _INKS = {
     "exposed_all_gather": ("s2", "waiting for all-gather"),
     "exposed_reduce_scatter": ("s3", "waiting for reduce-scatter"),
     "exposed_all_reduce": ("s4", "waiting for all-reduce"),
-    "model_parallel": ("s5", "waiting for parts of sequences"),
+    "model_parallel": ("s5", "waiting for sequences, matmuls or experts of other ranks"),
     "engine": ("s6", "FSDP2's own work, copies"),
     "optimizer": ("s7", "optimizer"),
     "data": ("s8", "data"),

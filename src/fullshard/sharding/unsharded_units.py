@@ -211,7 +211,10 @@ class _Bucket:
         self.buffer[-len(self.places) :] = torch.tensor(has_gradient)
         self.is_started = True
         if self.shared is None:
-            self.all_reduce = dist.all_reduce(self.buffer, group=self.replicas, async_op=True)
+            with TimedRange(
+                "all_reduce"
+            ):  # a profile would count the time until the next operation as waiting
+                self.all_reduce = dist.all_reduce(self.buffer, group=self.replicas, async_op=True)
 
     def finish(self, *, keeps_buffer: bool = True) -> None:
         """Waits for the all-reduce, and sets the gradients of the sharded parameters."""

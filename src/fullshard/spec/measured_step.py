@@ -12,10 +12,31 @@ from fullshard.spec.step_span import StepSpan
 COMPUTE = "compute"
 """The track that a step's seconds are counted on: its spans are disjoint, and leave no gap."""
 
+MODEL_PARALLEL_TRACKS: Mapping[str, str] = {
+    "gather_sequence": "parts of sequences",
+    "reduce_sequence": "parts of sequences",
+    "exchange_heads": "parts of sequences",
+    "reduce_over_ranks": "parts of sequences",
+    "exchange_counts": "rows of experts",
+    "exchange_rows": "rows of experts",
+}
+"""Collective of ranks that share sequences, matmuls or experts -> its track."""
+
+MODEL_PARALLEL_WAITS: Mapping[str, str] = {
+    "gather_sequence": "wait for gather of sequences",
+    "reduce_sequence": "wait for reduction of sequences",
+    "exchange_heads": "wait for exchange of heads",
+    "reduce_over_ranks": "wait for reduction over ranks",
+    "exchange_counts": "wait for counts of rows",
+    "exchange_rows": "wait for rows of experts",
+}
+"""The same collective -> name of the span in which a rank waits for it."""
+
 TERM_OF_SPAN: Mapping[str, str] = {
     "forward": "compute",
     "backward": "compute",
-    "wait for parts of sequences": "model_parallel",
+    "wait for all-to-all": "model_parallel",
+    **dict.fromkeys(MODEL_PARALLEL_WAITS.values(), "model_parallel"),
     "wait for all-gather": "exposed_all_gather",
     "wait for reduce-scatter": "exposed_reduce_scatter",
     "wait for all-reduce": "exposed_all_reduce",

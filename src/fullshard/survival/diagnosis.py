@@ -20,6 +20,7 @@ class RankReport:
     place: innermost line of Python outside libraries
     collective: last collective in torch's flight recorder, or "" if none is recorded
     stacks: stacks of all threads
+    wait: name of the collective for which the rank waits, as in a trace, or "" if it is not known
     """
 
     seen: Heartbeat
@@ -27,6 +28,7 @@ class RankReport:
     place: str
     collective: str
     stacks: str
+    wait: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _group_ranks_by_position(reports: Mapping[int, RankReport]) -> list[list[int
     """Returns the ranks, grouped by equal position and collective, smallest groups first."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(reports.items()):
-        key = (one.seen.step, one.seen.phase, one.waits, one.place, one.collective)
+        key = (one.seen.step, one.seen.phase, one.waits, one.wait, one.place, one.collective)
         groups.setdefault(key, []).append(rank)
     return sorted(groups.values(), key=len)
 
@@ -156,7 +158,8 @@ def _phase_and_place(report: RankReport, waits: str = "") -> str:
 
 def _report_summary_text(report: RankReport) -> str:
     last = f"; last collective: {report.collective}" if report.collective else ""
-    return _phase_and_place(report, ", waits in a collective" if report.waits else "") + last
+    waits = f", {report.wait}" if report.wait else ", waits in a collective" if report.waits else ""
+    return _phase_and_place(report, waits) + last
 
 
 def _unresponsive_ranks_text(silent: Mapping[int, UnresponsiveRank]) -> str:
@@ -168,7 +171,7 @@ def _unresponsive_ranks_text(silent: Mapping[int, UnresponsiveRank]) -> str:
 
 
 _RUNS = "its process runs, but no Python in it does: native code holds the interpreter, or spins"
-_STOPPED = "its process is stopped (by SIGSTOP or a debugger; kill -CONT resumes it)"
+_STOPPED = "paused process (by SIGSTOP or a debugger; kill -CONT resumes it)"
 _GONE = "its process is gone"
 # By `process_state_letter`; in any other state, the process runs.
 _STATES = {

@@ -56,6 +56,10 @@ class PhaseObserver(Protocol):
     def note_phase(self, phase: RunPhase, step: int, /) -> object:
         """Notes that the rank enters `phase`, after `step` finished steps."""
 
+    def current_wait(self) -> str:
+        """Returns the name of the collective for which the rank waits, as in a trace, or an empty text."""
+        ...
+
     def note_hang(self) -> object:
         """Notes that the run hangs. Called by the watchdog's thread, before it ends the process."""
 

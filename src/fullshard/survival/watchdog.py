@@ -250,6 +250,7 @@ class _Watchdog:
     def _make_report(self) -> RankReport:
         # With a GPU, backward runs on autograd's own threads.
         threads = stacks.other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
+        observer = self._where.observer
         return RankReport(
             seen=self._make_heartbeat(),
             # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
@@ -257,6 +258,7 @@ class _Watchdog:
             place=stacks.user_frame_text(self._trainer),
             collective=stacks.last_collective_text(),
             stacks=stacks.all_stacks_text(),
+            wait="" if observer is None else observer.current_wait(),
         )
 
     def _report_and_exit(self) -> None:
