@@ -66,7 +66,7 @@ class SpelledBlock(nn.Module):
 
 
 class SpelledModel(nn.Module):
-    """tokens (batch, sequence) -> logits. `head_dim`: as in Qwen3, where heads are wider than d_model / heads."""
+    """tokens (batch, sequence) -> logits. `head_dim`: of heads wider than d_model / heads (Qwen3)."""
 
     turns: Tensor
 

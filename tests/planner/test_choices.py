@@ -29,14 +29,14 @@ tinyllama-1.1b 8xA100 2048: shard_grad_op 1x8, microbatch 8x8, recompute none
 smollm2-1.7b 8xRTX4090 8192: shard_grad_op 1x8, microbatch 1x16, recompute selective
 smollm2-1.7b 8xH100 8192: shard_grad_op 1x8, microbatch 2x8, recompute none
 llama3.2-1b 1xH100 8192: full_shard 1x1, microbatch 4x32, recompute none
-llama3.2-1b 8xH100 8192: full_shard 1x8, microbatch 4x4, recompute none
+llama3.2-1b 8xH100 8192: shard_grad_op 1x8, microbatch 4x4, recompute none
 llama3.2-3b 8xA100 8192: full_shard 1x8, microbatch 2x8, recompute none
 smollm3-3b 1xH200 8192: shard_grad_op 1x1, microbatch 2x64, recompute none
 smollm3-3b 4xRTX4090 8192: full_shard 1x4, microbatch 2x16, recompute full
-smollm3-3b 8xH100 8192: zero1 1x8, microbatch 1x16, recompute none
+smollm3-3b 8xH100 8192: full_shard 1x8, microbatch 2x8, recompute none
 llama2-7b 8xA100 4096: shard_grad_op 1x8, microbatch 2x16, recompute none
 llama2-7b 8x8xA100 4096: shard_grad_op 1x64, microbatch 2x2, recompute none
-llama3-8b 1xH100 8192: full_shard 1x1, microbatch 1x128, recompute selective, params+opt:cpu
+llama3-8b 1xH100 8192: full_shard 1x1, microbatch 8x16, recompute full, opt:cpu
 llama3-8b 1xH200 8192: zero1 1x1, microbatch 1x128, recompute none, opt:cpu
 llama3-8b 4xRTX4090 8192: full_shard 1x4, microbatch 2x16, recompute full, opt:cpu
 llama3-8b 8xH100 8192: full_shard 1x8, microbatch 1x16, recompute none
@@ -45,7 +45,7 @@ llama3-8b 8xMI300X 8192: shard_grad_op 1x8, microbatch 2x8, recompute none
 llama3-8b 8x8xH100 8192: shard_grad_op 1x64, microbatch 1x2, recompute none
 8B 8xH100 2048: shard_grad_op 1x8, microbatch 4x16, recompute selective, eager
 8B 8xH100 32768: full_shard 1x8, microbatch 1x4, recompute full, eager, opt:cpu
-qwen2.5-32b 8xH200 8192: full_shard 1x8, microbatch 4x4, recompute full
+qwen2.5-32b 8xH200 8192: full_shard 1x8, microbatch 4x4, recompute full, eager
 qwen2.5-32b 4x8xH100 8192: full_shard 1x32, microbatch 4x1, recompute full
 llama3-70b 8xMI300X 8192: full_shard 1x8, microbatch 1x16, recompute full, eager
 llama3-70b 8x8xH100 8192: full_shard 1x64, microbatch 2x1, recompute full
