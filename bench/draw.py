@@ -107,7 +107,7 @@ def with_all_axes(
         "train.global_batch": int(data["train.global_batch"]) // (tensor * context),
         "train.loss_chunk": draw.choice([0, 16]),
     }
-    own |= {"model.d_ff": 384} if "uneven" in name else {}
+    own |= {"model.d_ff": 384, "model.heads": 4, "model.kv_heads": 4} if "uneven" in name else {}
     mixture = expert > 1 or draw.random() < 0.3
     if mixture:
         own |= {

@@ -40,7 +40,7 @@ def test_all_rates_are_positive_and_curves_rise_in_size(found: list[Calibration]
 
 
 def test_each_collective_has_its_fit(found: list[Calibration]):
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     assert set(found[0].fit_errors) == {f"within.{kind}" for kind in kinds}
     for kind in kinds:
         rate = getattr(found[0].hardware.within, kind)

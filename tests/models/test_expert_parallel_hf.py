@@ -21,7 +21,7 @@ DIVIDED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemo
 REFUSED = ("llama",)
 
 
-def outcome(name: str, *settings: str) -> str:
+def outcome(name: str, *settings: str, adapter: tuple[str, ...] = ()) -> str:
     """Compares gradients, each rank's of a batch of its own, with those of the whole model of all batches.
 
     Ranks that share matmuls have the same batch.
@@ -31,11 +31,11 @@ def outcome(name: str, *settings: str) -> str:
         *("model.experts=4", "sharding.expert_parallel=2", f"data.sequence_length={LENGTH}"),
         *settings,
     )
-    plain = materialize(built(name)[0], seed=0)
+    plain = materialize(built(name, *adapter)[0], seed=0)
     for rank in range(plan.data_parallel_degree):
         (next_token_loss(plain, batch_of(name, rank))[0] / plan.data_parallel_degree).backward()
     try:
-        model = shard(built(name)[0], plan)
+        model = shard(built(name, *adapter)[0], plan)
     except ShardError as error:
         return str(error)
     batch = batch_of(name, plan.data_rank(dist.get_rank()))
@@ -70,6 +70,15 @@ def test_the_same_gradients_where_ranks_share_matmuls(ranks: Callable[..., Any])
             ranks(4).run(outcome, name, "sharding.tensor_parallel=2", "sharding.expert_parallel=4")
             == ["same"] * 4
         )
+
+
+def outcome_with_adapters(*settings: str) -> str:
+    return outcome("qwen3_moe", *settings, adapter=("adapter.rank=2", 'adapter.targets=["q_proj", "o_proj"]'))
+
+
+def test_the_same_gradients_of_adapters(ranks: Callable[..., Any]) -> None:
+    for settings in (("sharding.tensor_parallel=1",), ("sharding.tensor_parallel=2",)):
+        assert ranks(2).run(outcome_with_adapters, *settings) == ["same"] * 2
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.calibration.device import mean_over_ranks
-from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
 from fullshard.spec.hardware import CollectiveRate, Link, RatePoint
 
 _SIZES = {
@@ -48,13 +48,14 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
         all_gather=fits["all_gather"][0],
         reduce_scatter=fits["reduce_scatter"][0],
         all_reduce=fits["all_reduce"][0],
+        all_to_all=fits["all_to_all"][0],
         source=f"measured over {mesh.size()} ranks, {'gloo' if mesh.device_type == 'cpu' else 'NCCL'}",
     )
     return link, {kind: error for kind, (_, error) in fits.items()}
 
 
 def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
-    """Returns the collectives that FSDP2 calls, each on a whole tensor that contains this rank's chunk."""
+    """Returns the collectives of FSDP2 and of exchanges, each on a whole tensor with this rank's chunk."""
     group, own, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     gather, scatter = DirectAllGather(), DirectReduceScatter()
     # torch 2.13 renamed both, and deprecates the old names.
@@ -83,7 +84,18 @@ def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     def all_reduce(whole: Tensor) -> None:
         dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
 
-    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+    def all_to_all(whole: Tensor) -> None:
+        if cpu:
+            exchange_directly(whole.view(ranks, -1), group)
+        else:
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
+    return {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+        "all_to_all": all_to_all,
+    }
 
 
 def time_call_on_all_ranks(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:

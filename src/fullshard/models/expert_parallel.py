@@ -111,12 +111,12 @@ class _DividedExperts:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Its input, whose gradient is multiplied by a factor."""
+    """A copy of its input, whose gradient is multiplied by a factor. FSDP2 warns of a view as an output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -103,8 +103,9 @@ def _slow_down_link(hardware: Hardware, link: Link, *, factors: RateSlowdowns) -
     def slow_down_collective(rate: CollectiveRate) -> CollectiveRate:
         return rate.with_slowdown(factors.collective).model_copy(update=wait)
 
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    return link.model_copy(update={kind: slow_down_collective(getattr(link, kind)) for kind in kinds})
+    return link.model_copy(
+        update={kind: slow_down_collective(rate) for kind, rate in link.known_rates.items()}
+    )
 
 
 def _coordinate_search(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:

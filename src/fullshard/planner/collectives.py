@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import CollectiveRate, Hardware, Link
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 class CollectiveLayout(NamedTuple):
@@ -65,10 +65,10 @@ def collective_seconds(
     """
     if group.ranks <= 1:
         return 0.0
-    within: CollectiveRate = getattr(hardware.within, kind)
+    within = _rate_of(hardware.within, kind)
     if group.nodes == 1:
         return within.predict_seconds(count, group.ranks)
-    across: CollectiveRate = getattr(_require_link_between_nodes(hardware, group), kind)
+    across = _rate_of(_require_link_between_nodes(hardware, group), kind)
     far = group.nodes - 1
     near = group.ranks - group.nodes
     if kind == "all_reduce":
@@ -84,17 +84,21 @@ def collective_seconds(
 def all_to_all_seconds(count: float, *, group: CollectiveLayout, hardware: Hardware) -> float:
     """Returns the seconds in which each rank sends equal parts of `count` bytes to the ranks of a group.
 
-    Within a node, it is assumed to take as long as an all-gather whose result has this size (not measured).
-    To other nodes, each rank sends (n - p) / n of its bytes over its own share of the NICs, for p of the n
-    ranks in a node. Raises PlanError as `collective_seconds` does.
+    Where it was not measured, it is assumed to take as long as an all-gather whose result has this size. To
+    other nodes, each rank sends (n - p) / n of its bytes over its own share of the NICs, for p of the n ranks
+    in a node. Raises PlanError as `collective_seconds` does.
     """
     if group.nodes == 1 or group.ranks <= 1:
-        return collective_seconds("all_gather", count, group=group, hardware=hardware)
-    across = _require_link_between_nodes(hardware, group).all_gather
+        return collective_seconds("all_to_all", count, group=group, hardware=hardware)
+    across = _rate_of(_require_link_between_nodes(hardware, group), "all_to_all")
     far = count * (group.ranks - group.in_node) / group.ranks
     seconds = across.predict_seconds(far * group.nodes / (group.nodes - 1), group.nodes)
-    near = count * (group.in_node - 1) / group.ranks / hardware.within.all_gather.bytes_per_second
-    return max(seconds, near)
+    near = count * (group.in_node - 1) / group.ranks
+    return max(seconds, near / _rate_of(hardware.within, "all_to_all").bytes_per_second)
+
+
+def _rate_of(link: Link, kind: Collective) -> CollectiveRate:
+    return link.known_rates.get(kind, link.all_gather)
 
 
 def _require_link_between_nodes(hardware: Hardware, group: CollectiveLayout) -> Link:

@@ -2,8 +2,8 @@
 
 The trace of such a plan is that of one rank: its activations, its share of the matmuls and of the pairs that
 attention computes, and its collectives, with the bytes of the tensor of all ranks. Computing waits for each.
-An all-to-all of a tensor moves as many bytes per rank as an all-gather whose result has its size; it is
-assumed to take as long (not measured).
+An all-to-all of a tensor moves as many bytes per rank as an all-gather whose result has its size; where its
+rate was not measured, it is assumed to take as long.
 
 Left out: the one all-reduce per step of the gradients of parameters that ranks which share matmuls have whole
 (norms), a few kilobytes per block.
@@ -38,7 +38,7 @@ from fullshard.spec.plan import Plan
 _RATES: dict[KernelKind, Collective] = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_gather",
+    "all_to_all": "all_to_all",
     "all_reduce": "all_reduce",
 }
 

@@ -83,6 +83,5 @@ def _faster_curves(curves: Mapping[ComputeDtype, Curve]) -> Mapping[ComputeDtype
 
 
 def _faster_link(link: Link) -> Link:
-    names = ("all_gather", "reduce_scatter", "all_reduce")
-    rates = {name: getattr(link, name).with_slowdown(1 / (1 + MORE)) for name in names}
+    rates = {kind: rate.with_slowdown(1 / (1 + MORE)) for kind, rate in link.known_rates.items()}
     return link.model_copy(update={"bytes_per_second": link.bytes_per_second * (1 + MORE), **rates})

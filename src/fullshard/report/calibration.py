@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.calibration import Calibration
-from fullshard.spec.hardware import CollectiveRate, Curve, Hardware, Link
+from fullshard.spec.hardware import Curve, Hardware, Link
 
 
 def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
@@ -56,8 +56,7 @@ def _best_rate_text(curve: Curve, *, amount: str) -> str:
 
 def _collective_rate_rows(axis: str, link: Link, *, calibration: Calibration) -> Iterator[tuple[str, str]]:
     ranks = calibration.hardware.ranks_per_node if axis == "within" else calibration.hardware.nodes
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        rate: CollectiveRate = getattr(link, kind)
+    for kind, rate in link.known_rates.items():
         latency = format_seconds(rate.base_seconds + rate.hop_seconds * (ranks - 1))
         error = calibration.fit_errors[f"{axis}.{kind}"]
         line = f"{format_count(rate.bytes_per_second)}B/s after {latency}"

@@ -161,7 +161,8 @@ class Link(FrozenModel):
     """The connection between ranks, with the rates of its collectives.
 
     bytes_per_second: peak of one rank in one direction, bytes/s
-    source: the source of that figure
+    all_to_all: by the bytes that a rank sends, its own part included; if unset, the rate of an all-gather
+    source: the source of the peak
     """
 
     name: str
@@ -169,7 +170,19 @@ class Link(FrozenModel):
     all_gather: CollectiveRate
     reduce_scatter: CollectiveRate
     all_reduce: CollectiveRate
+    all_to_all: CollectiveRate | None = None
     source: str = ""
+
+    @property
+    def known_rates(self) -> dict[str, CollectiveRate]:
+        """The rate of each kind of collective that has one."""
+        rates = {
+            "all_gather": self.all_gather,
+            "reduce_scatter": self.reduce_scatter,
+            "all_reduce": self.all_reduce,
+            "all_to_all": self.all_to_all,
+        }
+        return {kind: rate for kind, rate in rates.items() if rate is not None}
 
 
 _FILE_HEAD = """hardware.toml: the hardware that `fullshard plan` and `fullshard train` plan for.
