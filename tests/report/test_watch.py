@@ -1,6 +1,7 @@
 """`fullshard watch` shows what a run does now, whatever state it is in, and reads each line of it once."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from fullshard.report.metrics import MetricsReader, read_metrics
 from fullshard.report.run_record import read_run
-from fullshard.report.watch import WatchedRun, read_live_status, sparkline, watch_lines, watch_values
+from fullshard.report.watch import WatchedRun, sparkline, watch_lines, watch_values
 from fullshard.spec.live_status import HeldUp, LiveStatus, RankStatus
 from tests.report.runs import (
     STARTED,
@@ -63,8 +64,8 @@ def watched(
     directory: Path, *, live: LiveStatus | None = None, is_running: bool = False, passed: float = 3.0
 ) -> WatchedRun:
     now = STARTED + timedelta(seconds=100)
-    record = read_run(directory, is_running=is_running, now=now, with_spans=False)
-    return WatchedRun(record, live, now=now, last_step_at=now - timedelta(seconds=passed))
+    record = read_run(directory, is_running=is_running, now=now, is_brief=True)
+    return WatchedRun(replace(record, live=live), now=now, last_step_at=now - timedelta(seconds=passed))
 
 
 def screen(run: WatchedRun) -> str:
@@ -120,7 +121,7 @@ def test_the_values_are_json_and_name_the_plan(tmp_path: Path):
 
 def test_a_live_file_of_another_kind_is_left_out(tmp_path: Path):
     (tmp_path / "live.json").write_text("[1, 2")
-    assert read_live_status(tmp_path) is None
+    assert LiveStatus.load_if_readable(tmp_path / "live.json") is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=20), st.integers(0, 400))
