@@ -53,12 +53,17 @@ def test_a_run_without_a_leak_names_none_and_records_its_memory(ranks, tmp_path:
     assert all(0 < line["host_bytes"] < line["resident_bytes"] for line in lines)
 
 
-def test_live_bytes_are_those_of_the_tensors_that_are_kept():
+def live_host_bytes() -> int | None:
     meter = LiveMemoryMeter(torch.device("cpu"))
-    before = meter.read().host_bytes
-    kept = torch.ones(8 * MIB)
-    after = meter.read().host_bytes
+    live = meter.read().host_bytes
     meter.close()
+    return live
+
+
+def test_live_bytes_are_those_of_the_tensors_that_are_kept():
+    before = live_host_bytes()
+    kept = torch.ones(8 * MIB)
+    after = live_host_bytes()
     assert before is not None
     assert after is not None
     assert after - before == pytest.approx(kept.nbytes, rel=0.01)

@@ -1,5 +1,6 @@
 """A rank that runs out of memory leaves a report: what it held, beside what was planned."""
 
+import errno
 import resource
 import time
 from pathlib import Path
@@ -81,6 +82,7 @@ def test_the_messages_of_allocators_are_understood(message: str, size: int | Non
 def test_other_errors_are_no_lack_of_memory():
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     caused = TrainError("it ended")
     caused.__cause__ = MemoryError()
     assert is_out_of_memory(caused)

@@ -1,5 +1,6 @@
 """Reports of a rank that runs out of memory: `<run.dir>/out-of-memory/step-<step>-rank-<rank>.txt`."""
 
+import errno
 import re
 import socket
 from collections.abc import Iterable
@@ -146,6 +147,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error`, or an error that it was raised from, is an allocation that failed."""
     for one in _iterate_causes(error):
         if isinstance(one, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(one, OSError) and one.errno == errno.ENOMEM:
             return True
         if isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS):
             return True

@@ -10,7 +10,7 @@ from fullshard.spec.hardware import ComputeDtype
 
 
 class KernelKind(StrEnum):
-    """What a part of a step's time is for. `host` is work of the host alone, such as views and allocation."""
+    """A kind of work in a step. `host` is work of the host alone, such as views and allocation."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -49,14 +49,15 @@ _OPTIMIZER_RANGES = ("fullshard::optimizer", "Optimizer.step")
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _ATTENTION = re.compile(r"scaled_?dot_?product|flash_?attention|flex_?attention|efficient_?attention", re.I)
 _NORM = re.compile(r"(layer|rms|batch|group|instance)_?norm", re.I)
-_COPIES = {"copy_", "_to_copy", "to", "clone", "contiguous", "cat", "stack", "_foreach_copy_"}
-_COPIES |= {"split_with_sizes_copy"}
-_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear", "_int_mm"}
-_MATMULS |= {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
-_MATMULS |= {"convolution", "mkldnn_convolution", "cudnn_convolution"}
-_VIEWS = {"t", "transpose", "view", "as_strided", "detach", "reshape", "expand", "slice", "select", "narrow"}
-_VIEWS |= {"unsqueeze", "squeeze", "permute", "flatten", "unflatten", "split", "chunk", "alias", "view_as"}
-_VIEWS |= {"_unsafe_view", "_reshape_alias", "resolve_conj", "resolve_neg", "lift_fresh", "set_", "resize_"}
+_COPIES = {"copy_", "_to_copy", "to", "clone", "contiguous", "cat", "stack", "split_with_sizes_copy"}
+_DENSE = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear", "_int_mm"}
+_SCALED = {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
+_MATMULS = _DENSE | _SCALED | {"convolution", "mkldnn_convolution", "cudnn_convolution"}
+_VIEWS = (
+    {"t", "transpose", "view", "as_strided", "detach", "reshape", "expand", "slice", "select", "narrow"}
+    | {"unsqueeze", "squeeze", "permute", "flatten", "unflatten", "split", "chunk", "alias", "view_as"}
+    | {"_unsafe_view", "_reshape_alias", "resolve_conj", "resolve_neg", "lift_fresh", "set_", "resize_"}
+)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided"}
 _READS = {"item", "_local_scalar_dense", "result_type", "is_nonzero"}
 _WRAPPERS = {"matmul"}  # whose work is in the operation that they call

@@ -1,4 +1,4 @@
-"""Where the time of a profiled step goes: by kind of kernel, at which rate, and why the device was idle."""
+"""Times of a profiled step by kind of kernel, with achieved rates, and reasons why the device was idle."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
