@@ -9,7 +9,7 @@ _MOST_ROWS = 16
 _BYTES = {
     "allocated_bytes": "live",
     "peak_allocated_bytes": "peak of a step",
-    "reserved_bytes": "reserved",
+    "peak_reserved_bytes": "reserved",
     "host_bytes": "live, host",
     "resident_bytes": "resident, host",
 }
@@ -25,7 +25,7 @@ def rank_memory_table(run: RunRecord) -> str:
     if not names:
         return ""
     shown = sorted(ranks, key=lambda one: -one.memory.get(names[0], 0.0))[:_MOST_ROWS]
-    has_device = "reserved_bytes" in names
+    has_device = "peak_allocated_bytes" in names
     header = ["rank", "host", *(_BYTES[name] for name in names), *(["fragmented", "retries"] * has_device)]
     rows = [_row(one, names, has_device=has_device) for one in sorted(shown, key=lambda one: one.rank)]
     note = "" if len(rows) == len(ranks) else f"<p class=dim>{len(rows)} of {len(ranks)} ranks."
