@@ -143,14 +143,16 @@ def test_lines_that_are_read_bit_by_bit_give_the_same_columns(
 
 
 def test_a_file_that_a_rollback_replaced_is_read_again(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
     write_steps(tmp_path, 20)
-    reader = MetricsReader(tmp_path / "metrics.jsonl")
+    reader = MetricsReader(path)
     reader.read_new_lines()
-    (tmp_path / "metrics.jsonl").unlink()
-    write_steps(tmp_path, 10)
-    reader.read_new_lines()
-    assert reader.columns.last_step == 10
-    assert reader.columns.points("loss") == read_metrics(tmp_path / "metrics.jsonl").points("loss")
+    for steps, skipped in ((10, frozenset[int]()), (30, frozenset({3}))):  # shorter, and longer
+        write_steps(tmp_path / "draft", steps, skipped=skipped)
+        (tmp_path / "draft" / "metrics.jsonl").replace(path)
+        reader.read_new_lines()
+        assert reader.columns.last_step == steps
+        assert reader.columns.points("loss") == read_metrics(path).points("loss")
 
 
 def test_a_sparkline_spans_its_values():

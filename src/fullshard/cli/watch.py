@@ -36,9 +36,9 @@ def watch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run while it trains: loss, speed against the plan, memory, saves, and each rank's phase.
+    """Show a run in the terminal while it trains.
 
-    Ends when the run ends. Without a terminal, or with --json, it shows the state once.
+    Loss, speed against the plan, memory, saves and the phase of each rank. Ends when the run ends. Without a terminal, or with --json, it shows the state once.
     """
     from fullshard.report.metrics import MetricsReader
     from fullshard.report.watch import watch_values
