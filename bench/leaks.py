@@ -33,7 +33,7 @@ KINDS = (
     ("checkpoint.every=25", "checkpoint.mode=async"),
     ("sharding.strategy=no_shard",),
     ("recompute.mode=full",),
-    ("train.microbatch=2",),
+    ("train.microbatch=1",),
     ("log.profile=[30,31]",),
     ("data.packing=best_fit",),
     ("optimizer.in_backward=true", "optimizer.clip_norm=0"),

@@ -69,6 +69,19 @@ def test_live_bytes_are_those_of_the_tensors_that_are_kept():
     assert after - before == pytest.approx(kept.nbytes, rel=0.01)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_has_the_live_bytes_and_the_peak_of_each_step():
+    meter = LiveMemoryMeter(torch.device("cuda", 0))
+    before = meter.read().allocated_bytes
+    kept = torch.ones(8 * MIB, device="cuda")
+    torch.ones(16 * MIB, device="cuda")  # freed at once
+    during, after = meter.read(), meter.read()
+    meter.close()
+    assert (during.allocated_bytes or 0) - (before or 0) == kept.nbytes
+    assert (during.peak_allocated_bytes or 0) - (before or 0) == 3 * kept.nbytes
+    assert after.peak_allocated_bytes == after.allocated_bytes == during.allocated_bytes
+
+
 def test_figures_of_the_allocator_are_read_from_its_statistics():
     stats = {
         "allocated_bytes": {"all": {"current": 60, "peak": 90}},

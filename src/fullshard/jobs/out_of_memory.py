@@ -66,6 +66,8 @@ class OutOfMemoryReporter:
         if error is not None and is_out_of_memory(error):
             report = self._make_report(error)
             raise self._write_and_describe(report) from error
+        if self._has_history:
+            torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore
 
     def _make_report(self, error: BaseException) -> OutOfMemoryReport:
         device = self._ranks.device
