@@ -85,8 +85,8 @@ def test_the_messages_of_allocators_are_understood(message: str, size: int | Non
 def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path):
     ranks = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
     reporter = OutOfMemoryReporter(ranks, where=PhaseTracker(), has_history=True)
+    reporter.directory = tmp_path
     with pytest.raises(TrainError, match="rank 0 ran out of memory"), reporter:
-        reporter.directory = tmp_path
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     report = OutOfMemoryReport.load(tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.json")
     assert report.requested_bytes == 1 << 50

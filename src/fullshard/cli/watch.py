@@ -38,7 +38,8 @@ def watch(
 ) -> None:
     """Show a run in the terminal while it trains.
 
-    Loss, speed against the plan, memory, saves and the phase of each rank. Ends when the run ends. Without a terminal, or with --json, it shows the state once.
+    Loss, speed against the plan, memory, saves and the phase of each rank. Ends when the run ends. Without a
+    terminal, or with --json, it shows the state once.
     """
     from fullshard.report.metrics import MetricsReader
     from fullshard.report.watch import watch_values
