@@ -53,15 +53,33 @@ def test_a_run_without_a_leak_names_none_and_records_its_memory(ranks, tmp_path:
     assert all(0 < line["host_bytes"] < line["resident_bytes"] for line in lines)
 
 
-def test_live_bytes_are_those_of_the_tensors_that_are_kept():
+def live_host_bytes() -> int | None:
     meter = LiveMemoryMeter(torch.device("cpu"))
-    before = meter.read().host_bytes
-    kept = torch.ones(8 * MIB)
-    after = meter.read().host_bytes
+    live = meter.read().host_bytes
     meter.close()
+    return live
+
+
+def test_live_bytes_are_those_of_the_tensors_that_are_kept():
+    before = live_host_bytes()
+    kept = torch.ones(8 * MIB)
+    after = live_host_bytes()
     assert before is not None
     assert after is not None
     assert after - before == pytest.approx(kept.nbytes, rel=0.01)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_has_the_live_bytes_and_the_peak_of_each_step():
+    meter = LiveMemoryMeter(torch.device("cuda", 0))
+    before = meter.read().allocated_bytes
+    kept = torch.ones(8 * MIB, device="cuda")
+    torch.ones(16 * MIB, device="cuda")  # freed at once
+    during, after = meter.read(), meter.read()
+    meter.close()
+    assert (during.allocated_bytes or 0) - (before or 0) == kept.nbytes
+    assert (during.peak_allocated_bytes or 0) - (before or 0) == 3 * kept.nbytes
+    assert after.peak_allocated_bytes == after.allocated_bytes == during.allocated_bytes
 
 
 def test_figures_of_the_allocator_are_read_from_its_statistics():

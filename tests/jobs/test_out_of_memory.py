@@ -1,5 +1,6 @@
 """A rank that runs out of memory leaves a report: what it held, beside what was planned."""
 
+import errno
 import resource
 import time
 from pathlib import Path
@@ -11,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import TrainError
-from fullshard.jobs.out_of_memory import is_out_of_memory, requested_bytes
+from fullshard.jobs.out_of_memory import OutOfMemoryReporter, is_out_of_memory, requested_bytes
 from fullshard.jobs.train import run_job
+from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.event import read_events
 from fullshard.spec.out_of_memory import OutOfMemoryReport
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
+from fullshard.survival.phase import PhaseTracker
 from fullshard.training.loss import next_token_loss
 from tests.jobs.test_train import TINY
 
@@ -78,9 +81,23 @@ def test_the_messages_of_allocators_are_understood(message: str, size: int | Non
     assert requested_bytes(message) == size
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path):
+    ranks = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
+    reporter = OutOfMemoryReporter(ranks, where=PhaseTracker(), has_history=True)
+    reporter.directory = tmp_path
+    with pytest.raises(TrainError, match="rank 0 ran out of memory"), reporter:
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    report = OutOfMemoryReport.load(tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.json")
+    assert report.requested_bytes == 1 << 50
+    assert report.snapshot is not None
+    assert (tmp_path / OUT_OF_MEMORY / report.snapshot).stat().st_size > 0
+
+
 def test_other_errors_are_no_lack_of_memory():
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     caused = TrainError("it ended")
     caused.__cause__ = MemoryError()
     assert is_out_of_memory(caused)

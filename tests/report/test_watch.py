@@ -1,6 +1,7 @@
 """`fullshard watch` shows what a run does now, whatever state it is in, and reads each line of it once."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from fullshard.report.metrics import MetricsReader, read_metrics
 from fullshard.report.run_record import read_run
-from fullshard.report.watch import WatchedRun, read_live_status, sparkline, watch_lines, watch_values
+from fullshard.report.watch import WatchedRun, sparkline, watch_lines, watch_values
 from fullshard.spec.live_status import HeldUp, LiveStatus, RankStatus
 from tests.report.runs import (
     STARTED,
@@ -63,8 +64,8 @@ def watched(
     directory: Path, *, live: LiveStatus | None = None, is_running: bool = False, passed: float = 3.0
 ) -> WatchedRun:
     now = STARTED + timedelta(seconds=100)
-    record = read_run(directory, is_running=is_running, now=now, with_spans=False)
-    return WatchedRun(record, live, now=now, last_step_at=now - timedelta(seconds=passed))
+    record = read_run(directory, is_running=is_running, now=now, is_brief=True)
+    return WatchedRun(replace(record, live=live), now=now, last_step_at=now - timedelta(seconds=passed))
 
 
 def screen(run: WatchedRun) -> str:
@@ -120,7 +121,7 @@ def test_the_values_are_json_and_name_the_plan(tmp_path: Path):
 
 def test_a_live_file_of_another_kind_is_left_out(tmp_path: Path):
     (tmp_path / "live.json").write_text("[1, 2")
-    assert read_live_status(tmp_path) is None
+    assert LiveStatus.load_if_readable(tmp_path / "live.json") is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=20), st.integers(0, 400))
@@ -142,14 +143,16 @@ def test_lines_that_are_read_bit_by_bit_give_the_same_columns(
 
 
 def test_a_file_that_a_rollback_replaced_is_read_again(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
     write_steps(tmp_path, 20)
-    reader = MetricsReader(tmp_path / "metrics.jsonl")
+    reader = MetricsReader(path)
     reader.read_new_lines()
-    (tmp_path / "metrics.jsonl").unlink()
-    write_steps(tmp_path, 10)
-    reader.read_new_lines()
-    assert reader.columns.last_step == 10
-    assert reader.columns.points("loss") == read_metrics(tmp_path / "metrics.jsonl").points("loss")
+    for steps, skipped in ((10, frozenset[int]()), (30, frozenset({3}))):  # shorter, and longer
+        write_steps(tmp_path / "draft", steps, skipped=skipped)
+        (tmp_path / "draft" / "metrics.jsonl").replace(path)
+        reader.read_new_lines()
+        assert reader.columns.last_step == steps
+        assert reader.columns.points("loss") == read_metrics(path).points("loss")
 
 
 def test_a_sparkline_spans_its_values():

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -13,7 +14,9 @@ from fullshard.spec.run_files import MEASUREMENT, METRICS, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
+    from fullshard.report.kernels import KernelSummary
     from fullshard.report.run_record import RunRecord
+    from fullshard.spec.hardware import Hardware
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 
@@ -50,6 +53,7 @@ def report(
     if as_json:
         typer.echo(json.dumps([_run_json_record(run) for run in runs], indent=2))
         return
+    from fullshard.report.kernel_tables import show_kernels
     from fullshard.report.measurement import show_measurement
 
     for index, run in enumerate(runs):
@@ -61,6 +65,9 @@ def report(
             why = "its plan was made without the planner" if run.plan else f"there is no {PLAN}"
             note = f"note: {run.directory} holds no prediction: {why}"
             typer.echo(escape_control_characters(note), err=True)
+        if (kernels := _read_kernels(run)) is not None:
+            typer.echo()
+            show_kernels(kernels)
 
 
 def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
@@ -74,14 +81,14 @@ def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
     from fullshard.system.targets import check_output_file
 
     check_output_file(path, is_kind=is_page, force=force)
-    now = datetime.now(UTC)
+    now, hardware = datetime.now(UTC), _calibrated_hardware()
     runs: list[RunRecord] = []
     for directory in directories:
         try:
             is_running = find_run_lock_holder(directory) is not None
         except OSError:  # a lock that this user may not read, or none on such a file system
             is_running = False
-        runs.append(read_run(directory, is_running=is_running, now=now))
+        runs.append(read_run(directory, is_running=is_running, now=now, hardware=hardware))
     page = render_page(runs)
     try:
         write_file_atomically(path, page)
@@ -115,15 +122,37 @@ def _read_run_results(directory: Path) -> _RunResults:
     return _RunResults(directory, measurement, Plan.load(planned) if planned.exists() else None)
 
 
+def _calibrated_hardware() -> "Hardware | None":
+    """Returns the hardware that `fullshard calibrate` measured; None without a readable file."""
+    from fullshard.errors import SpecError
+    from fullshard.profiler.detect import user_hardware_path
+    from fullshard.spec.hardware import Hardware
+
+    path = user_hardware_path()
+    try:
+        return Hardware.load(path) if path.exists() else None
+    except SpecError:
+        return None
+
+
+def _read_kernels(run: _RunResults) -> "KernelSummary | None":
+    from fullshard.report.kernels import summarise_last_profile
+    from fullshard.report.run_record import rates_of_run
+
+    return summarise_last_profile(run.directory, rates=rates_of_run(run.plan, _calibrated_hardware()))
+
+
 def _run_json_record(run: _RunResults) -> dict[str, object]:
     """Returns a run's results as JSON values; `comparison` and `prediction` are None without a prediction."""
     from fullshard.report.comparison import compare_prediction
 
     prediction = run.plan.prediction if run.plan is not None else None
     comparison = None if prediction is None else compare_prediction(prediction, run.measurement)
+    kernels = _read_kernels(run)
     return {
         "directory": str(run.directory),
         "measurement": run.measurement.model_dump(mode="json"),
         "prediction": None if prediction is None else prediction.model_dump(mode="json"),
         "comparison": None if comparison is None else comparison.model_dump(mode="json"),
+        "kernels": None if kernels is None else asdict(kernels),
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, require_positive_number
-from fullshard.spec.run_files import METRICS
+from fullshard.spec.run_files import LIVE, METRICS
 
 if TYPE_CHECKING:
     from fullshard.report.metrics import MetricsReader
@@ -36,9 +36,10 @@ def watch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run while it trains: loss, speed against the plan, memory, saves, and each rank's phase.
+    """Show a run in the terminal while it trains.
 
-    Ends when the run ends. Without a terminal, or with --json, it shows the state once.
+    Loss, speed against the plan, memory, saves and the phase of each rank. Ends when the run ends. Without a
+    terminal, or with --json, it shows the state once.
     """
     from fullshard.report.metrics import MetricsReader
     from fullshard.report.watch import watch_values
@@ -90,23 +91,22 @@ def _show_until_end(directory: Path, reader: "MetricsReader", *, every: float) -
 def _read_watched_run(directory: Path, reader: "MetricsReader") -> "WatchedRun":
     """Reads the state of the run. Raises SpecError if `directory` is not the directory of a run."""
     from fullshard.report.run_record import read_run
-    from fullshard.report.watch import WatchedRun, read_live_status
+    from fullshard.report.watch import WatchedRun
+    from fullshard.spec.live_status import LiveStatus
 
-    now, live = datetime.now(UTC), read_live_status(directory)
+    now, live = datetime.now(UTC), LiveStatus.load_if_readable(directory / LIVE)
     record = read_run(
         directory,
         is_running=_is_running(directory, live, now=now),
         now=now,
         metrics_reader=reader,
-        with_spans=False,
+        is_brief=True,
     )
-    if live is not None and live.attempt < record.attempts:
-        live = None  # of an attempt before
     try:
         written = datetime.fromtimestamp((directory / METRICS).stat().st_mtime, UTC)
     except OSError:
         written = None
-    return WatchedRun(record, live, now=now, last_step_at=written)
+    return WatchedRun(record, now=now, last_step_at=written)
 
 
 def _is_running(directory: Path, live: "LiveStatus | None", *, now: datetime) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -55,7 +56,7 @@ class RankMemory:
         return {name: value for name, value in own.items() if not name.endswith(("_growth", "_free"))}
 
 
-class MemoryWatch:
+class MemoryWatch(AbstractContextManager["MemoryWatch"]):
     """Reads the memory of this rank after each step, and compares the ranks after each WINDOW. Collective.
 
     The exchange runs beside the next step: no rank waits for it.
@@ -92,7 +93,7 @@ class MemoryWatch:
         for detector in self._detectors.values():
             detector.forget()
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._meter.close()
 
     def _exchange(self, own: LiveMemory, *, step: int) -> None:

@@ -1,5 +1,6 @@
 """Reports of a rank that runs out of memory: `<run.dir>/out-of-memory/step-<step>-rank-<rank>.txt`."""
 
+import errno
 import re
 import socket
 from collections.abc import Iterable
@@ -65,6 +66,8 @@ class OutOfMemoryReporter:
         if error is not None and is_out_of_memory(error):
             report = self._make_report(error)
             raise self._write_and_describe(report) from error
+        if self._has_history:
+            torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore
 
     def _make_report(self, error: BaseException) -> OutOfMemoryReport:
         device = self._ranks.device
@@ -146,6 +149,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error`, or an error that it was raised from, is an allocation that failed."""
     for one in _iterate_causes(error):
         if isinstance(one, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(one, OSError) and one.errno == errno.ENOMEM:
             return True
         if isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS):
             return True

@@ -90,8 +90,6 @@ def prepare_job(
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
     first, root, every = state.step + 1, directory.root, run.log.trace_every
     observed = observe_steps(model, where, log=log, directory=root, every=every, first_step=first)
-    memory = MemoryWatch(ranks.device, log=log, steps=run.train.step_count)
-    stack.callback(memory.close)
     job = TrainJob(
         plan=plan,
         ranks=ranks,
@@ -108,7 +106,7 @@ def prepare_job(
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
         compiler=compiler,
-        memory=memory,
+        memory=stack.enter_context(MemoryWatch(ranks.device, log=log, steps=run.train.step_count)),
     )
     _report_start(job, left=left, read=read, resume=resume)
     return job

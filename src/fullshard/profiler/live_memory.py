@@ -9,6 +9,7 @@ not grow by fragmentation, so they show a leak. Another malloc, or a system with
 import ctypes
 import os
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+# Most of the processor time that may be spent on mallinfo2, which walks all free blocks of the heap.
+_MALLOC_SHARE = 0.005
 _MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
@@ -56,7 +59,8 @@ class LiveMemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._malloc = _find_mallinfo2()
+        self._malloc, self._read_again_at = _find_mallinfo2(), 0.0
+        self._host_bytes: int | None = None
         self._page = os.sysconf("SC_PAGE_SIZE")
         statm = "/proc/self/statm"
         self._statm = os.open(statm, os.O_RDONLY | os.O_CLOEXEC) if os.path.exists(statm) else None
@@ -86,10 +90,14 @@ class LiveMemoryMeter:
             self._statm = None
 
     def _read_malloc(self) -> int | None:
-        if self._malloc is None:
-            return None
+        """Returns the live bytes; those of the last call if that was too recent for what a call costs."""
+        if self._malloc is None or time.monotonic() < self._read_again_at:
+            return self._host_bytes
+        started = time.thread_time()
         figures = self._malloc()
-        return figures.uordblks + figures.hblkhd
+        self._host_bytes = figures.uordblks + figures.hblkhd
+        self._read_again_at = time.monotonic() + (time.thread_time() - started) / _MALLOC_SHARE
+        return self._host_bytes
 
     def _read_resident(self) -> int | None:
         if self._statm is None:

@@ -13,7 +13,9 @@ from pathlib import Path
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.bars import memory_table, seconds_table
 from fullshard.report.event_table import event_table
+from fullshard.report.kernel_tables import kernel_section
 from fullshard.report.markup import escape, percent_text, table
+from fullshard.report.memory_section import rank_memory_table
 from fullshard.report.page_charts import draw_charts
 from fullshard.report.plan import settings_rows
 from fullshard.report.run_comparison import comparison_verdict, figures_table, settings_table
@@ -37,6 +39,8 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         found = [
             ("Memory at the peak of the fullest rank", memory_table(run)),
             ("Seconds of a step", seconds_table(run)),
+            ("Memory of the ranks", rank_memory_table(run)),
+            ("Kernels of a profiled step", kernel_section(run.kernels)),
             ("One step, rank by rank: colour is waiting", step_timeline(run)),
             ("Ranks that held the others up", straggler_table(run)),
             ("Events", event_table(run)),

@@ -96,6 +96,7 @@ def _small_charts(runs: Sequence[RunRecord], *, first: float, last: float) -> li
         _SmallChart("grad_norm", "gradient norm, before clipping", _show_figure, from_zero=False),
         _SmallChart("learning_rate", "learning rate", _show_figure),
         _SmallChart("data_seconds", f"waiting for data, {unit} a step", _show_figure, factor=factor),
+        _memory_chart(runs),
     )
     return [
         Chart(
@@ -113,6 +114,16 @@ def _small_charts(runs: Sequence[RunRecord], *, first: float, last: float) -> li
         )
         for figure in figures
     ]
+
+
+def _memory_chart(runs: Sequence[RunRecord]) -> _SmallChart:
+    """Returns the chart of rank 0's memory: of the device, if it has one, else live bytes of the host."""
+    key, title = "host_bytes", "live host memory after each step on rank 0"
+    if any(run.metrics.values("peak_allocated_bytes") for run in runs):
+        key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
+    most = max((value for run in runs for value in run.metrics.values(key)), default=0.0)
+    unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
+    return _SmallChart(key, f"{title}, {unit}", _show_figure, factor=1 / size)
 
 
 def _lines(

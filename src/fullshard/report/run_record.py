@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fullshard.errors import SpecError
+from fullshard.report.kernels import KernelSummary, summarise_last_profile
 from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
 from fullshard.report.metrics import MetricsReader, StepColumns
 from fullshard.spec.event import RunEvent, read_events
+from fullshard.spec.hardware import Hardware, Rates
+from fullshard.spec.live_status import LiveStatus
 from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
-from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, MEASUREMENT, METRICS, PLAN
+from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
 
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
@@ -37,6 +40,8 @@ class RunRecord:
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
     measured_steps: spans of the last sampled step on each rank that wrote it; empty for a run without spans
     predicted_step: spans of the planned step; None if it is not known
+    live: live.json of the last attempt; None if there is none
+    kernels: times by kind of kernel in the last profiled step; None without a profile
     unreadable: names of records that are there, and that this version cannot read
     """
 
@@ -50,6 +55,8 @@ class RunRecord:
     unreadable: tuple[str, ...] = ()
     measured_steps: tuple[StepSpans, ...] = ()
     predicted_step: StepSpans | None = None
+    live: LiveStatus | None = None
+    kernels: KernelSummary | None = None
 
     @property
     def last_step(self) -> int:
@@ -85,13 +92,15 @@ def read_run(
     is_running: bool,
     now: datetime,
     metrics_reader: MetricsReader | None = None,
-    with_spans: bool = True,
+    is_brief: bool = False,
+    hardware: Hardware | None = None,
 ) -> RunRecord:
     """Reads the records in `directory`.
 
     is_running: whether a process holds the lock of the directory
     metrics_reader: reader of metrics.jsonl, which may have read a part of it already
-    with_spans: whether the last sampled step is read
+    is_brief: whether the last sampled step and profiles are left out
+    hardware: the calibrated hardware of this user, with whose rates kernels are compared if it is the run's
 
     Raises SpecError if it is not the directory of a run, or if its steps or events cannot be read.
     """
@@ -114,18 +123,31 @@ def read_run(
         )
     if measurement is not None and not _is_of_last_attempt(measurement, events=events, metrics=metrics):
         measurement = None
+    plan = planned if measurement is not None else (_newest_planned(events) or planned)
+    rates = rates_of_run(plan, hardware)
+    live = LiveStatus.load_if_readable(directory / LIVE)
+    attempts = max((event.attempt for event in events), default=1)
     return RunRecord(
         name=str(directory),
         state=_find_state(directory, events, is_running=is_running, now=now),
         metrics=metrics,
-        plan=planned if measurement is not None else (_newest_planned(events) or planned),
+        plan=plan,
         measurement=measurement,
         events=events,
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
-        measured_steps=_read_last_step(directory) if with_spans else (),
-        predicted_step=read_predicted_step(directory) if with_spans else None,
+        measured_steps=() if is_brief else _read_last_step(directory),
+        predicted_step=None if is_brief else read_predicted_step(directory),
+        live=live if live is not None and live.attempt == attempts else None,
+        kernels=None if is_brief else summarise_last_profile(directory, rates=rates),
     )
+
+
+def rates_of_run(plan: Plan | None, hardware: Hardware | None) -> Rates | None:
+    """Returns the rates of `hardware` if `plan` was made for it, or else None."""
+    prediction = None if plan is None else plan.prediction
+    is_same = prediction is not None and hardware is not None and prediction.hardware == hardware.name
+    return hardware.rates if is_same and hardware is not None else None
 
 
 def _read_last_step(directory: Path) -> tuple[StepSpans, ...]:

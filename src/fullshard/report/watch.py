@@ -4,13 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.text import Text
 
-from fullshard.errors import SpecError
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.event_table import describe_event
 from fullshard.report.run_record import RunRecord
@@ -18,7 +16,6 @@ from fullshard.report.verdict import fault_text, recent_tokens_per_second
 from fullshard.spec.event import RunEvent
 from fullshard.spec.live_status import LiveStatus, RankStatus
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run_files import LIVE
 from fullshard.system.terminal import escape_to_single_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -37,15 +34,17 @@ class WatchedRun:
     """A run at one moment.
 
     record: the records of its directory
-    live: its live.json; None for a run without, such as one of an earlier version
     now: the moment
     last_step_at: when metrics.jsonl was last written; None if it does not exist
     """
 
     record: RunRecord
-    live: LiveStatus | None
     now: datetime
     last_step_at: datetime | None
+
+    @property
+    def live(self) -> LiveStatus | None:
+        return self.record.live
 
     @property
     def has_ended(self) -> bool:
@@ -96,14 +95,6 @@ class WatchedRun:
         held_up = {one.rank for one in self.live.stragglers} if self.live is not None else set[int]()
         order = sorted(ranks, key=lambda one: (one.rank not in held_up, one.step, -one.seconds_in_phase))
         return sorted(order[:_SHOWN_RANKS], key=lambda one: one.rank)
-
-
-def read_live_status(directory: Path) -> LiveStatus | None:
-    """Reads `live.json`; returns None if it is absent, or of a version that this one cannot read."""
-    try:
-        return LiveStatus.read_json(directory / LIVE, what="the state of a run")
-    except SpecError:
-        return None
 
 
 def watch_values(run: WatchedRun) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """The file live.json: the state of a run while it trains, which rank 0 replaces every few seconds."""
 
+from pathlib import Path
+from typing import Self
+
 from pydantic import AwareDatetime, ConfigDict
 
+from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
@@ -73,6 +77,14 @@ class LiveStatus(FrozenModel):
     stragglers: tuple[HeldUp, ...] = ()
     phases: dict[str, int] = {}
     ranks: tuple[RankStatus, ...] = ()
+
+    @classmethod
+    def load_if_readable(cls, path: Path) -> Self | None:
+        """Reads the file; returns None if it is absent, or if this version cannot read it."""
+        try:
+            return cls.read_json(path, what="the state of a run")
+        except SpecError:
+            return None
 
 
 MOST_RANKS = 64

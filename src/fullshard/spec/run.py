@@ -303,11 +303,11 @@ class LogSection(FrozenModel):
         `profile_ranks`; excluded from speed figures. See docs/trace.md.
     `trace_every`: steps between those whose spans each rank writes, for `fullshard trace` and the report; 0
         records no spans, and names no slow ranks
-    `trackers`: `tensorboard`, `wandb`, `mlflow` (each an extra), or the name of an entry point in the group
-        `fullshard.trackers` of another package. See docs/trackers.md.
+    `trackers`: `tensorboard`, `wandb`, `mlflow`, `opentelemetry` (each an extra), or the name of an entry
+        point in the group `fullshard.trackers` of another package. See docs/trackers.md.
     `prometheus`: file of figures that is replaced every 2 s, for node_exporter's textfile collector
-    `memory_history`: on GPUs, a report about lost memory also has the stack of each allocation, which makes
-        allocations slower. See docs/watch.md.
+    `memory_history`: on GPUs, the snapshot of a rank that runs out of memory has the stack of each
+        allocation, which makes allocations slower. See docs/watch.md.
     """
 
     every: PositiveCount = 10

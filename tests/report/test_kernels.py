@@ -1,0 +1,223 @@
+"""Times by kind of kernel, rates and idle time: of a made-up profile of a GPU and a real one of the CPU."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from fullshard.errors import SpecError
+from fullshard.report.kernel_tables import kernel_section, kernel_sentences, kernel_table
+from fullshard.report.kernel_trace import parse_kernel_trace, read_kernel_trace
+from fullshard.report.kernels import KernelSummary, summarise_kernels
+from fullshard.spec.hardware import RatePoint
+from fullshard.spec.rates import default_cpu_rates
+
+HOST_THREAD, BACKWARD_THREAD = 1, 2
+
+
+class GpuTrace:
+    """A profile of a GPU, written by hand: times in µs."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._launches = 0
+
+    def host(
+        self, name: str, begin: float, duration: float, *, thread: int = HOST_THREAD, **args: Any
+    ) -> None:
+        kind = "user_annotation" if name.startswith(("FSDP::", "fullshard::", "Optimizer")) else "cpu_op"
+        self._add(kind, name, times=(begin, duration), thread=thread, args=args)
+
+    def kernel(
+        self, name: str, begin: float, duration: float, *, launched: float, thread: int = HOST_THREAD
+    ) -> None:
+        self._launches += 1
+        same = {"correlation": self._launches}
+        self._add("cuda_runtime", "cudaLaunchKernel", times=(launched, 1), thread=thread, args=same)
+        kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        self._add(kind, name, times=(begin, duration), thread=7, args=same)
+
+    def summary(self, rates: Any = None) -> KernelSummary:
+        trace = parse_kernel_trace([*self.events, {"ph": "M", "name": "process_name"}, "no event"])
+        return summarise_kernels(trace, name="step", rates=rates)
+
+    def _add(self, kind: str, name: str, *, times: tuple[float, float], thread: int, args: Any) -> None:
+        event = {
+            "ph": "X",
+            "cat": kind,
+            "name": name,
+            "ts": times[0],
+            "dur": times[1],
+            "pid": 1,
+            "tid": thread,
+        }
+        self.events.append(event | {"args": args})
+
+
+def mm(rows: int, inner: int, columns: int) -> dict[str, Any]:
+    return {"Input Dims": [[rows, inner], [inner, columns]], "Input type": ["c10::BFloat16"] * 2}
+
+
+def attention(*, causal_at: int, causal: bool) -> dict[str, Any]:
+    values = ["" for _ in range(causal_at)] + [str(causal)]
+    return {
+        "Input Dims": [[2, 4, 128, 64]] * 3,
+        "Input type": ["c10::BFloat16"] * 3,
+        "Concrete Inputs": values,
+    }
+
+
+def gpu_step() -> GpuTrace:
+    trace = GpuTrace()
+    trace.host("FSDP::all_gather_copy_out", 0, 10)
+    trace.kernel("void split_with_sizes_copy_kernel", 5, 10, launched=2)
+    trace.host("aten::mm", 10, 10, **mm(1000, 1000, 1000))
+    trace.kernel("nvjet_hsh_128x128_NNT", 15, 100, launched=12)
+    trace.kernel("splitKreduce_kernel", 115, 20, launched=14)
+    trace.host("aten::scaled_dot_product_attention", 20, 10)
+    trace.host("aten::_scaled_dot_product_flash_attention", 21, 8, **attention(causal_at=4, causal=True))
+    trace.kernel("pytorch_flash::flash_fwd_kernel", 135, 50, launched=23)
+    trace.host("aten::native_layer_norm", 30, 5)
+    trace.kernel("vectorized_layer_norm_kernel", 185, 15, launched=32)
+    # Idle from 200 to 300: launched at 260, so the host was late for 60 µs, and the kernel waited for 39.
+    trace.host("aten::add", 255, 6)
+    trace.kernel("vectorized_elementwise_kernel", 300, 10, launched=260)
+    trace.kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 305, 45, launched=262)
+    trace.host("fullshard::optimizer", 265, 20)
+    trace.kernel("multi_tensor_apply_kernel", 350, 30, launched=270)
+    trace.kernel("Memcpy DtoH", 380, 5, launched=290)
+    return trace
+
+
+def test_kernels_of_a_gpu_are_counted_by_kind():
+    made = gpu_step().summary()
+    seconds = {str(one.kind): round(one.seconds * 1e6) for one in made.kinds}
+    assert seconds == {
+        "matmul": 120,
+        "attention": 50,
+        "collectives": 45,
+        "optimizer": 30,
+        "norm": 15,
+        "copies": 15,
+        "pointwise": 10,
+    }
+    assert made.on_device
+    assert made.attention == ("flash",)
+    assert made.warnings == ()
+
+
+def test_idle_time_is_split_into_a_late_host_and_waiting():
+    made = gpu_step().summary()
+    assert made.host_late_seconds * 1e6 == pytest.approx(61)  # the launch ends at 261
+    assert made.waiting_seconds * 1e6 == pytest.approx(39)
+    assert made.exposed_collective_seconds * 1e6 == pytest.approx(40), "5 µs run beside the addition"
+
+
+def test_rates_count_each_operation_once_and_are_compared_with_the_calibrated_ones():
+    curve = (RatePoint(1.0, 4e13),)
+    rates = default_cpu_rates(1).model_copy(update={"matmul": {"bf16": curve}, "attention": {"bf16": curve}})
+    made = {str(one.kind): one for one in gpu_step().summary(rates).kinds}
+    assert made["matmul"].flops == 2e9
+    assert made["matmul"].flops_per_second == pytest.approx(2e9 / 120e-6)
+    assert made["matmul"].share_of_calibrated == pytest.approx(2e9 / 120e-6 / 4e13)
+    pairs = 128 * 129 // 2  # causal
+    assert made["attention"].flops == 4 * 2 * 4 * 64 * pairs
+    assert made["norm"].flops_per_second is None
+    unknown = gpu_step().summary(default_cpu_rates(1))
+    assert all(one.share_of_calibrated is None for one in unknown.kinds), "it has no rates of bf16"
+
+
+def test_slow_kernels_of_attention_are_warned_of():
+    trace = gpu_step()
+    trace.host("aten::_scaled_dot_product_attention_math", 400, 20, **attention(causal_at=5, causal=True))
+    trace.host("aten::_scaled_dot_product_efficient_attention", 430, 9, **attention(causal_at=6, causal=True))
+    made = trace.summary()
+    assert made.attention == ("efficient", "flash", "math")
+    assert [("(math)" in one, "memory-efficient" in one) for one in made.warnings] == [
+        (True, False),
+        (False, True),
+    ]
+    assert any(sentence.startswith("Warning: ") for sentence in kernel_sentences(made))
+
+
+def test_backward_on_a_thread_of_its_own_is_recognised():
+    trace = GpuTrace()
+    trace.host("aten::mm", 0, 5, **mm(10, 10, 10))
+    trace.host("ScaledDotProductFlashAttentionBackward0", 10, 20, thread=BACKWARD_THREAD)
+    trace.host(
+        "aten::_scaled_dot_product_flash_attention_backward",
+        11,
+        8,
+        thread=BACKWARD_THREAD,
+        **{"Input Dims": [[2, 4, 128, 64]] * 4, "Concrete Inputs": [""] * 11 + ["False"]},
+    )
+    trace.kernel("flash_bwd_kernel", 20, 40, launched=13, thread=BACKWARD_THREAD)
+    [one] = trace.summary().kinds
+    assert (str(one.kind), one.flops) == ("attention", 10 * 2 * 4 * 64 * 128 * 128)
+
+
+def profiled(directory: Path, backend: SDPBackend) -> Path:
+    weight, x = torch.ones(64, 64, requires_grad=True), torch.ones(2, 4, 32, 64)
+    with profile(
+        activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True, acc_events=True
+    ) as made:
+        with sdpa_kernel(backend):
+            attended = scaled_dot_product_attention(x, x, x, is_causal=True)
+        out = layer_norm(attended.reshape(-1, 64) @ weight, (64,))
+        out.sum().backward()
+    path = directory / "step-00000001-rank-00000.json.gz"
+    made.export_chrome_trace(str(path))
+    return path
+
+
+def test_a_profile_of_the_cpu_has_the_flop_of_its_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    made = summarise_kernels(read_kernel_trace(profiled(tmp_path, SDPBackend.FLASH_ATTENTION)), name="step")
+    kinds = {str(one.kind): one for one in made.kinds}
+    assert not made.on_device
+    assert kinds["matmul"].flops == 2 * 2 * (2 * 4 * 32) * 64 * 64, "forward, and the gradient of the weight"
+    assert kinds["attention"].flops == 4 * 2 * 4 * 64 * (32 * 33 // 2)
+    assert kinds["norm"].seconds > 0
+    assert made.attention == ("flash",)
+    assert sum(one.seconds for one in made.kinds) <= made.seconds
+
+
+def test_attention_that_falls_back_to_matmuls_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    made = summarise_kernels(read_kernel_trace(profiled(tmp_path, SDPBackend.MATH)), name="step")
+    assert made.attention == ("math",)
+    assert "(math)" in made.warnings[0]
+
+
+def test_the_table_has_a_column_of_calibrated_rates_only_if_there_are_some():
+    header, *rows = kernel_table(gpu_step().summary())
+    assert header[-1] == "FLOP/s"
+    assert rows[0] == ("matmul", "0.1 ms", "31 %", "2", "16.7T")
+    assert "<table" in kernel_section(gpu_step().summary())
+    assert kernel_section(None) == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"traceEvents": 3}', gzip.compress(b"{}")[:-4]])
+def test_other_files_are_no_profiles(tmp_path: Path, content: bytes):
+    for name in ("step.json", "step.json.gz"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecError):
+            read_kernel_trace(tmp_path / name)
+
+
+def test_events_with_odd_fields_are_left_out():
+    odd = [
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 1},
+        {"ph": "X", "cat": "cpu_op", "ts": 1},
+    ]
+    odd += [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "args": {"Input Dims": [3, "x"]}}
+    ]
+    trace = parse_kernel_trace(json.loads(json.dumps(odd)))
+    assert [str(one.kind) for one in summarise_kernels(trace, name="step").kinds] == ["matmul"]
