@@ -80,7 +80,8 @@ def make_pages(root: Path) -> list[Path]:
     if not long.exists():
         runs.write_steps(long, LONG_STEPS)
         saves = [("save", 1, step, {"path": "p"}) for step in range(500, LONG_STEPS, 500)]
-        runs.write_events(long, *runs.start(1, runs.plan(steps=LONG_STEPS)), *saves)
+        told = (*runs.start(1, runs.plan(steps=LONG_STEPS)), *saves, ("end", 1, LONG_STEPS, {"loss": 2.0}))
+        runs.write_events(long, *told)
     return [*pages, report(root, "long", long)]
 
 
@@ -163,7 +164,7 @@ def open_page(path: Path, *, browser: str) -> list[str]:
             page.screenshot(path=path.with_suffix(f".{scheme}.png"), full_page=True)
         page.emulate_media(media="print")
         page.pdf(path=path.with_suffix(".pdf"))
-        page.set_viewport_size({"width": 760, "height": 1000})
+        page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4 between its margins
         page.screenshot(path=path.with_suffix(".print.png"), full_page=True)
         opened.close()
     return problems
