@@ -2,11 +2,12 @@
 
     PYTHONPATH=. python bench/report_pages.py DIRECTORY [--browser /usr/bin/chromium]
 
-The runs: the default one; one that was killed, restarted, stopped and resumed; one whose rank was killed; one
-that trains while its page is made; these four side by side; and 100,000 recorded steps. Each page is opened
-in light and dark, and printed. Fails if a page is larger than 150 KB, has a script error, makes a request, or
-is wider than its window. Writes a picture of each. Needs `pip install playwright` and a Chromium; without
-these, only the pages are made.
+The runs: the default one; one with a rank that was killed and one that held the other up, which was stopped
+and resumed; one whose rank was killed; one that trains while its page is made; these four side by side; and
+100,000 recorded steps. Each page is opened in light and dark, and printed.
+
+Fails if a page is larger than 150 KB, has a script error, makes a request, or is wider than its window.
+Writes pictures. Needs `pip install playwright` and a Chromium; without these, only the pages are made.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from tests.report import runs
 
 LARGEST_BYTES = 150_000
 LONG_STEPS = 100_000
+PICTURED = "faults.html"
 SMALL = ("model.d_model=96", "model.layers=3", "model.heads=4", "checkpoint.every=20", "log.every=5")
 
 
@@ -55,11 +57,13 @@ def make_pages(root: Path) -> list[Path]:
         with training(default, "train.steps=200") as run:
             run.wait()
     if not faults.exists():
-        settings = (*SMALL, "train.steps=150", "run.restarts=2", "optimizer.learning_rate=1e-3")
+        settings = (*SMALL, "train.steps=200", "run.restarts=2", "optimizer.learning_rate=1e-3")
         with training(faults, *settings) as run:
             wait_for_step(faults, 50)
             os.kill(rank_process(run.pid, rank=1), signal.SIGKILL)
-            wait_for_step(faults, 90)
+            wait_for_step(faults, 60)
+            hold_up(rank_process(run.pid, rank=1), lambda: has_step(faults, 110))
+            wait_for_step(faults, 130)
             run.send_signal(signal.SIGINT)
             run.wait()
         with training(faults, *settings, resume=True) as run:
@@ -80,7 +84,8 @@ def make_pages(root: Path) -> list[Path]:
     if not long.exists():
         runs.write_steps(long, LONG_STEPS)
         saves = [("save", 1, step, {"path": "p"}) for step in range(500, LONG_STEPS, 500)]
-        runs.write_events(long, *runs.start(1, runs.plan(steps=LONG_STEPS)), *saves)
+        told = (*runs.start(1, runs.plan(steps=LONG_STEPS)), *saves, ("end", 1, LONG_STEPS, {"loss": 2.0}))
+        runs.write_events(long, *told)
     return [*pages, report(root, "long", long)]
 
 
@@ -102,13 +107,25 @@ def training(directory: Path, *settings: str, resume: bool = False) -> Iterator[
 def wait_for_step(directory: Path, step: int, *, seconds: float = 600) -> None:
     """Waits until `metrics.jsonl` has `step`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        path = directory / "metrics.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        if lines and json.loads(lines[-1])["step"] >= step:
-            return
+    while not has_step(directory, step):
         time.sleep(0.2)
-    raise SystemExit(f"{directory} does not reach step {step}")
+        if time.monotonic() > end:
+            raise SystemExit(f"{directory} does not reach step {step}")
+
+
+def has_step(directory: Path, step: int) -> bool:
+    path = directory / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return bool(lines) and json.loads(lines[-1])["step"] >= step
+
+
+def hold_up(process: int, has_ended: Callable[[], bool]) -> None:
+    """Pauses a process for 150 ms again and again."""
+    while not has_ended():
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(0.15)
+        os.kill(process, signal.SIGCONT)
+        time.sleep(0.1)
 
 
 def rank_process(launcher: int, *, rank: int) -> int:
@@ -161,12 +178,22 @@ def open_page(path: Path, *, browser: str) -> list[str]:
             if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 problems.append(f"{path.name}: wider than its window")
             page.screenshot(path=path.with_suffix(f".{scheme}.png"), full_page=True)
+            if scheme == "light" and path.name == PICTURED:
+                take_pictures(page, path.parent)
         page.emulate_media(media="print")
         page.pdf(path=path.with_suffix(".pdf"))
-        page.set_viewport_size({"width": 760, "height": 1000})
+        page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4 between its margins
         page.screenshot(path=path.with_suffix(".print.png"), full_page=True)
         opened.close()
     return problems
+
+
+def take_pictures(page: Any, directory: Path) -> None:
+    """Writes the pictures of docs/images."""
+    page.screenshot(path=directory / "report-curves.png", clip={"x": 0, "y": 0, "width": 1180, "height": 830})
+    for name, heading in (("report-step", "One step"), ("report-stragglers", "Ranks that held")):
+        section = page.locator("section", has_text=heading).last
+        section.screenshot(path=directory / f"{name}.png")
 
 
 def _note_request(problems: list[str], url: str, *, page: Path) -> None:

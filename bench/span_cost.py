@@ -5,7 +5,8 @@
 Each pair is a turn of steps with everything that a run observes, and a turn without. In `always on`, the
 steps are those between two samples; in `sampled`, each step has the spans of its units, and is written.
 Prints the difference of processor time (all threads of all ranks) to the turns without: the mean of the
-middle half of the pairs, with its 95 % interval (bootstrap). `chrt -r 1` keeps other programs off the cores.
+middle half of the pairs, with its 95 % interval (bootstrap). `off again` are turns without, as a control.
+`chrt -r 1` keeps other programs off the cores.
 """
 
 import argparse
@@ -33,8 +34,8 @@ from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 
 WARMUP_PAIRS, STEPS_OF_A_TURN = 3, 2
-OFF, NEVER = "off", 10**9
-KINDS = {OFF: 0, "always on": NEVER, "sampled": 1}  # kind of turn -> steps between samples
+OFF, CONTROL, NEVER = "off", "off again", 10**9
+KINDS = {OFF: 0, CONTROL: 0, "always on": NEVER, "sampled": 1}  # kind of turn -> steps between samples
 
 
 def main() -> None:
@@ -42,9 +43,9 @@ def main() -> None:
     asked.add_argument("run", nargs="?", type=Path)
     asked.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     asked.add_argument("--pairs", type=int, default=60)
-    asked.add_argument("--kind", choices=[kind for kind in KINDS if kind != OFF], help="of turns; both")
+    asked.add_argument("--kind", choices=list(KINDS)[2:], help="kind of turn; both")
     given = asked.parse_args()
-    kinds = [kind for kind in KINDS if given.kind in (None, kind) or kind == OFF]
+    kinds = [kind for kind in KINDS if given.kind in (None, kind) or KINDS[kind] == 0]
     turns = (given.pairs + WARMUP_PAIRS) * len(kinds)
     steps = f"train.steps={turns * STEPS_OF_A_TURN}"
     run = Run.load(given.run, overrides=["sharding.strategy=full_shard", *given.set, steps])

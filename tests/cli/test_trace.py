@@ -68,6 +68,15 @@ def slices(path: Path) -> list[dict[str, Any]]:
     return [one for one in json.loads(text)["traceEvents"] if one["ph"] == "X"]
 
 
+def slice_table(path: Path) -> sqlite3.Connection:
+    """A database with the table `slice` of a trace, as Perfetto's trace processor has it."""
+    db = sqlite3.connect(":memory:")
+    db.execute("create table slice (pid, name, cat, ts, dur, unit)")
+    rows = [(s["pid"], s["name"], s["cat"], s["ts"], s["dur"], s["args"].get("unit")) for s in slices(path)]
+    db.executemany("insert into slice values (?, ?, ?, ?, ?, ?)", rows)
+    return db
+
+
 def test_a_trace_has_a_process_per_rank_and_the_planned_step(run: Path, tmp_path: Path):
     terms, out = add_predicted(run), tmp_path / "t.json.gz"
     assert main(["trace", str(run), "--out", str(out)]) == 0
@@ -94,10 +103,7 @@ def test_a_trace_has_a_process_per_rank_and_the_planned_step(run: Path, tmp_path
 def test_sql_finds_the_exposed_communication_of_each_unit(run: Path, tmp_path: Path):
     out = tmp_path / "t.json"
     assert main(["trace", str(run), "--step", "10", "--out", str(out)]) == 0
-    db = sqlite3.connect(":memory:")
-    db.execute("create table slice (pid, name, cat, ts, dur, unit)")
-    rows = [(s["pid"], s["name"], s["cat"], s["ts"], s["dur"], s["args"].get("unit")) for s in slices(out)]
-    db.executemany("insert into slice values (?, ?, ?, ?, ?, ?)", rows)
+    db = slice_table(out)
     query = "select unit, cat, pid, sum(dur) from slice where cat like 'wait for %' group by unit, cat, pid"
     assert db.execute(query).fetchall() == [
         ("blocks.0", "wait for all-gather", 1, 2000.0),

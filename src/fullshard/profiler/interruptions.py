@@ -26,7 +26,7 @@ class Interruptions:
         self._collecting_since = 0
         self._has_ended = False
         self._trainer = threading.get_native_id()
-        self._ticker = threading.Thread(target=self._tick, name="fullshard-pauses", daemon=True)
+        self._ticker = threading.Thread(target=self._tick, name="fullshard pauses", daemon=True)
 
     def __enter__(self) -> Self:
         gc.callbacks.append(self._note_collection)

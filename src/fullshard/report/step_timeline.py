@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.quantities import format_seconds
+from fullshard.report.curves import axis_ticks
 from fullshard.report.markup import escape, percent_text, table
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.event import RunEvent
@@ -170,11 +171,15 @@ def _term(span: StepSpan) -> str:
 
 
 def _axis(seconds: float, *, top: int) -> str:
-    ticks = [(_LABELS + _WIDTH * part / 4, seconds * part / 4) for part in range(5)]
+    scale = _WIDTH / seconds if seconds > 0 else 0.0
     return "".join(
-        f'<text class="tick" x="{x:.0f}" y="{top + 12}">{format_seconds(at) if at else "0"}</text>'
-        for x, at in ticks
+        f'<text class="tick" x="{_LABELS + at * scale:.0f}" y="{top + 12}">{_tick_text(at)}</text>'
+        for at in axis_ticks(0.0, seconds, log=False)
     )
+
+
+def _tick_text(seconds: float) -> str:
+    return "0" if not seconds else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _legend(rows: Sequence[_Row]) -> str:
