@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
-AXES = (("tensor", "tensor_parallel"), ("context", "context_parallel"))
+AXES = (("tensor", "tensor_parallel"), ("context", "context_parallel"), ("expert", "expert_parallel"))
 CASES = Path(__file__).with_name("choices.txt")
 MIXTURES = {
     "mixtral-8x7b": MixtralConfig(architectures=["MixtralForCausalLM"]),

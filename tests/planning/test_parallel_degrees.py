@@ -113,7 +113,13 @@ def test_a_plan_offloads_only_if_it_is_notably_faster(offloading: float, sharing
     ]
     assert choose_fastest(searches, run) is searches[chosen - 1]
     pinned = Run.load(overrides=["offload.tier=optimizer:cpu"])
-    assert choose_fastest(searches, pinned) is searches[0 if offloading <= 1.01 * sharing else 1]
+    assert choose_fastest(searches, pinned) is searches[0 if offloading <= 1.03 * sharing else 1]
+
+
+@pytest.mark.parametrize(("sharing", "chosen"), [(9.8, 1), (9.6, 2)])
+def test_an_axis_is_taken_only_if_it_is_notably_faster(sharing: float, chosen: int) -> None:
+    searches = [found_with(10.0), found_with(sharing, "sharding.tensor_parallel=2")]
+    assert choose_fastest(searches, Run.load()) is searches[chosen - 1]
 
 
 def found_with(step_seconds: float, *overrides: str) -> DegreeSearch:

@@ -19,8 +19,8 @@ from fullshard.spec.plan import Plan
 def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRunMemory:
     """Returns the peak memory of `rank`, from a dry run (see `dryrun.step.run_dry_step`).
 
-    The default program trains the reference decoder. The step runs in a process of its own, because a process
-    group is global and an error within backward ends the process.
+    The default program trains the run's model on tokens. The step runs in a process of its own, because a
+    process group is global and an error within backward ends the process.
 
     Raises the error of the dry run (SpecError, PlanError, ShardError, TrainError), or a ShardError with the
     last line of its standard error.
@@ -75,18 +75,21 @@ def _answer_request() -> None:
 
 def _dry_run_in_this_process(plan: Plan, program: Program, *, rank: int) -> DryRunMemory | FullshardError:
     import torch
+    from torch.utils._pytree import tree_map_only
 
     from fullshard.dryrun.step import run_dry_step
 
     build = import_function(program.model)
     with torch.device("meta"):
         model = build(plan)
+    given = import_function(program.batch)(plan)  # may build the model, which fake tensors cannot initialise
+    choose_loss = import_function("fullshard.training.loss:choose_loss")
     return run_dry_step(
         model,
         plan,
-        loss=import_function(program.loss),
+        loss=choose_loss(plan.run, model) if program.loss is None else import_function(program.loss),
         optimizer=import_function(program.optimizer),
-        batch=import_function(program.batch),
+        batch=lambda _: tree_map_only(torch.Tensor, torch.zeros_like, given),
         rank=rank,
     )
 

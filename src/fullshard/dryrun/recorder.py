@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
 from fullshard.dryrun.events import AllocateEvent, Event, FreeEvent
 from fullshard.spec.plan import DeviceType
-from fullshard.tracing.kernels import OpCall, transient_kernel_bytes
+from fullshard.tracing.kernels import OpCall, run_on_fake_tensors, transient_kernel_bytes
 
 # FSDP2 marks its work as ranges of torch's profiler, which begin and end with these operations. It also marks
 # casts of activations, which are not its own memory. `profiler.memory` uses the same rule.
@@ -75,7 +75,7 @@ class StorageEventRecorder(TorchDispatchMode):
         # DTensor's sharding propagation runs operations on whole tensors that no rank allocates. It runs
         # inside this call, where the mode is not active.
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = run_on_fake_tensors(OpCall(func, args, kwargs))
         self.track_and_get_blocks(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         within = transient_kernel_bytes(OpCall(func, args, kwargs), device=self.device)
         if self.device == "cpu":

@@ -21,7 +21,7 @@ from fullshard.dryrun.ranks import disable_collectives, fake_process_group, use_
 from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.dryrun.values import DryRunMemory
 from fullshard.errors import ShardError
-from fullshard.models.decoder import DecoderModel
+from fullshard.models.build import build_model
 from fullshard.models.model_parallel import divide_model
 from fullshard.sharding.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
 from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
@@ -37,9 +37,9 @@ MakeBatch = Callable[[Plan], Any]
 OPTIMIZER_STEP = "optimizer step"
 
 
-def build_decoder(plan: Plan) -> DecoderModel:
-    """Builds the reference decoder with the sizes of the plan's run."""
-    return DecoderModel(plan.run.decoder_config)
+def build_run_model(plan: Plan) -> nn.Module:
+    """Builds the model of the plan's run."""
+    return build_model(plan.run)
 
 
 def token_batch(plan: Plan) -> dict[str, Tensor]:

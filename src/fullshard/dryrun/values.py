@@ -5,16 +5,16 @@ from fullshard.spec.value import FrozenModel
 
 
 class Program(FrozenModel):
-    """Functions of a dry run, named as `module:function`. The defaults train the reference decoder.
+    """Functions of a dry run, named as `module:function`. The defaults train the run's model on tokens.
 
     model: model(plan) -> nn.Module; called with the meta device as the default device
-    loss: loss(model, microbatch) -> a scalar, or (sum, count)
+    loss: loss(model, microbatch) -> a scalar, or (sum, count); if unset, the loss that the run trains with
     optimizer: optimizer(model, plan) -> torch.optim.Optimizer
     batch: batch(plan) -> one microbatch: any nest of tensors
     """
 
-    model: str = "fullshard.dryrun.step:build_decoder"
-    loss: str = "fullshard.training.loss:next_token_loss"
+    model: str = "fullshard.dryrun.step:build_run_model"
+    loss: str | None = None
     optimizer: str = "fullshard.training.optimizer:build_optimizer"
     batch: str = "fullshard.dryrun.step:token_batch"
 

@@ -9,8 +9,9 @@ computes less. So a plan in which each rank has whole sequences and matmuls is f
   share matmuls gathers 1/T of them.
 
 Only then other numbers of ranks are tried, each with all other settings open, and the fastest plan that fits
-is chosen. One that offloads must be notably faster than all that do not: the rates of hosts differ more than
-those of links. Each number needs a trace, which takes seconds.
+is chosen, if it is notably faster than one with fewer axes. One that offloads must be notably faster than
+all that do not: the rates of hosts differ more than those of links. Each number needs a trace, which takes
+seconds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import require_prediction, step_seconds_with_startup
 from fullshard.planner.candidates import divisors_largest_first, run_with_settings
-from fullshard.planner.search import SAME_SPEED, SearchResult, search
+from fullshard.planner.search import SearchResult, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
@@ -82,15 +83,16 @@ def search_parallel_degrees(
 
 
 def choose_fastest(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
-    """Returns the first of the fastest of `searches`, all of which have a plan that fits.
+    """Returns the first of `searches`, all of which have a plan that fits, that none is notably faster than.
 
-    One that offloads although `run` leaves that open is chosen only if it is notably faster than all others.
+    So an axis that gains little is not taken: what axes cost is less certain than the rest. A plan that
+    offloads although `run` leaves that open is chosen only if it is notably faster than all others.
     """
     resident = [one for one in searches if not _offloads_by_choice(_fitting_plan(one), run)]
     fastest = min(map(_seconds, searches))
     if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
         searches, fastest = resident, min(map(_seconds, resident))
-    return next(one for one in searches if _seconds(one) <= (1 + SAME_SPEED) * fastest)
+    return next(one for one in searches if _seconds(one) <= (1 + NOTABLE) * fastest)
 
 
 def _iterate_context_searches(

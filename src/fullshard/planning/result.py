@@ -31,7 +31,6 @@ from fullshard.spec.certainty import speed_certainty
 from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -319,16 +318,18 @@ def with_goodput(answer: PlanResult, *, rank_failure_hours: float) -> PlanResult
 def with_dry_run(answer: PlanResult) -> PlanResult:
     """Runs the plan's real step dry, without data or devices. Returns `answer` with its memory."""
     from fullshard.dryrun.process import dry_run
+    from fullshard.dryrun.values import Program
 
     question = answer.question
-    if question.subject.spec is not None or not isinstance(question.asked.model, DecoderConfig):
+    if question.subject.spec is not None:
         raise SpecError(
-            "--dry-run needs the model itself, as the reference decoder.",
+            "--dry-run needs the model itself, not only its spec.",
             got=question.subject.name,
             fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
         )
     print("note: running the real step dry, which takes a minute or more", file=sys.stderr)
-    return replace(answer, dry=dry_run(answer.best))
+    program = Program(batch="fullshard.planning.describe_run:dry_run_batch")
+    return replace(answer, dry=dry_run(answer.best, program))
 
 
 def _format_parameter_count(count: int) -> str:

@@ -15,13 +15,12 @@ from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Event
 from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import (
-    GROUPED,
     KernelLaunch,
     OpCall,
     find_kernel_launch,
-    grouped_mm_output_shape,
     list_tensors,
     readable_tensor_bytes,
+    run_on_fake_tensors,
     transient_kernel_bytes,
 )
 from fullshard.tracing.recurrent_layers import LSTM_LAYER, with_lstm_workspace
@@ -100,9 +99,7 @@ class AllocationRecorder(TorchDispatchMode):
         if any(map(is_wrapper_class, types)):
             return NotImplemented  # the subclass calls operations on the tensors that it holds
         call = OpCall(func, args, kwargs or {})
-        # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
-        grouped = call.bare_operator_name == GROUPED
-        result = args[0].new_empty(grouped_mm_output_shape(call)) if grouped else func(*args, **call.kwargs)
+        result = run_on_fake_tensors(call)
         if call.bare_operator_name == LSTM_LAYER:
             result = with_lstm_workspace(call.arguments_by_name(), result)
         self._added_gradients.clear()
