@@ -33,7 +33,7 @@ def fitting_settings_text(run: Run, plan: Plan, *, reports: Sequence[OutOfMemory
         hardware = detect_hardware(plan.device, ranks=None if is_started_by_torchrun() else plan.world_size)
         spec = describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
         return choose_fitting_settings(spec, hardware, run=run, plan=plan, reports=reports)
-    except (PlanError, SpecError, TraceError):
+    except (PlanError, SpecError, TraceError, MemoryError):
         return None
 
 
