@@ -151,8 +151,9 @@ def environment(process: int) -> list[bytes]:
 def report(root: Path, name: str, *directories: Path) -> Path:
     """Writes a page, and returns its path."""
     path = root / f"{name}.html"
-    command = [sys.executable, "-m", "fullshard", "report", *map(str, directories), "--html", str(path)]
-    subprocess.run(command, check=True)
+    names = [str(one.relative_to(root)) for one in directories]
+    command = [sys.executable, "-m", "fullshard", "report", *names, "--html", path.name, "--force"]
+    subprocess.run(command, check=True, cwd=root)
     return path
 
 
@@ -190,10 +191,12 @@ def open_page(path: Path, *, browser: str) -> list[str]:
 
 def take_pictures(page: Any, directory: Path) -> None:
     """Writes the pictures of docs/images."""
-    page.screenshot(path=directory / "report-curves.png", clip={"x": 0, "y": 0, "width": 1180, "height": 830})
+    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": 660}
+    page.screenshot(path=directory / "report-curves.png", clip=clip)
     for name, heading in (("report-step", "One step"), ("report-stragglers", "Ranks that held")):
-        section = page.locator("section", has_text=heading).last
-        section.screenshot(path=directory / f"{name}.png")
+        box = page.locator("section", has_text=heading).last.bounding_box()
+        clip |= {"y": box["y"] - 16, "height": box["height"] + 32}
+        page.screenshot(path=directory / f"{name}.png", clip=clip, full_page=True)
 
 
 def _note_request(problems: list[str], url: str, *, page: Path) -> None:

@@ -36,7 +36,7 @@ class UnitHooks:
         for name, group in self._groups:
             if not on_device and _has_replicas(group):
                 self._waits.append(_wrap_replica_sums(group, recorder, unit=name))
-            self._waits += self._wrap_methods(name, group, self._waiting_methods)
+            self._waits += self._wrap_methods(group, self._waiting_methods, unit=name)
 
     def set_detailed(self, is_detailed: bool) -> None:
         """Lets the next steps have ranges of all methods, or only of those that wait."""
@@ -44,7 +44,7 @@ class UnitHooks:
             methods = [method for method in _METHODS if method not in self._waiting_methods]
             for name, group in self._groups:
                 # Around the sum over replicas, which lies within the range of its method.
-                self._details += self._wrap_methods(name, group, methods)
+                self._details += self._wrap_methods(group, methods, unit=name)
                 for attribute, kind in _COMMUNICATION.items() if self._recorder.clock.on_device else ():
                     if (inner := getattr(group, attribute, None)) is not None:
                         setattr(group, attribute, _TimedCollective(inner, kind))
@@ -57,7 +57,7 @@ class UnitHooks:
         _undo(self._details)
         _undo(self._waits)
 
-    def _wrap_methods(self, unit: str, group: Any, methods: Sequence[str]) -> list[Callable[[], object]]:
+    def _wrap_methods(self, group: Any, methods: Sequence[str], *, unit: str) -> list[Callable[[], object]]:
         return [
             _wrap(group, method, recorder=self._recorder, unit=unit)
             for method in methods
