@@ -127,7 +127,7 @@ def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
 
 def test_settings_that_do_not_work_together_are_refused_before_ranks_start() -> None:
     with pytest.raises(PlanError, match="do not work together"):
-        request_with_plan(request("sharding.tensor_parallel=2", "optimizer.name=adamw8bit"))
+        request_with_plan(request("sharding.tensor_parallel=2", "precision.mode=fp8"))
 
 
 def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(

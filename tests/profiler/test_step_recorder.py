@@ -87,7 +87,7 @@ def methods_of_units(model: Any) -> dict[Any, Any]:
 
 def terms_of_both(settings: tuple[str, ...]) -> tuple[list[Any], list[str], set[str]]:
     """Terms of profiled steps by their spans and by the profiler; spans that overlap; names of spans."""
-    steps, traced = recorded(settings, HostClock(), profiled=3)
+    steps, traced = recorded(settings, HostClock(), profiled=5)
     assert [one.step for one in steps] == [1, 2, 3, 4, 5, 6]
     known = {"attempt": 1, "rank": 0, "host": "h", "reason": "r", "begin_ns": 0}
     spans = [tuple(step_spans(one)) for one in steps]
@@ -96,7 +96,7 @@ def terms_of_both(settings: tuple[str, ...]) -> tuple[list[Any], list[str], set[
         for one, each in zip(steps, spans, strict=True)
     ]
     overlaps = [str(one) for each in spans for one in overlaps_in_part(each)]
-    return list(zip(own[-3:], traced, strict=True)), overlaps, {one.name for each in spans for one in each}
+    return list(zip(own[-5:], traced, strict=True)), overlaps, {one.name for each in spans for one in each}
 
 
 SETTINGS = [
