@@ -127,9 +127,7 @@ def largest_difference(own: dict[str, float], traced: dict[str, float]) -> float
 
 @pytest.mark.parametrize(("count", "settings"), SETTINGS)
 def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, settings):
-    # The unit's methods of no_shard have no range of the profiler, so less time suffices to differ.
-    profiled = 8 if "sharding.strategy=no_shard" in settings else 3
-    for pairs, overlaps, names in ranks(count).run(terms_of_both, settings, profiled):
+    for pairs, overlaps, names in ranks(count).run(terms_of_both, settings, 8):
         assert overlaps == []
         assert names & TERM_OF_SPAN.keys() >= {"forward", "backward", "data", "update"}
         # The profiler's own work lies between its ranges and ours, and so does the time in which another
