@@ -19,7 +19,7 @@ from fullshard.models.document_attention import (
     attend_within_documents,
 )
 from fullshard.sharding.materialize import materialize
-from fullshard.sharding.mesh import build_context_group
+from fullshard.sharding.mesh import build_axis_group
 from fullshard.training.loss import next_token_loss
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of
 from tests.fakes.families import STATE_SPACE
@@ -112,7 +112,9 @@ def check_parts_add_up(name: str, method: str, documents: bool) -> None:
     plain = materialize(built(name)[0], seed=0)
     expected, wanted = losses_and_gradients(plain, batch)
     model = materialize(built(name)[0], seed=0)
-    use_context_parallel(model, plan, rank=dist.get_rank(), group=build_context_group(plan).group_name)
+    use_context_parallel(
+        model, plan, rank=dist.get_rank(), group=build_axis_group(plan, "context").group_name
+    )
     seen, found = losses_and_gradients(model, cut_sequences(batch, plan))
     dist.all_reduce(seen)
     torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)
