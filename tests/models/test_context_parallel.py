@@ -112,8 +112,9 @@ def check_parts_add_up(name: str, method: str, documents: bool) -> None:
     plain = materialize(built(name)[0], seed=0)
     expected, wanted = losses_and_gradients(plain, batch)
     model = materialize(built(name)[0], seed=0)
-    group = build_axis_group(plan, "context").group_name
-    use_context_parallel(model, plan, rank=dist.get_rank(), group=group)
+    use_context_parallel(
+        model, plan, rank=dist.get_rank(), group=build_axis_group(plan, "context").group_name
+    )
     seen, found = losses_and_gradients(model, cut_sequences(batch, plan))
     dist.all_reduce(seen)
     torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)

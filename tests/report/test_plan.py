@@ -188,7 +188,6 @@ def test_a_tier_says_what_it_takes_and_what_binds():
         }
     )
     said = rows(plan)
-    assert "WHAT-IF" not in said
     assert said["offload"] == "optimizer:nvme"
     assert said["host memory"] == "64.00 GiB of 32.00 GiB per rank: TOO MUCH"
     assert said["drive"] == "96.00 GiB per rank"
