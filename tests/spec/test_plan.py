@@ -19,8 +19,9 @@ def run_of(**sections: dict[str, object]) -> Run:
 
 
 def suggested(error: PlanError) -> list[int]:
-    """The numbers that an error suggests, without the name of the key."""
-    return [int(number) for number in re.findall(r"\d+", (error.fix or "").partition("=")[2])]
+    """The numbers that an error suggests for the first key that it names."""
+    values = (error.fix or "").partition("=")[2].partition(", or ")[0]
+    return [int(number) for number in re.findall(r"\d+", values)]
 
 
 @st.composite
