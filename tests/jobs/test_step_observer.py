@@ -53,7 +53,9 @@ def observe(directory: str, settings: tuple[str, ...]) -> Observed:
     ("count", "settings"),
     [
         (2, ("sharding.strategy=full_shard",)),
-        (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
+        pytest.param(
+            4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_only_detailed_steps_have_units_and_all_have_the_same_collectives(ranks, tmp_path, count, settings):

@@ -15,7 +15,7 @@ from fullshard.training.loss import choose_loss
 OLMO_1B = {"vocabulary": 100352, "d_model": 2048, "layers": 16, "heads": 16, "kv_heads": 16, "d_ff": 8192}
 
 
-@pytest.mark.parametrize("strategy", ["auto", "full_shard"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("full_shard", marks=pytest.mark.long)])
 def test_eight_sequences_of_olmo_1b_fit_80_gb(strategy: str):
     sizes = [f"model.{key}={value}" for key, value in (OLMO_1B | {"max_sequence": 4096}).items()]
     settings = ["data.sequence_length=4096", "train.microbatch=8", "train.global_batch=64"]
