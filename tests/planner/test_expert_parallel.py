@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.dryrun.step import run_dry_step
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import CollectiveLayout, all_to_all_seconds
+from fullshard.planner.explain import explain_plan
 from fullshard.planner.search import predict, search
 from fullshard.planner.unit_bytes import unit_bytes
 from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
@@ -180,3 +181,16 @@ def test_the_search_over_the_axis_finds_the_fastest_number() -> None:
         assert best is not None
         times[degree] = prediction_of(best).time.total
     assert prediction_of(found.found.best).time.total <= min(times.values()) * 1.01
+
+
+@pytest.mark.parametrize(("setting", "is_named"), [("1", True), ("auto", False)])
+def test_a_plan_that_waits_for_experts_names_the_setting_that_was_not_compared(
+    setting: str, is_named: bool
+) -> None:
+    plan = expert_plan(1, "sharding.strategy=full_shard", "model.expert_d_ff=4096", ranks=16)
+    own = [f"sharding.expert_parallel={setting}", "run.compile=false"]
+    run = Run.parse(plan.run.model_dump(mode="json"), source="here").with_overrides(own)
+    spec, hardware = described(plan), hardware_of(2, 8)
+    found = search(spec, hardware, run, with_front=True)
+    advice = explain_plan(found, hardware, spec=spec, run=run).advice_lines()
+    assert any(line.startswith("not compared: sharding.expert_parallel") for line in advice) == is_named
