@@ -20,14 +20,14 @@ from typing import NamedTuple
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import require_prediction, step_seconds_with_startup
-from fullshard.planner.candidates import divisors_largest_first, run_with_settings
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.search import SearchResult, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.run_checks import first_setting_without_tensor_parallel
+from fullshard.spec.run_checks import divisors, first_setting_without_tensor_parallel
 from fullshard.spec.tensor_split import can_decoder_be_split
 
 LEAST_TOKENS = 8192
@@ -161,7 +161,7 @@ def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
     pieces = 2 if run.sharding.context_method == "gather" else 1
     if run.sharding.context_parallel != "auto":
         return
-    for degree in reversed(divisors_largest_first(hardware.world_size // tensor)):
+    for degree in divisors(hardware.world_size // tensor):
         follows_nodes = node % (degree * tensor) == 0 or (degree * tensor) % node == 0
         cut = length % (degree * pieces * tensor) == 0 and length // degree >= LEAST_TOKENS
         if degree > 1 and follows_nodes and cut:
@@ -173,7 +173,7 @@ def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
     section, model = run.sharding, run.model
     if section.tensor_parallel != "auto" or first_setting_without_tensor_parallel(run) is not None:
         return
-    for degree in reversed(divisors_largest_first(per_node)):
+    for degree in divisors(per_node):
         fits = not isinstance(model, DecoderConfig) or can_decoder_be_split(model, degree)
         if degree > 1 and fits and run.data.sequence_length % (degree * section.context_degree) == 0:
             yield degree
@@ -188,7 +188,7 @@ def sequences_for_sharing_ranks(run: Run, *, ranks: int, per_node: int, most_tok
     length, is_open = run.data.sequence_length, run.sharding.context_parallel == "auto"
     divisible = isinstance(run.model, DecoderConfig)
     degrees = (1, *(iterate_tensor_degrees(run, per_node=per_node) if divisible else ()))
-    fewest = (one for one in divisors_largest_first(ranks) if one * length <= most_tokens and one < ranks)
+    fewest = (one for one in reversed(divisors(ranks)) if one * length <= most_tokens and one < ranks)
     if (sequences := next(fewest, None)) is None:
         return None
     shared = ranks // sequences  # ranks of each sequence

@@ -99,5 +99,7 @@ def check_experts_are_divisible(run: Run, *, group: int) -> None:
         )
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def divisors(count: int) -> list[int]:
+    """Returns all divisors of `count`, in ascending order; none of 0."""
+    small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
+    return sorted({*small, *(count // d for d in small)})
