@@ -256,10 +256,10 @@ def main(*arguments: str) -> None:
         told = row.get("peak_memory_gib")
         kind = row.get("peak_memory_kind", "reserved")
         needed = prediction.total_reserved_bytes if kind == "reserved" else prediction.memory.total
-        memory = f"{kind} {needed / 2**30:6.1f} GiB, told {told}" if told else ""
+        memory = f"{kind} {needed / 2**30:6.1f} GiB, published {told}" if told else ""
         terms = " ".join(f"{n[:12]} {s:.2f}" for n, s in prediction.time.terms().items() if s > 0.005)
         print(
-            f"{row['use']:5s} {row['name'][:76]:76s} told {row['tokens_per_second_per_gpu']:8.0f} "
+            f"{row['use']:5s} {row['name'][:76]:76s} published {row['tokens_per_second_per_gpu']:8.0f} "
             f"ours {rate:8.0f} {100 * error:+6.1f} %{' ' if inside else '!'} {memory}  "
             f"{prediction.time.total:.2f} s: {terms}"
         )

@@ -101,7 +101,7 @@ def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt
     run = read(runs.died(tmp_path / "run"))
     page = shown(run)
     assert run.measurement is None
-    assert "Ended after step 40 of 100 without a word" in page.text
+    assert "Ended after step 40 of 100 without recording why" in page.text
     assert "2026-11-24 10:01:00 UTC" in page.text
     assert "Memory at the peak of the fullest rank" in page.headings, "as predicted"
 
@@ -116,7 +116,7 @@ def test_a_run_without_a_step_or_without_events_has_a_page(tmp_path: Path):
     assert "Running: step 0 of 100 is done." in page.text
     assert not any(tag == "svg" for tag, _ in page.tags)
     page = shown(read(runs.before_events(tmp_path / "old")))
-    assert "Ended after step 50 without a word" in page.text
+    assert "Ended after step 50 without recording why" in page.text
     assert {"saved", "skipped"} <= set(page.texts)
     assert page.headings == ["Memory at the peak of the fullest rank", "Seconds of a step"]
 

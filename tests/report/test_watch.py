@@ -96,7 +96,7 @@ def test_runs_that_have_ended_show_how_they_ended(tmp_path: Path):
         "died": "lost",
     }
     assert all(run.has_ended and "\nranks" not in screen(run) for run in ended.values())
-    assert "it ended without a word" in screen(ended["died"])
+    assert "it ended without recording why" in screen(ended["died"])
 
 
 def test_a_run_before_its_first_step_can_be_watched(tmp_path: Path):

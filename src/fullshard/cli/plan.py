@@ -54,7 +54,10 @@ Tokens = Annotated[
     typer.Option("--tokens-per-step", metavar="TOKENS", help="Tokens of a step, over all ranks: 4M, 524288."),
 ]
 PrecisionOption = Annotated[
-    str | None, typer.Option("--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, fp16, bf16_pure.")
+    str | None,
+    typer.Option(
+        "--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, bf16_pure, fp16, fp8, fp8_rowwise."
+    ),
 ]
 BudgetOption = Annotated[
     str | None, typer.Option("--budget", metavar="TOKENS", help="Show how long this many tokens take: 15T.")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fullshard.report.watch import WatchedRun
     from fullshard.spec.live_status import LiveStatus
 
-# A lock on another host cannot be seen: a live.json is current for this many of its intervals.
+# The lock of a run on another host cannot be read. Such a run counts as running while its live.json is at
+# most this many intervals old.
 _FRESH_INTERVALS = 15
 
 
@@ -27,11 +28,14 @@ def watch(
         Path, typer.Argument(metavar="RUN", help="Directory of a run, such as runs/default.")
     ],
     *,
-    once: Annotated[bool, typer.Option("--once", help="Show the state of this moment, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state, and exit.")] = False,
     every: Annotated[
         float | None,
         typer.Option(
-            "--every", metavar="SECONDS", callback=require_positive_number, help="Time between updates; 1."
+            "--every",
+            metavar="SECONDS",
+            callback=require_positive_number,
+            help="Time between updates (default: 1).",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -1,6 +1,6 @@
 """All-reduces in memory that the ranks of one host share (Linux).
 
-On a CPU mesh, gloo sends through sockets, which costs the processors that compute.
+gloo sends through sockets even within a host, which takes processor time from the ranks.
 """
 
 import mmap
@@ -19,7 +19,7 @@ _TOKEN_BYTES = 8
 class HostBuffers:
     """A buffer of each rank of a process group on one host, in memory that all of its ranks map.
 
-    The memory is freed with the last process that maps it, however it ends.
+    The memory is freed when the last process that maps it ends, even if it is killed.
 
     own: this rank's buffer
     """
@@ -55,7 +55,7 @@ class HostBuffers:
         return cls(buffers, group=group)
 
     def sum_own_part(self) -> None:
-        """Adds to one part of this rank's buffer, that of the rank's number, the same part of the others."""
+        """Adds the other ranks' part number `rank` to the same part of this rank's buffer."""
         ranks = len(self._buffers)
         parts = [buffer.tensor_split(ranks)[self._rank] for buffer in self._buffers]
         for step in range(1, ranks):
@@ -92,7 +92,7 @@ def _create_file(nbytes: int, token: int) -> int | None:
 
 
 def _map_file(path: str, *, token: int, nbytes: int) -> mmap.mmap | None:
-    """Maps a file; None if it is not the one with `token`, but that of a process of another host."""
+    """Maps the file if it begins with `token`; None if it is that of another process with the same id."""
     try:
         with open(path, "r+b", buffering=0) as file:
             begin = os.pread(file.fileno(), _TOKEN_BYTES, 0)

@@ -24,7 +24,7 @@ INTERVAL_SECONDS = 2.0
 class LiveStatusWriter:
     """Replaces `<run.dir>/live.json` every INTERVAL_SECONDS, and the file `log.prometheus` if it is set.
 
-    The training thread only leaves figures here; a thread of its own writes them, so that a slow file system
+    The training thread only stores figures; another thread writes the files, so that a slow file system
     delays no step. A failed write is reported once, by `take_message`: the run does not depend on it.
 
     where: phase of this rank, and the heartbeats of all ranks as long as a watchdog runs
@@ -49,7 +49,7 @@ class LiveStatusWriter:
         self._thread.start()
 
     def note_step(self, metrics: StepMetrics, *, figures: Mapping[str, float]) -> None:
-        """Notes a finished step. `figures`: those of its line in metrics.jsonl."""
+        """Notes a finished step. `figures`: the values of its line in metrics.jsonl."""
         with self._lock:
             self._progress.add_step(metrics)
             self._step, self._figures = metrics.step, figures
@@ -77,7 +77,7 @@ class LiveStatusWriter:
             self._memory = by_rank
 
     def take_message(self) -> str | None:
-        """Returns a message about a problem, once."""
+        """Returns the message about a failed write, once; None if there is none."""
         with self._lock:
             message, self._message = self._message, None
         return message

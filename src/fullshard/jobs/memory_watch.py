@@ -15,7 +15,7 @@ from fullshard.quantities import format_bytes
 from fullshard.survival.leaks import LeakDetector
 
 WINDOW = 20
-"""Steps after which the ranks exchange their figures: few enough to name a leak within 100 steps."""
+"""Steps between exchanges of the ranks' figures: few enough that a leak is named within 100 steps."""
 _LEAKING = ("host_bytes", "allocated_bytes")
 _PLACES = {"host_bytes": "host memory", "allocated_bytes": "device memory"}
 
@@ -26,7 +26,7 @@ class RankMemory:
 
     host_growth, allocated_growth: bytes by which `host_bytes` and `allocated_bytes` grow per step; 0 if they
         do not grow steadily
-    host_free, allocated_free: how much more they may become
+    host_free, allocated_free: bytes by which they may still grow
     """
 
     host_bytes: float
@@ -51,7 +51,7 @@ class RankMemory:
         return [getattr(self, one.name) for one in fields(self)]
 
     def known_figures(self) -> dict[str, float]:
-        """Returns the figures that are known, by name, without those about growth."""
+        """Returns the known figures by name, without growth and free bytes."""
         own = {name: value for name, value in asdict(self).items() if not math.isnan(value)}
         return {name: value for name, value in own.items() if not name.endswith(("_growth", "_free"))}
 
@@ -118,7 +118,7 @@ class MemoryWatch(AbstractContextManager["MemoryWatch"]):
         self._gathering = (step, every, work)
 
     def _judge(self, ranks: Sequence[RankMemory], *, step: int) -> None:
-        """Records the figures of all ranks after `step`, or of this rank alone, if it cannot ask others."""
+        """Records the figures of all ranks after `step`, or only of this rank without an exchange."""
         first = 0 if self._has_peers else rank()
         self._log.record_memory({first + index: one.known_figures() for index, one in enumerate(ranks)})
         for number, one in enumerate(ranks, start=first):
@@ -135,7 +135,7 @@ class MemoryWatch(AbstractContextManager["MemoryWatch"]):
     def _report_leak(
         self, number: int, name: str, *, growth_and_free: tuple[float, float], step: int
     ) -> None:
-        """Prints and records that a rank's memory grows, once until it no longer does."""
+        """Prints and records that a rank's memory grows; again only after the growth has stopped."""
         growth, free = growth_and_free
         if growth == 0.0:
             self._named.discard((number, name))

@@ -29,12 +29,12 @@ from fullshard.system.error_location import error_location_text
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 _REQUESTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)?")
 _FACTORS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_RESERVE_BYTES = 16 << 20  # freed for the report; never touched, so it is no resident memory
+_RESERVE_BYTES = 16 << 20  # freed before the report is made; never written to, so it is not resident memory
 _MOST_HISTORY = 100_000
 
 
 class OutOfMemoryReporter:
-    """Context that reports an allocation that fails in its block, and raises a TrainError for it.
+    """Context that writes a report if an allocation in its block fails, and raises a TrainError.
 
     The caller sets the fields as soon as it has them:
 

@@ -1,7 +1,8 @@
 """The state of a run in Prometheus' text format, for the textfile collector of node_exporter.
 
-https://prometheus.io/docs/instrumenting/exposition_formats/. No label has a value per step, so the number of
-time series is that of the ranks. The collector adds the age of the file (`node_textfile_mtime_seconds`).
+https://prometheus.io/docs/instrumenting/exposition_formats/. No label changes from step
+to step, so the number of time series depends only on the number of ranks. The collector adds the time of the
+file (`node_textfile_mtime_seconds`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ _MEMORY_SUFFIX = "_bytes"
 
 
 class _Metric(NamedTuple):
-    """A metric with its samples, which are (labels, value). Those without a value are left out."""
+    """A metric with its samples, which are (labels, value). Samples whose value is None are left out."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -67,7 +68,7 @@ def _list_metrics(status: LiveStatus) -> Iterator[_Metric]:
 
 
 _GAUGES = {
-    "running": "1 while the run trains, 0 in its last state",
+    "running": "1 while the run trains, 0 after its end",
     "step": "last recorded step",
     "steps": "number of steps of the run",
     "tokens_per_second": "tokens/s of all ranks, over the recent steps",

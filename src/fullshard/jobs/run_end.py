@@ -1,4 +1,4 @@
-"""The end of a run on its ranks: the last save, the sample, the export and the measurement."""
+"""Work at the end of a run on its ranks: the last save, the sample, the export and the measurement."""
 
 from fullshard.checkpoint import location_of
 from fullshard.jobs.train_job import TrainJob, flops_per_token

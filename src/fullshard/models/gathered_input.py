@@ -1,4 +1,4 @@
-"""Matmuls of gathered sequences that save only this rank's part, and gather again in backward.
+"""Matmuls of gathered sequences that save only this rank's part for backward, and gather again there.
 
 Several matmuls may read one gathered tensor: queries, keys and values, or gate and up. The first of them to
 run in backward gathers, and the last frees. See arXiv:2205.05198, section 4.2.2.
@@ -34,14 +34,14 @@ class _Backward:
 
 
 class _Source(NamedTuple):
-    """The origin of a gathered tensor."""
+    """The part that a gathered tensor was gathered from, and its state in backward."""
 
     part: Tensor
     backward: _Backward
 
 
 def gather_for_matmuls(part: Tensor, *, ranks: int, group: str) -> Tensor:
-    """Returns whole sequences (..., sequence, channels). `multiply_gathered` saves only `part` of them."""
+    """Returns whole sequences (..., sequence, channels), of which `multiply_gathered` saves only `part`."""
     whole = gather_sequence(part, ranks, 1, group)
     if torch.is_grad_enabled():
         setattr(whole, _ATTRIBUTE, _Source(part.detach(), _Backward(ranks, group)))
@@ -49,7 +49,7 @@ def gather_for_matmuls(part: Tensor, *, ranks: int, group: str) -> Tensor:
 
 
 def multiply_gathered(x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
-    """Returns F.linear(x, weight, bias). If `x` is of `gather_for_matmuls`, backward gathers it again."""
+    """Returns F.linear(x, weight, bias). If `x` is from `gather_for_matmuls`, backward gathers it again."""
     source: _Source | None = getattr(x, _ATTRIBUTE, None)
     if source is None or not weight.requires_grad:
         return F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""The matmuls of a model, divided over ranks: what is done with each kind of module."""
+"""Divides the matmuls of a model over ranks: one method for each kind of module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class MatmulSplit:
         return reduce_sequence(x, self.ranks, 1, self.group)
 
     def gather_output(self, module: Any) -> None:
-        """Makes `module`, which computes with this rank's tokens, return the outputs of all."""
+        """Makes `module`, which computes with this rank's tokens, return the outputs of all ranks."""
         forward = module.forward
 
         def gathering_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the module's own
@@ -51,11 +51,11 @@ class MatmulSplit:
         module.forward = gathering_forward
 
     def gather_input(self, module: Any) -> None:
-        """Makes `module` compute with the tokens of all ranks, although it gets this rank's."""
+        """Makes `module`, which gets this rank's tokens, compute with those of all ranks."""
         _replace_hidden_states(module, self.gather)
 
     def cut_input(self, module: Any) -> None:
-        """Makes `module` compute with this rank's tokens, although it gets those of all ranks."""
+        """Makes `module`, which gets the tokens of all ranks, compute with this rank's."""
 
         def cut(whole: Tensor) -> Tensor:
             length = whole.shape[-2] // self.ranks
@@ -64,7 +64,7 @@ class MatmulSplit:
         _replace_hidden_states(module, cut)
 
     def divide_columns(self, linear: Any) -> None:
-        """Divides the rows of a weight, and of its adapters' second matrices."""
+        """Divides the rows of the weight of `linear`, and of its adapters' second matrices."""
         base, firsts, seconds = parts_of_linear(linear)
         for one in (base, *seconds):
             self.dims |= {id(parameter): 0 for parameter in one.parameters()}
@@ -72,7 +72,7 @@ class MatmulSplit:
             one.forward = partial(_multiply, one)
 
     def divide_row(self, linear: Any, *, cuts_input: bool = False) -> None:
-        """Divides the columns of a weight, and of its adapters' first matrices.
+        """Divides the columns of the weight of `linear`, and of its adapters' first matrices.
 
         cuts_input: whether its input has all columns, not this rank's
         """
@@ -91,6 +91,7 @@ class MatmulSplit:
         linear.forward = reducing_forward
 
     def divide_kv_projection(self, projection: Any, *, kv_heads: int) -> None:
+        """Divides the heads of keys or values. If they are fewer than ranks, several ranks compute each."""
         if kv_heads % self.ranks == 0:
             self.divide_columns(projection)
             return
@@ -105,7 +106,7 @@ class MatmulSplit:
         return [slice(p * whole + self.rank * own, p * whole + (self.rank + 1) * own) for p in range(parts)]
 
     def use_rows(self, linear: Any, rows: list[slice]) -> None:
-        """Makes `linear`, whose weight each rank has whole, compute with these rows of it."""
+        """Makes `linear`, whose weight is whole on each rank, compute with these rows of it."""
         base, firsts, seconds = parts_of_linear(linear)
         for one in (base, *seconds):
             one.forward = partial(_multiply, one, rows=rows)
@@ -133,6 +134,7 @@ class MatmulSplit:
         embedding.forward = embed
 
     def divide_head(self, head: Any) -> None:
+        """Divides the vocabulary of the head. Called directly, the head returns whole logits."""
         self.divide_columns(head)
         part = self._vocabulary_part(head.out_features)
         own: Callable[[Tensor], Tensor] = head.forward
@@ -155,14 +157,14 @@ def parts_of_linear(linear: Any) -> tuple[Any, list[Any], list[Any]]:
         raise ShardError(
             "the matmuls of this kind of adapter cannot be divided over ranks.",
             got=f"a variant of LoRA on {type(linear.base_layer).__name__}",
-            why="its output is no sum of what ranks compute",
+            why="its output is not a sum of the outputs that ranks compute",
             fix="adapter.options without variants, or sharding.tensor_parallel = 1",
         )
     return linear.base_layer, [*linear.lora_A.values()], [*linear.lora_B.values()]
 
 
 def _multiply(linear: Any, x: Tensor, *, rows: list[slice] | None = None) -> Tensor:
-    """Returns the output of a linear module, or only these rows' of its weight."""
+    """Returns the output of a linear module, or only the part that `rows` of its weight compute."""
     if rows is None:
         return multiply_gathered(x, linear.weight, bias=linear.bias)
 
@@ -174,7 +176,7 @@ def _multiply(linear: Any, x: Tensor, *, rows: list[slice] | None = None) -> Ten
 
 
 def _replace_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Makes `module` compute with changed hidden states, its first argument or that of this name."""
+    """Applies `change` to the hidden states that `module` gets: its first argument, or `hidden_states`."""
     forward = module.forward
 
     def changed_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the module's own

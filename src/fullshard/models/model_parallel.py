@@ -19,8 +19,8 @@ def divide_model(
     The dims are keyed by parameter name; the parameters themselves are divided when the model is sharded. An
     empty result means that none are.
 
-    group_name: returns the name of this rank's process group of an axis; the same axes are asked for, in the
-        same order, on all ranks
+    group_name: returns the name of this rank's process group of an axis; all ranks call it for the same axes
+        in the same order
 
     Raises ShardError and PlanError as `use_context_parallel`, `use_tensor_parallel` and `use_expert_parallel`
     do.

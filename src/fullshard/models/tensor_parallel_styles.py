@@ -4,16 +4,16 @@ The table maps names of modules to styles; `*` stands for one part of a name, su
 
 | style | module |
 |---|---|
-| `embedding` | an Embedding: its vocabulary is divided; it returns all tokens |
-| `cut_input` | gets all tokens, such as the first block, and computes with this rank's |
-| `gather_output` | computes with this rank's tokens, such as a norm before matmuls, and returns all |
-| `gather_input` | gets this rank's tokens, such as an attention module, and computes with all |
+| `embedding` | an Embedding whose vocabulary is divided; it returns all tokens |
+| `cut_input` | gets all tokens, and computes with this rank's, such as the first block |
+| `gather_output` | computes with this rank's tokens, and returns the outputs of all, such as a norm |
+| `gather_input` | gets this rank's tokens, and computes with all, such as an attention module |
 | `colwise` | a Linear whose output features are divided |
-| `colwise_2`, `colwise_3`, … | the same of a weight that is several in one, such as queries, keys, values |
-| `colwise_heads_8`, … | the same of this many key/value heads, which may be fewer than ranks |
+| `colwise_2`, `colwise_3`, … | a Linear whose weight consists of 2, 3, … equal weights, each divided |
+| `colwise_heads_8`, … | a Linear with 8, … key/value heads, which are divided, and may be fewer than ranks |
 | `rowwise` | a Linear whose input features are divided; it returns this rank's tokens, summed over ranks |
-| `divide:heads`, … | its attribute `heads` is divided by the number of ranks |
-| `head` | a Linear over the vocabulary, which is divided; it gets all tokens |
+| `divide:heads`, … | any module: its integer attribute `heads`, … is divided by the number of ranks |
+| `head` | the Linear over the vocabulary, which is divided; it gets all tokens |
 
 A module may have several styles, joined by `+`. Modules between `gather_…` and `rowwise` compute with all
 tokens and this rank's columns, all other modules of blocks with this rank's tokens. See
@@ -75,7 +75,7 @@ def _apply_style(module: Any, style: str, *, split: MatmulSplit) -> None:
 
 
 def _iterate_named(model: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """Yields (name, module, style), in the order of modules. Raises ShardError for what is unknown."""
+    """Yields (name, module, style) in the order of modules. Raises ShardError for an unknown one."""
     patterns = {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in styles}
     left = set(styles)
     for name, module in model.named_modules():

@@ -21,6 +21,7 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy, Tier
+from fullshard.spec.run_checks import divisors
 
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 _DEEPEST_PREFETCH = 3
@@ -195,12 +196,6 @@ def _run_with_sharding(run: Run, mesh: ShardingChoice) -> Run:
     return run_with_settings(run, {"sharding": sharding})
 
 
-def divisors_largest_first(count: int) -> list[int]:
-    """Returns all divisors of `count`, largest first."""
-    small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
-    return sorted({*small, *(count // d for d in small)}, reverse=True)
-
-
 def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[ShardingChoice]:
     """Yields the strategies over `world` ranks, `node` of them on a node. See [Note: groups follow nodes]."""
     section = run.sharding
@@ -233,14 +228,14 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
 
 def _group_sizes(ranks: int, *, node: int) -> list[int]:
     """Returns the sizes of equal groups of `ranks`, without 1 and all, that follow nodes of `node` ranks."""
-    sizes = (size for size in divisors_largest_first(ranks) if size not in (1, ranks))
+    sizes = (size for size in reversed(divisors(ranks)) if size not in (1, ranks))
     return [size for size in sizes if size % node == 0 or node % size == 0]
 
 
 def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, groups: int) -> Iterator[MicrobatchSplit]:
     """Yields the divisions of the sequences of one of `groups` ranks, or groups of ranks that share them."""
     own = run.train.global_batch // groups
-    sizes = divisors_largest_first(own) if run.train.microbatch is None else [run.train.microbatch]
+    sizes = divisors(own)[::-1] if run.train.microbatch is None else [run.train.microbatch]
     if run.optimizer.in_backward:  # supports only one microbatch per step
         sizes = [own]
     for microbatch in sizes:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidate_costs import require_prediction
-from fullshard.planner.candidates import divisors_largest_first, run_with_settings
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.search import search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
@@ -12,6 +12,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.run_checks import divisors
 from fullshard.spec.value import FrozenModel
 
 _SECONDS_A_DAY = 86_400
@@ -75,7 +76,7 @@ def largest_fitting_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run)
     """
     run = _run_without_chosen_offload(run)
     each_rank = run.train.global_batch // (hardware.world_size // run.sharding.ranks_per_sequence or 1)
-    for microbatch in divisors_largest_first(each_rank) if each_rank else []:
+    for microbatch in reversed(divisors(each_rank)):
         best = search(spec, hardware, run_with_settings(run, {"train": {"microbatch": microbatch}})).best
         if best is not None:
             return LargestFittingSize(size=microbatch, plan=best)
@@ -123,7 +124,7 @@ def _run_without_chosen_offload(run: Run) -> Run:
 def _list_node_and_rank_counts(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:
     per_node, batch = hardware.ranks_per_node, run.train.global_batch
     most = most_nodes if hardware.across is not None else 1
-    sizes = [(1, ranks) for ranks in sorted(divisors_largest_first(per_node))]
+    sizes = [(1, ranks) for ranks in divisors(per_node)]
     sizes += [(nodes, per_node) for nodes in range(2, most + 1)]
     at_once, split = run.train.microbatch or 1, run.sharding.ranks_per_sequence
     whole = [(nodes, ranks) for nodes, ranks in sizes if nodes * ranks % split == 0]

@@ -2,10 +2,10 @@
 
 The trace of such a plan is that of one rank: its activations, its share of the matmuls and of the pairs that
 attention computes, and its collectives, with the bytes of the tensor of all ranks. Computing waits for each.
-An all-to-all of a tensor moves as many bytes per rank as an all-gather whose result has its size; where its
-rate was not measured, it is assumed to take as long.
+An all-to-all of a tensor moves as many bytes per rank as an all-gather whose result has that size; if the
+rate of all-to-alls was not measured, it is assumed to take as long as this all-gather.
 
-Left out: the one all-reduce per step of the gradients of parameters that ranks which share matmuls have whole
+Left out: one all-reduce per step of the gradients of parameters that are whole on ranks which share matmuls
 (norms), a few kilobytes per block.
 
 [Note: expert parallel]
@@ -16,7 +16,7 @@ parameters    each rank has 1/E of the experts, sharded over the world / E ranks
 exchanges     k b s d values per layer, which a rank sends and receives twice in forward and twice in
               backward, and twice more if forward is recomputed; (E - 1) / E of them go to other ranks.
               Before them, one per forward of a few numbers. Computing waits for each.
-computing     as without the axis: ranks are assumed to get as many rows as they send. Whoever gets more
+computing     as with E = 1: ranks are assumed to get as many rows as they send. A rank that gets more
               computes longer, and needs more memory, in proportion.
 """
 
@@ -62,7 +62,7 @@ def model_parallel_ticks(
 
 
 def _layouts_by_axis(plan: Plan, hardware: Hardware) -> dict[SharedAxis, CollectiveLayout]:
-    """Returns how the ranks of each axis lie on nodes. Those that share matmuls are adjacent."""
+    """Returns the placement on nodes of the ranks of each axis. Those that share matmuls are adjacent."""
     per_node, tensor, context = hardware.ranks_per_node, plan.tensor_parallel, plan.context_parallel
 
     def adjacent(ranks: int) -> CollectiveLayout:

@@ -20,7 +20,7 @@ from fullshard.spec.run import Run
 def fitting_settings_text(run: Run, plan: Plan, *, reports: Sequence[OutOfMemoryReport]) -> str | None:
     """Returns the settings of the fastest plan that would have fitted; None if the planner cannot say.
 
-    run: the run as the user gave it, whose open settings may change
+    run: the user's settings, of which the open ones may change
     plan: the plan that ran out of memory, with its prediction
     reports: those of its ranks
     """
@@ -40,7 +40,7 @@ def fitting_settings_text(run: Run, plan: Plan, *, reports: Sequence[OutOfMemory
 def choose_fitting_settings(
     spec: ModelSpec, hardware: Hardware, *, run: Run, plan: Plan, reports: Sequence[OutOfMemoryReport]
 ) -> str:
-    """Returns the settings of the fastest plan of `run` that fits into what the ranks had, or what to change.
+    """Returns the settings of the fastest plan of `run` that fits into the ranks' memory, or the error's fix.
 
     Raises PlanError, as `search` does.
     """
@@ -53,7 +53,7 @@ def choose_fitting_settings(
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity})
         limited = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
         error = no_plan_fits_error(found.closest, spec=spec, hardware=limited, run=run)
-        return f"no plan of this run fits into the {format_bytes(capacity)} that there were; {error.fix}"
+        return f"no plan of this run fits into the {format_bytes(capacity)} that the rank had; {error.fix}"
     best, needed = found.best, found.best.prediction
     assert needed is not None, "the search predicts its plans"
     changes = [f"{key} = {new} (was {old})" for key, (old, new) in differing_settings([plan.run, best.run])]
@@ -64,7 +64,7 @@ def choose_fitting_settings(
 
 
 def available_bytes(prediction: Prediction, report: OutOfMemoryReport) -> int:
-    """Returns the memory, in the planner's measure, into which a plan must fit to fit where this one failed.
+    """Returns the bytes that a plan's prediction may have at most, so that it fits where this plan failed.
 
     If the rank needed more than the plan expected, other plans are assumed to need more by the same factor.
     """

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.candidate_costs import step_seconds_with_startup
-from fullshard.planner.candidates import divisors_largest_first, run_with_settings
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.search import SAME_SPEED
 from fullshard.planning.parallel_degrees import DegreeSearch, Describe, search_parallel_degrees
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.run import Run
+from fullshard.spec.run_checks import divisors
 
 
 def search_expert_degrees(
@@ -44,7 +45,7 @@ def search_expert_degrees(
 def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:
     """Yields the numbers of ranks over 1 that a search tries: whole nodes, or divisors of a node."""
     node = hardware.ranks_per_node
-    for degree in reversed(divisors_largest_first(experts)) if experts else ():
+    for degree in divisors(experts):
         follows_nodes = node % degree == 0 or degree % node == 0
         if degree > 1 and follows_nodes and hardware.world_size % degree == 0:
             yield degree

@@ -8,8 +8,8 @@ computes less. So a plan in which each rank has whole sequences and matmuls is f
 - between nodes, gathering and reducing parameters takes long (EXPOSED of the step): each of T ranks that
   share matmuls gathers 1/T of them.
 
-Only then other numbers of ranks are tried, each with all other settings open, and the fastest plan that fits
-is chosen, if it is notably faster than one with fewer axes. One that offloads must be notably faster than
+Only in these cases are other numbers of ranks tried, each with all other settings open. The fastest plan that
+fits is chosen if it is notably faster than one with fewer axes. One that offloads must be notably faster than
 all that do not: the rates of hosts differ more than those of links. Each number needs a trace, which takes
 seconds.
 """
@@ -20,26 +20,26 @@ from typing import NamedTuple
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import require_prediction, step_seconds_with_startup
-from fullshard.planner.candidates import divisors_largest_first, run_with_settings
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.search import SearchResult, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.run_checks import first_setting_without_tensor_parallel
+from fullshard.spec.run_checks import divisors, first_setting_without_tensor_parallel
 from fullshard.spec.tensor_split import can_decoder_be_split
 
 LEAST_TOKENS = 8192
-"""Fewest tokens of a sequence that a rank gets by choice. Parts that are shorter make smaller matmuls."""
+"""Fewest tokens of a sequence per rank that a search tries. Shorter parts make smaller matmuls."""
 EXPOSED = 0.1
-"""Least part of a step in waiting for parameters and gradients for which ranks share matmuls by choice."""
+"""Fraction of a step in waiting for parameters and gradients above which shared matmuls are tried."""
 
 Describe = Callable[[Run], ModelSpec]
 
 
 class DegreeSearch(NamedTuple):
-    """Result of a search, with the settings and the spec that it was made for."""
+    """Result of a search, with its settings and spec."""
 
     run: Run
     spec: ModelSpec
@@ -100,7 +100,7 @@ def _iterate_context_searches(
 ) -> Iterator[DegreeSearch]:
     """Yields the searches that found a plan, over ranks that share sequences.
 
-    It ends with the first that needs neither recompute nor offload: more ranks would only send more.
+    Ends after the first that needs neither recompute nor offload: more ranks would only send more.
     """
     for degree in iterate_context_degrees(hardware, run):
         try:
@@ -117,23 +117,23 @@ def _iterate_context_searches(
 def _iterate_tensor_searches(
     search_or_error: SearchOrError, run: Run, *, hardware: Hardware
 ) -> Iterator[DegreeSearch]:
-    """Yields the searches that found a plan for a number of ranks that share matmuls, up to the first.
+    """Yields the first search that finds a plan for this number of ranks that share matmuls, if any.
 
-    Sequences are whole, unless they must be shared to fit or to share out the batch.
+    Sequences are whole, unless no plan with whole ones fits, or ranks outnumber the sequences of the batch.
     """
     for degree in (1, *iterate_context_degrees(hardware, run)):
         own = run_with_settings(run, {"sharding": {"context_parallel": degree}}) if degree > 1 else run
         try:
             searched, _ = search_or_error(own)
         except (ShardError, TraceError):
-            return  # as many ranks cannot divide the matmuls of this model
+            return  # this many ranks cannot divide the matmuls of this model
         if searched is not None and searched.found.best is not None:
             yield searched
             return
 
 
 def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
-    """Returns whether a plan waits so long for parameters and gradients that ranks may share matmuls."""
+    """Returns whether a plan waits so long for parameters and gradients that dividing matmuls may pay."""
     time = require_prediction(plan).time
     waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
     is_open = plan.tensor_parallel == 1 and hardware.nodes > 1
@@ -143,7 +143,7 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
 def _search_or_error(
     describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
 ) -> tuple[DegreeSearch | None, PlanError | None]:
-    """Returns the search, or the error of settings that are impossible, which are not traced."""
+    """Returns the search, or the error of impossible settings, which are not traced."""
     ranks = hardware.world_size // run.sharding.ranks_per_sequence
     try:
         if run.sharding.ranks_per_sequence > 1 and run.train.global_batch % max(ranks, 1):
@@ -161,7 +161,7 @@ def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
     pieces = 2 if run.sharding.context_method == "gather" else 1
     if run.sharding.context_parallel != "auto":
         return
-    for degree in reversed(divisors_largest_first(hardware.world_size // tensor)):
+    for degree in divisors(hardware.world_size // tensor):
         follows_nodes = node % (degree * tensor) == 0 or (degree * tensor) % node == 0
         cut = length % (degree * pieces * tensor) == 0 and length // degree >= LEAST_TOKENS
         if degree > 1 and follows_nodes and cut:
@@ -173,7 +173,7 @@ def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
     section, model = run.sharding, run.model
     if section.tensor_parallel != "auto" or first_setting_without_tensor_parallel(run) is not None:
         return
-    for degree in reversed(divisors_largest_first(per_node)):
+    for degree in divisors(per_node):
         fits = not isinstance(model, DecoderConfig) or can_decoder_be_split(model, degree)
         if degree > 1 and fits and run.data.sequence_length % (degree * section.context_degree) == 0:
             yield degree
@@ -188,7 +188,7 @@ def sequences_for_sharing_ranks(run: Run, *, ranks: int, per_node: int, most_tok
     length, is_open = run.data.sequence_length, run.sharding.context_parallel == "auto"
     divisible = isinstance(run.model, DecoderConfig)
     degrees = (1, *(iterate_tensor_degrees(run, per_node=per_node) if divisible else ()))
-    fewest = (one for one in divisors_largest_first(ranks) if one * length <= most_tokens and one < ranks)
+    fewest = (one for one in reversed(divisors(ranks)) if one * length <= most_tokens and one < ranks)
     if (sequences := next(fewest, None)) is None:
         return None
     shared = ranks // sequences  # ranks of each sequence

@@ -1,9 +1,9 @@
 """Reads how much memory this process holds at the end of a step, without a profiler.
 
 On CUDA, the figures are those of torch's allocator, which the host keeps: reading them does not wait for the
-device. torch's CPU allocator keeps no count, so live bytes on the host are those that glibc's malloc has
-given out (mallinfo2): tensors, and everything else that C and C++ allocate. Unlike resident memory, they do
-not grow by fragmentation, so they show a leak. Another malloc, or a system without glibc, has no figure.
+device. torch's CPU allocator does not count its bytes, so live bytes on the host are those that glibc's
+malloc counts (mallinfo2): tensors, and everything else that C and C++ allocate. Unlike resident memory, they
+do not grow by fragmentation, so they show a leak. With another malloc, or without glibc, they are unknown.
 """
 
 import ctypes
@@ -30,14 +30,14 @@ class _MallocFigures(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Memory of this process at the end of a step. None if it is not known here.
+    """Memory of this process at the end of a step. Figures that are not known are None.
 
     host_bytes: live bytes of malloc
     resident_bytes: resident memory of the process
     allocated_bytes, reserved_bytes: live tensors on the device, and device memory that the allocator reserves
-    peak_allocated_bytes, peak_reserved_bytes: their highest values since the figures before
-    allocator_retries: how often the allocator had to free its cache to serve a request, since the start
-    fragmentation: fraction of the reserved memory that is free but split off from blocks in use
+    peak_allocated_bytes, peak_reserved_bytes: their highest values since the previous reading
+    allocator_retries: number of times since the start that the allocator freed its cache to serve a request
+    fragmentation: fraction of the reserved memory that is free, in blocks split off from blocks in use
     """
 
     host_bytes: int | None = None
@@ -50,7 +50,7 @@ class LiveMemory:
     fragmentation: float | None = None
 
     def known_figures(self) -> dict[str, float]:
-        """Returns the figures that are known, by name."""
+        """Returns the known figures by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -66,7 +66,7 @@ class LiveMemoryMeter:
         self._statm = os.open(statm, os.O_RDONLY | os.O_CLOEXEC) if os.path.exists(statm) else None
 
     def read(self) -> LiveMemory:
-        """Returns the figures of this moment. On CUDA, starts a new peak."""
+        """Returns the current figures. On CUDA, resets the peaks."""
         host, resident = self._read_malloc(), self._read_resident()
         if self._device is None:
             return LiveMemory(host_bytes=host, resident_bytes=resident)
@@ -75,7 +75,7 @@ class LiveMemoryMeter:
         return memory_of_allocator_stats(stats, host_bytes=host, resident_bytes=resident)
 
     def read_free_bytes(self) -> dict[str, int]:
-        """Returns how much more `host_bytes` and `allocated_bytes` may become, by name, as far as known."""
+        """Returns the bytes by which `host_bytes` and `allocated_bytes` may still grow, by name, if known."""
         free = dict[str, int]()
         if (host := _free_host_bytes()) is not None:
             free["host_bytes"] = host
@@ -90,7 +90,7 @@ class LiveMemoryMeter:
             self._statm = None
 
     def _read_malloc(self) -> int | None:
-        """Returns the live bytes; those of the last call if that was too recent for what a call costs."""
+        """Returns the live bytes; those of the last reading if another would exceed _MALLOC_SHARE."""
         if self._malloc is None or time.monotonic() < self._read_again_at:
             return self._host_bytes
         started = time.thread_time()

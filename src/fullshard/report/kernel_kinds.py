@@ -1,4 +1,4 @@
-"""The kind of a kernel or an operation, and the FLOP that it does by the shapes of its tensors."""
+"""Finds the kind of a kernel or an operation, and its FLOP by the shapes of its tensors."""
 
 import math
 import re
@@ -23,7 +23,7 @@ class KernelKind(StrEnum):
 
 
 class CountedFlops(NamedTuple):
-    """FLOP of one operation, and the curve of rates (`Rates`) that they are compared with."""
+    """FLOP of one operation, and the curve of rates (`Rates`) for their comparison."""
 
     flops: float
     rates: str  # matmul, attention or attention_backward
@@ -133,7 +133,7 @@ def device_kind(work: DeviceWork) -> KernelKind:
 
 
 def _kind_of_ranges(ranges: list[str]) -> KernelKind | None:
-    """Returns the kind by the operations and ranges around; None if these do not say."""
+    """Returns the kind by the enclosing operations and ranges; None if they do not determine it."""
     if any(name.startswith(_OPTIMIZER_RANGES) for name in ranges):
         return KernelKind.OPTIMIZER
     if any(_ATTENTION.search(name) for name in ranges):

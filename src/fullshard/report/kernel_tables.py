@@ -31,7 +31,7 @@ def kernel_table(summary: KernelSummary) -> list[tuple[str, ...]]:
 
 
 def kernel_sentences(summary: KernelSummary) -> Iterable[str]:
-    """Yields sentences about the step, the kernel of attention, idle time, and what is slow."""
+    """Yields sentences about the step, the kernel of attention and idle time, and warnings."""
     what = "of the device" if summary.on_device else "of the thread that trains, by operation"
     yield f"Times {what} in {format_seconds(summary.seconds)} of {summary.name}, which profiling slowed down."
     if summary.attention:

@@ -39,7 +39,7 @@ class HostOperation:
 
     @property
     def own_seconds(self) -> float:
-        """Time in this operation and in none that it called."""
+        """Time in this operation, without that in the operations that it called."""
         return max(0.0, (self.end - self.begin) * 1e-6 - self.child_seconds)
 
     def chain(self) -> "Iterable[HostOperation]":
@@ -83,10 +83,10 @@ def read_kernel_trace(path: Path) -> KernelTrace:
     except OSError as error:
         raise SpecError(f"{path} cannot be read.", got=error.strerror or str(error)) from error
     except (EOFError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path} is no profile.", got=str(error)) from error
+        raise SpecError(f"{path} is not a profile.", got=str(error)) from error
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
-        raise SpecError(f"{path} is no profile.", got="no traceEvents")
+        raise SpecError(f"{path} is not a profile.", got="no traceEvents")
     return parse_kernel_trace(events)
 
 

@@ -63,7 +63,7 @@ class KernelSummary:
     host_late_seconds: time in which the device was idle because the host had not launched its next kernel
     waiting_seconds: other time in which the device was idle: dependencies, and the delay of a launch
     attention: kernels with which attention ran
-    warnings: what is slower than it should be
+    warnings: sentences about kernels that are slower than necessary
     """
 
     name: str
@@ -204,7 +204,7 @@ def _covered(works: Sequence[DeviceWork]) -> float:
 
 
 def _operations_of_busiest_thread(host: Sequence[HostOperation]) -> list[HostOperation]:
-    """Returns the operations of the thread that trains: the one with the most operations of torch."""
+    """Returns the operations of the training thread: the one with the most operations of torch."""
     counts: dict[object, int] = defaultdict(int)
     for one in host:
         counts[one.thread] += one.name.startswith("aten::")

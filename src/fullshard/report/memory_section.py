@@ -18,7 +18,7 @@ _BYTES = {
 def rank_memory_table(run: RunRecord) -> str:
     """Returns a table of the ranks' memory as live.json has it; "" if it has none.
 
-    Of many ranks, those that hold most are shown.
+    If there are many ranks, those with the most memory are shown.
     """
     ranks = [] if run.live is None else [one for one in run.live.ranks if one.memory]
     names = [name for name in _BYTES if any(name in one.memory for one in ranks)]

@@ -76,7 +76,7 @@ def _state_sentence(run: RunRecord) -> str:
             text = f"Stopped after {at}{then}"
         case "lost":
             seen = f"; its last event is of {run.events[-1].at:%Y-%m-%d %H:%M:%S} UTC" if run.events else ""
-            text = f"Ended after {at} without a word, as a run does that is killed{seen}"
+            text = f"Ended after {at} without recording why, as a killed run does{seen}"
     return f"{text}."
 
 

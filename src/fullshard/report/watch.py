@@ -22,7 +22,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_COLUMNS, _RECENT_STEPS = 40, 50
 _SHOWN_RANKS, _SHOWN_EVENTS = 8, 4
 _BAR_COLUMNS = 20
-# A running run without a step for this many usual steps, and seconds, is reported.
+# A running run is reported if it completes no step for this many usual step times, and this many seconds.
 _QUIET_STEPS, _QUIET_SECONDS = 10, 20.0
 _ENDED = ("finished", "stopped", "failed", "lost")
 _STYLES = {"running": "bold green", "finished": "bold green", "failed": "bold red", "lost": "bold red"}
@@ -52,7 +52,7 @@ class WatchedRun:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the last steps; None before the first."""
+        """Median time of the last steps; None before the first."""
         recent = self.record.metrics.values("seconds")[-_RECENT_STEPS:]
         return median(recent) if recent else None
 
@@ -88,7 +88,7 @@ class WatchedRun:
         return passed if passed > max(_QUIET_SECONDS, _QUIET_STEPS * usual) else None
 
     def shown_ranks(self) -> Sequence[RankStatus]:
-        """Returns the ranks that are shown: of many, those that have been in their phase for longest."""
+        """Returns the ranks to show: of many, stragglers, those behind, and those longest in their phase."""
         ranks = () if self.live is None or self.has_ended else self.live.ranks
         if len(ranks) <= _SHOWN_RANKS:
             return ranks
@@ -243,7 +243,7 @@ def _warning_lines(run: WatchedRun) -> Iterable[Text]:
     if record.state in ("failed", "restarting") and (faults := record.of_kind("fault")):
         yield Text(escape_to_single_line(fault_text(faults[-1])), "bold red")
     if record.state == "lost":
-        yield Text("it ended without a word, as a run does that is killed", "bold red")
+        yield Text("it ended without recording why, as a killed run does", "bold red")
 
 
 def _rank_lines(run: WatchedRun) -> Iterable[Text]:

@@ -14,8 +14,8 @@ class RankStatus(FrozenModel):
 
     host, process: name of its host, and its process id there
     step: number of finished steps
-    phase: what it does, such as `forward` or `saving`
-    seconds_in_phase: time since it entered the phase; a heartbeat is at most a few seconds old
+    phase: a RunPhase, such as `forward` or `saving`
+    seconds_in_phase: time since it entered the phase, by heartbeats that are at most a few seconds old
     memory: bytes and other figures of its memory, every 20 steps. See `fullshard.profiler.live_memory`.
     """
 
@@ -40,19 +40,19 @@ class LiveStatus(FrozenModel):
     """The state of a run.
 
     at: when the file was written, UTC
-    interval_seconds: time after which it is written again
+    interval_seconds: time between two writes
     running: False in the last file of an attempt
     process: host and process id of rank 0
     attempt: number of the attempt, as in events.jsonl
     step, steps: the last recorded step, and the run's number of steps
-    figures: those of the last step, as in its line of metrics.jsonl; None for a value that is not finite
+    figures: values of the last step, as in its line of metrics.jsonl; None if not finite
     tokens_per_second: of all ranks, over the recent steps
     seconds_left: estimated time to the last step
     tokens, step_seconds, counted_steps, skipped_steps: sums since the attempt began
     saved_step, saved_at: the newest complete checkpoint of the attempt
     stragglers: ranks that hold the others up
     phases: number of ranks in each phase
-    ranks: all ranks; of more than MOST_RANKS, those that have been in their phase for longest
+    ranks: all ranks; of more than MOST_RANKS, those that are behind or longest in their phase
     """
 
     model_config = ConfigDict(extra="ignore")  # a newer version may add fields
@@ -88,4 +88,4 @@ class LiveStatus(FrozenModel):
 
 
 MOST_RANKS = 64
-"""Ranks that the file lists one by one."""
+"""Most ranks that the file lists."""

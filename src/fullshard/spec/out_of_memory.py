@@ -1,4 +1,4 @@
-"""The report of a rank that ran out of memory: what it held, beside what the plan expected."""
+"""The report of a rank that ran out of memory: the bytes that it held, beside the planned ones."""
 
 from pathlib import Path
 from typing import Self
@@ -9,7 +9,7 @@ from fullshard.quantities import format_bytes
 from fullshard.spec.prediction import MemoryTerms
 from fullshard.spec.value import FrozenModel, NonNegativeInt
 
-# Parts that a rank can tell apart, and the terms of a plan that each has.
+# Parts that a rank can distinguish -> the terms of a plan that belong to each.
 _TERMS_OF_PART = {
     "parameter_shards": ("parameter_shards",),
     "gradients": ("gradients",),
@@ -19,20 +19,20 @@ _TERMS_OF_PART = {
 
 
 class OutOfMemoryReport(FrozenModel):
-    """A report of what a rank held when an allocation failed.
+    """A report of the memory that a rank held when an allocation failed.
 
-    step: number of the step that it was in, or of the one that would have been next
-    phase: what it did, such as `forward`
+    step: number of the step in which it failed, or of the next step
+    phase: a RunPhase, such as `forward`
     place: innermost line of code outside libraries
     error: first line of the allocator's message
     requested_bytes: size of the allocation that failed; None if the message does not say
     held: bytes of live tensors by part: `parameter_shards`, `gradients`, `optimizer_state`, `buffers`, and
-        `rest`, which are activations, gathered parameters and everything else; only `rest` if the model was
-        not there yet
+        `rest`, which is activations, gathered parameters and everything else; only `rest` before the model is
+        built
     reserved_bytes: device memory that the allocator had reserved; None on the CPU
     free_bytes: memory that was left, by the driver or the system; None if unknown
     planned: the plan's terms at its peak; None without a prediction
-    planned_limit_bytes: memory of the device that the plan counted on
+    planned_limit_bytes: memory of the device by the plan
     snapshot: name of torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
     """
 
@@ -64,7 +64,7 @@ class OutOfMemoryReport(FrozenModel):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of live tensors with the allocation that failed: the rank needs at least these."""
+        """Bytes of live tensors and of the allocation that failed: the least that the rank needs."""
         return self.held_bytes + (self.requested_bytes or 0)
 
     @property
@@ -74,7 +74,7 @@ class OutOfMemoryReport(FrozenModel):
         return f"{asked}while it held {format_bytes(self.held_bytes)} of tensors"
 
     def format_text(self) -> str:
-        """Returns the report as lines of text, with a table of what was held and what was planned."""
+        """Returns the report as lines of text, with a table of the bytes that were held and planned."""
         lines = [
             f"rank {self.rank} ({self.host}, {self.device}) ran out of memory in {self.phase} of step "
             f"{self.step}, {self.at:%Y-%m-%d %H:%M:%S} UTC",

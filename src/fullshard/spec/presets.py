@@ -17,7 +17,7 @@ from fullshard.spec.value import FrozenModel
 QKV_BIASES = "the biases of its query, key and value are left out"
 QK_NORMS = "the norms of its query and key are left out, and what they save for backward"
 SCALED_POSITIONS = "its positions are not scaled to long sequences, which changes no size"
-SOME_POSITIONS = "all blocks have rotary positions, where its every fourth has none"
+SOME_POSITIONS = "all blocks have rotary positions, although every fourth block of the model has none"
 DIFFERENCES = {
     "qkv_biases": QKV_BIASES,
     "qk_norms": QK_NORMS,

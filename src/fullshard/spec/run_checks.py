@@ -1,4 +1,4 @@
-"""Checks of a run's settings that do not work together, or with a number of ranks."""
+"""Checks whether a run's settings work together, and with a number of ranks."""
 
 import math
 
@@ -11,13 +11,13 @@ FP8_MODES: tuple[PrecisionMode, ...] = ("fp8", "fp8_rowwise")
 
 
 def check_settings_work_together(run: Run) -> None:
-    """Raises PlanError for a division of matmuls with settings that do not work with it."""
+    """Raises PlanError for tensor parallelism with settings that do not work with it."""
     degree, unsupported = run.sharding.tensor_degree, first_setting_without_tensor_parallel(run)
     if degree > 1 and unsupported is not None:
         raise PlanError(
             "these settings do not work together.",
             got=f"sharding.tensor_parallel = {degree}, {unsupported}",
-            fix="one of the two as by default",
+            fix="leave one of the two at its default",
         )
 
 
@@ -81,7 +81,7 @@ def check_sequence_is_divisible(run: Run) -> None:
 
 
 def check_experts_are_divisible(run: Run, *, group: int) -> None:
-    """Raises PlanError if ranks cannot have equally many experts, all of whose shards are on equal groups.
+    """Raises PlanError if experts cannot be divided evenly over ranks, or not be sharded in such groups.
 
     group: number of adjacent ranks over which a parameter is divided and sharded
     """
@@ -99,5 +99,7 @@ def check_experts_are_divisible(run: Run, *, group: int) -> None:
         )
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def divisors(count: int) -> list[int]:
+    """Returns all divisors of `count`, in ascending order; none of 0."""
+    small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
+    return sorted({*small, *(count // d for d in small)})

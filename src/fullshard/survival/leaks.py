@@ -2,14 +2,16 @@
 
 [Note: the test of a leak]
 At the end of a step, gradients and activations are freed, so live bytes are the same after each step, except
-after saves, validations and other rare work. The last STEPS values are cut into BLOCKS. The lowest value of a
-block ignores what rare work holds for a moment. The growth from block to block, d, must satisfy
+after saves, validations and other rare work. The last STEPS values are cut into BLOCKS. The lowest
+value of each block counts, so that memory which rare work holds for a moment does not. The growth from block
+to block, d, must satisfy
 
-    min(d)  >=  EVENNESS · mean(d)              it grows everywhere, and not by one jump
+    min(d)  >=  EVENNESS · mean(d)              it grows in every block, and not by one jump
     mean(d) >=  LEAST_BYTES · steps of a block  it is worth a message
 
 A buffer that is allocated once, a cache that is filled, and a collection of garbage that frees what grew do
-not pass the first line. A slower leak, from SLOWEST_BYTES on, is named if memory would not last for the run.
+not pass the first line. A slower leak, of at least SLOWEST_BYTES per step, is reported
+if the free memory would not last until the last step.
 """
 
 from collections import deque
@@ -41,7 +43,7 @@ class LeakDetector:
     def growth_per_step(self, *, steps_left: int = 0, free_bytes: int | None = None) -> float:
         """Returns the bytes by which memory grows per step; 0 if it does not grow steadily.
 
-        steps_left, free_bytes: steps that the run still takes, and memory that is left for them
+        steps_left, free_bytes: remaining steps of the run, and free memory
         """
         if len(self._values) < STEPS:
             return 0.0
