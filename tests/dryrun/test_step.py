@@ -15,6 +15,7 @@ from fullshard.spec.plan import Plan
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
+from tests.fakes.architectures_hf import write_config
 from tests.planner.measured import measured, meta_model, plan_of
 
 HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
@@ -43,9 +44,13 @@ def of_two() -> DryRunMemory:
         ),
         (2, 1, ["recompute.mode=offload"]),
         (4, 1, ["sharding.tensor_parallel=2", "train.loss_chunk=32"]),
+        (2, 1, ["model.hf=llama"]),
+        pytest.param(2, 1, ["model.hf=llama", "sharding.tensor_parallel=2"], marks=pytest.mark.long),
     ],
 )
-def test_each_part_of_the_peak_is_what_real_ranks_hold(ranks, n, accumulation, overrides):
+def test_each_part_of_the_peak_is_what_real_ranks_hold(ranks, tmp_path, n, accumulation, overrides):
+    write_config("llama", tmp_path)
+    overrides = [one.replace("model.hf=llama", f"model.hf={tmp_path}") for one in overrides]
     plan = plan_of(n, *overrides, accumulation=accumulation)
     real, found = ranks(n).run(measured, plan)[0], dry(plan)
     assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.001)

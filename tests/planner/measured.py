@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import cut_sequences
-from fullshard.models.decoder import DecoderModel
+from fullshard.models.build import build_model
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import PeakMemory, measure_peak_memory
 from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms
 from fullshard.spec.run import Run
@@ -24,19 +25,23 @@ from fullshard.training.step import run_step
 
 # Large enough that scalars and scratch are nothing, small enough for a step in a tenth of a second.
 SHAPES = ["model.d_model=128", "model.layers=3", "model.d_ff=384", "model.vocabulary=1024"]
+FEWEST_TOKENS = 32  # in the vocabulary of every model of `tests.fakes.architectures_hf`
 
 
 def plan_of(ranks: int, *overrides: str, accumulation: int = 1) -> Plan:
-    """A plan of 2 sequences of 64 tokens a microbatch, in fp32, with `overrides` over it."""
+    """A plan of 2 sequences of 64 tokens a microbatch, in fp32, with `overrides` over it.
+
+    SHAPES are for the decoder, not for a model of transformers.
+    """
     batch = [f"train.global_batch={2 * ranks * accumulation}", "train.microbatch=2"]
-    fixed = [*SHAPES, *batch, "data.sequence_length=64", "precision.mode=fp32"]
+    shapes = [] if any(one.startswith("model.hf=") for one in overrides) else SHAPES
+    fixed = [*shapes, *batch, "data.sequence_length=64", "precision.mode=fp32"]
     return Plan.from_run(Run.load(overrides=[*fixed, *overrides]), world_size=ranks)
 
 
 def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
     """`frozen`: a shell pattern of parameters that are not trained."""
-    with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder_config)
+    model = build_model(plan.run)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not fnmatch(name, frozen))
     return model
@@ -64,11 +69,10 @@ def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
 
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:
     """This rank's microbatches of a step."""
-    shape = (plan.microbatch, plan.run.data.sequence_length)
+    shape, section = (plan.microbatch, plan.run.data.sequence_length), plan.run.model
+    vocabulary = section.vocabulary if isinstance(section, DecoderConfig) else FEWEST_TOKENS
     for _ in range(plan.accumulation):
-        batch = {
-            name: torch.randint(0, plan.run.decoder_config.vocabulary, shape) for name in ("tokens", "labels")
-        }
+        batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
         yield cut_sequences(batch, plan)
 
 

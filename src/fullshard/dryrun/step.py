@@ -29,6 +29,7 @@ from fullshard.sharding.mesh import build_axis_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
+from fullshard.tracing.example_batch import disable_packing_detection
 from fullshard.tracing.trace import LossFunction
 
 MakeOptimizer = Callable[[nn.Module, Plan], Optimizer]
@@ -137,6 +138,7 @@ def _patch_torch_for_dry_run(recorder: StorageEventRecorder) -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(recorder.record_resizes_and_random_states())
+        stack.enter_context(disable_packing_detection())
         if recorder.device == "cuda":
             stack.enter_context(emulate_cuda_kernels())
         try:
