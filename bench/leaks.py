@@ -10,21 +10,17 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from fullshard.jobs.train import run_job
 from fullshard.spec.event import read_events
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import EVENTS
-from fullshard.training.loss import next_token_loss
+from tests.jobs.test_memory_watch import KEPT
 from tests.ranks import Workers
 
-MIB = 1 << 20
 MODEL = ("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32", "data.sequence_length=16")
 SETTINGS = ("train.global_batch=8", "train.validate_sequences=4", "log.sample_tokens=0")
 KINDS = (
@@ -39,14 +35,6 @@ KINDS = (
     ("optimizer.in_backward=true", "optimizer.clip_norm=0"),
     ("log.profile_steps=2", "train.validate_every=40"),
 )
-KEPT: list[Tensor] = []
-
-
-def leaking_loss(model: nn.Module, batch: Any) -> Any:
-    """Keeps 1 MiB of each microbatch on rank 1."""
-    if dist.get_rank() == 1:
-        KEPT.append(torch.ones(MIB // 4))
-    return next_token_loss(model, batch)
 
 
 def train(directory: str, settings: tuple[str, ...]) -> None:
@@ -66,7 +54,7 @@ def main() -> None:
         for leaks in (False, True):
             with tempfile.TemporaryDirectory() as directory:
                 settings = (f"train.steps={steps}", f"run.seed={100 + number}", *kind)
-                settings += ("train.loss=bench.leaks:leaking_loss",) if leaks else ()
+                settings += ("train.loss=tests.jobs.test_memory_watch:leaking_loss",) if leaks else ()
                 pool.run(train, f"{directory}/run", settings)
                 events = read_events(Path(directory, "run", EVENTS))
             found = [(one.step, one.details) for one in events if one.event == "leak"]

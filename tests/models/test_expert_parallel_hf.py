@@ -4,17 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fullshard.errors import ShardError
 from fullshard.sharding.materialize import materialize
-from fullshard.training.gradients import sum_gradients_over_tensor_axis
 from fullshard.training.loss import next_token_loss
 from fullshard.training.shard import shard
-from tests.fakes.architectures import whole
 from tests.fakes.architectures_hf import LENGTH, batch_of
 from tests.fakes.plans import plan_of
+from tests.models.same_gradients import assert_same_values_and_gradients
 from tests.training.test_families import built
 
 DIVIDED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe")
@@ -40,16 +38,7 @@ def outcome(name: str, *settings: str, adapter: tuple[str, ...] = ()) -> str:
         return str(error)
     batch = batch_of(name, plan.data_rank(dist.get_rank()))
     next_token_loss(model, batch, chunk_rows=5)[0].backward()
-    sum_gradients_over_tensor_axis([p.grad for p in model.parameters() if p.grad is not None])
-    sharded = dict(model.named_parameters())
-    for key, parameter in plain.named_parameters():
-        assert torch.equal(whole(sharded[key]), parameter), key
-        if parameter.grad is not None:
-            gradient = sharded[key].grad
-            assert gradient is not None, key
-            torch.testing.assert_close(
-                whole(gradient), parameter.grad, rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}"
-            )
+    assert_same_values_and_gradients(model, plain)
     return "same"
 
 

@@ -9,12 +9,11 @@ import torch.distributed as dist
 
 from fullshard.errors import ShardError
 from fullshard.sharding.materialize import materialize
-from fullshard.training.gradients import sum_gradients_over_tensor_axis
 from fullshard.training.loss import next_token_loss
 from fullshard.training.shard import shard
-from tests.fakes.architectures import whole
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of
 from tests.fakes.plans import plan_of
+from tests.models.same_gradients import assert_same_values_and_gradients
 from tests.models.test_architectures_hf import built
 
 REFUSED = {
@@ -40,16 +39,7 @@ def outcome(name: str) -> str:
     total, _ = next_token_loss(model, batch, chunk_rows=5)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
     total.backward()
-    sum_gradients_over_tensor_axis([p.grad for p in model.parameters() if p.grad is not None])
-    sharded = dict(model.named_parameters())
-    for key, parameter in plain.named_parameters():
-        assert torch.equal(whole(sharded[key]), parameter), key
-        if parameter.grad is not None:
-            gradient = sharded[key].grad
-            assert gradient is not None
-            torch.testing.assert_close(
-                whole(gradient), parameter.grad, rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}"
-            )
+    assert_same_values_and_gradients(model, plain)
     return "same"
 
 

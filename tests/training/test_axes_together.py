@@ -10,17 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import load, save
+from fullshard.checkpoint import save
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
-from tests.fakes.data import Rows
-from tests.fakes.models import VOCABULARY
+from tests.training.meshes import BF16, load_whole, parameters_of, state_of_run, train_and_save
 from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
 
 LENGTH, MIXTURE = 16, "mixture_decoder"
@@ -84,21 +80,14 @@ def test_the_same_numbers_in_the_full_cross(index: int, ranks: Callable[..., Any
     assert_same_numbers(model, ranks(8).run(train_sharded, model, run), length=LENGTH)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def state_of(axes: Axes, *extra: str) -> tuple[TrainState, Plan]:
     """A fresh state on this world's ranks."""
     count = dist.get_world_size()
-    run = run_of(count, axes, MIXTURE, "full_shard", extra=extra)
-    plan = Plan.from_run(run, world_size=count)
-    module = shard(build(MIXTURE, run), plan)
-    return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
+    return state_of_run(MIXTURE, run_of(count, axes, MIXTURE, "full_shard", extra=extra))
 
 
 def initial_values(axes: Axes) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in state_of(axes)[0].model.named_parameters()}
+    return parameters_of(state_of(axes)[0])
 
 
 def test_initial_values_do_not_depend_on_the_mesh(ranks: Callable[..., Any]) -> None:
@@ -111,13 +100,12 @@ def test_initial_values_do_not_depend_on_the_mesh(ranks: Callable[..., Any]) -> 
 
 def saved_again(axes: Axes, source: Path | None, target: Path) -> dict[str, Tensor]:
     """Loads, or without a source trains two steps; saves, and returns all that was saved, whole."""
-    state, plan = state_of(axes, "precision.mode=bf16")
+    state, plan = state_of(axes, BF16)
     if source is None:
-        assert [step.index for step, _ in zip(train(state, plan), range(2), strict=False)] == [1, 2]
-    else:
-        load(state, source)
+        return train_and_save(state, plan, target)
+    found = load_whole(state, source)
     save(state, target, plan=plan)
-    return {name: whole(one) for name, one in state.tensors().items() if not name.startswith("rng.")}
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -142,7 +130,7 @@ def trained(axes: Axes, *extra: str) -> tuple[list[float], dict[str, Tensor]]:
     """Gradient norms of three steps, and the parameters after them."""
     state, plan = state_of(axes, "optimizer.clip_norm=0", *extra)
     steps = [step for step, _ in zip(train(state, plan), range(3), strict=False)]
-    return [s.grad_norm for s in steps], {n: whole(p) for n, p in state.model.named_parameters()}
+    return [s.grad_norm for s in steps], parameters_of(state)
 
 
 def test_an_update_in_backward_is_the_same(ranks: Callable[..., Any]) -> None:

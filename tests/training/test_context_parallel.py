@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
-from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import shard
-from fullshard.training.state import TrainState
-from tests.fakes.data import Rows
-from tests.fakes.models import VOCABULARY
-from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
+from tests.training.meshes import parameters_of, state_of_run, whole
+from tests.training.same_numbers import assert_same_numbers, make_run, train_sharded
 
 LENGTH = 16
 
@@ -47,9 +40,7 @@ def train_until(directory: Path, run: Run, until: int) -> tuple[list[float], dic
 
     Returns losses, whole weights, and AdamW's first moments as they were loaded.
     """
-    plan = Plan.from_run(run, world_size=dist.get_world_size())
-    model = shard(build("tied_decoder", run), plan)
-    state = TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY))
+    state, plan = state_of_run("tied_decoder", run)
     load(state, directory, missing_ok=True)
     losses: list[float] = []
     loaded = [whole(one["exp_avg"]) for one in state.optimizer.state.values()]
@@ -57,11 +48,7 @@ def train_until(directory: Path, run: Run, until: int) -> tuple[list[float], dic
     while state.step < until:
         losses.append(next(steps).loss)
     save(state, directory, plan=plan)
-    return losses, {name: whole(p.detach()) for name, p in model.named_parameters()}, loaded
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return losses, parameters_of(state), loaded
 
 
 def test_a_checkpoint_loads_with_any_number_of_ranks_that_share_sequences(

@@ -8,21 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import load, save
 from fullshard.errors import PlanError, ShardError, TrainError
 from fullshard.models.experts import Router
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
-from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
-from tests.fakes.data import Rows, global_batch
+from tests.fakes.data import global_batch
 from tests.fakes.models import VOCABULARY
 from tests.survival.test_replicas import flip
+from tests.training.meshes import (
+    BF16,
+    assert_loads_on_any_mesh,
+    load_whole,
+    parameters_of,
+    state_of_run,
+    train_and_save,
+    whole,
+)
 from tests.training.same_numbers import STRATEGIES, assert_same_numbers, build, make_run, train_sharded
 
 MIXTURE = "mixture_decoder"
@@ -65,17 +71,11 @@ def test_the_same_numbers_in_the_full_cross(  # noqa: PLR0917
     assert_same_numbers(MIXTURE, ranks(count).run(train_sharded, MIXTURE, run))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def state_of(expert: int, *extra: str) -> tuple[TrainState, Plan]:
     """A fresh state on this world's ranks."""
     count = dist.get_world_size()
     run = make_run(model=MIXTURE, ranks=count, strategy="full_shard", expert=expert, extra=extra)
-    plan = Plan.from_run(run, world_size=count)
-    module = shard(build(MIXTURE, run), plan)
-    return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
+    return state_of_run(MIXTURE, run)
 
 
 def gradients_of_skewed_routing(expert: int) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def test_a_rank_that_gets_no_token_takes_part(ranks: Callable[..., Any]) -> None
 
 
 def initial_values(expert: int) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in state_of(expert)[0].model.named_parameters()}
+    return parameters_of(state_of(expert)[0])
 
 
 def test_initial_values_do_not_depend_on_the_ranks_that_divide_experts(ranks: Callable[..., Any]) -> None:
@@ -110,26 +110,17 @@ def test_initial_values_do_not_depend_on_the_ranks_that_divide_experts(ranks: Ca
         assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
-def saved_or_loaded(directory: Path, expert: int, saves: bool) -> dict[str, Tensor]:
-    state, plan = state_of(expert, "precision.mode=bf16")
-    if saves:
-        assert [step.index for step, _ in zip(train(state, plan), range(2), strict=False)] == [1, 2]
-        save(state, directory, plan=plan)
-    else:
-        load(state, directory)
-    return {name: whole(one) for name, one in state.tensors().items() if not name.startswith("rng.")}
+def saved(directory: Path, expert: int) -> dict[str, Tensor]:
+    return train_and_save(*state_of(expert, BF16), directory)
+
+
+def loaded(directory: Path, expert: int) -> dict[str, Tensor]:
+    return load_whole(state_of(expert, BF16)[0], directory)
 
 
 def test_a_checkpoint_of_any_mesh_is_loaded_on_any_other(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    """Weights and the optimizer's state, bit for bit."""
-    for source, count, targets in ((2, 4, ((1, 1), (4, 4), (3, 1))), (1, 3, ((2, 2),))):
-        directory = tmp_path / str(count)
-        written = ranks(count).run(saved_or_loaded, directory, source, True)[0]
-        assert sum(name.startswith("optimizer.") for name in written) >= 2
-        for others, expert in targets:
-            for values in ranks(others).run(saved_or_loaded, directory, expert, False):
-                for name, value in written.items():
-                    assert torch.equal(values[name], value), (source, expert, name)
+    cases = ((2, 4, ((1, 1), (4, 4), (3, 1))), (1, 3, ((2, 2),)))
+    assert_loads_on_any_mesh(ranks, tmp_path, saved=saved, loaded=loaded, cases=cases)
 
 
 def compared_replicas(damaged: str | None) -> str | None:

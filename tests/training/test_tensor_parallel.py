@@ -8,21 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import load, save
 from fullshard.errors import ShardError, TrainError
 from fullshard.offload.rounding import shard_index
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
-from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
-from tests.fakes.data import Rows, global_batch
+from tests.fakes.data import global_batch
 from tests.fakes.models import VOCABULARY
 from tests.survival.test_replicas import flip
+from tests.training.meshes import (
+    BF16,
+    assert_loads_on_any_mesh,
+    load_whole,
+    parameters_of,
+    state_of_run,
+    train_and_save,
+    whole,
+)
 from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded, train_unsharded
 
 LENGTH = 16
@@ -69,25 +75,18 @@ def test_the_same_numbers_from_any_offload_target(
         assert own_norms == pytest.approx(norms, rel=1e-4)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def state_of(tensor: int, *extra: str, model: str = "decoder") -> tuple[TrainState, Plan]:
     """A fresh state on this world's ranks."""
     count = dist.get_world_size()
     more = {"tensor": tensor, "length": LENGTH, "extra": extra}
-    run = make_run(model=model, ranks=count, strategy="full_shard", **more)
-    plan = Plan.from_run(run, world_size=count)
-    module = shard(build(model, run), plan)
-    return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
+    return state_of_run(model, make_run(model=model, ranks=count, strategy="full_shard", **more))
 
 
 def trained(tensor: int, *extra: str) -> tuple[list[float], dict[str, Tensor]]:
     """Gradient norms of three steps, and the parameters after them."""
     state, plan = state_of(tensor, "optimizer.clip_norm=0", *extra)
     steps = [step for step, _ in zip(train(state, plan), range(3), strict=False)]
-    return [s.grad_norm for s in steps], {n: whole(p) for n, p in state.model.named_parameters()}
+    return [s.grad_norm for s in steps], parameters_of(state)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.long)])
@@ -101,7 +100,7 @@ def test_an_update_in_backward_is_the_same(strategy: str, ranks: Callable[..., A
 
 
 def initial_values(tensor: int) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in state_of(tensor)[0].model.named_parameters()}
+    return parameters_of(state_of(tensor)[0])
 
 
 def test_initial_values_do_not_depend_on_the_ranks_of_a_matmul(ranks: Callable[..., Any]) -> None:
@@ -111,34 +110,17 @@ def test_initial_values_do_not_depend_on_the_ranks_of_a_matmul(ranks: Callable[.
         assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
-def saved_or_loaded(directory: Path, tensor: int, *, saves: bool) -> dict[str, Tensor]:
-    state, plan = state_of(tensor, "precision.mode=bf16")
-    if saves:
-        assert [step.index for step, _ in zip(train(state, plan), range(2), strict=False)] == [1, 2]
-        save(state, directory, plan=plan)
-    else:
-        load(state, directory)
-    return {name: whole(one) for name, one in state.tensors().items() if not name.startswith("rng.")}
+def saved(directory: Path, tensor: int) -> dict[str, Tensor]:
+    return train_and_save(*state_of(tensor, BF16), directory)
 
 
 def loaded(directory: Path, tensor: int) -> dict[str, Tensor]:
-    return saved_or_loaded(directory, tensor, saves=False)
-
-
-def saved(directory: Path, tensor: int) -> dict[str, Tensor]:
-    return saved_or_loaded(directory, tensor, saves=True)
+    return load_whole(state_of(tensor, BF16)[0], directory)
 
 
 def test_a_checkpoint_of_any_mesh_is_loaded_on_any_other(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    """Weights and the optimizer's state, bit for bit."""
-    for source, count, targets in ((2, 4, ((1, 1), (3, 1), (2, 2))), (1, 3, ((4, 2),))):
-        directory = tmp_path / str(count)
-        written = ranks(count).run(saved, directory, source)[0]
-        assert sum(name.startswith("optimizer.") for name in written) >= 2
-        for others, tensor in targets:
-            for values in ranks(others).run(loaded, directory, tensor):
-                for name, value in written.items():
-                    assert torch.equal(values[name], value), (source, tensor, name)
+    cases = ((2, 4, ((1, 1), (3, 1), (2, 2))), (1, 3, ((4, 2),)))
+    assert_loads_on_any_mesh(ranks, tmp_path, saved=saved, loaded=loaded, cases=cases)
 
 
 def compared_replicas(damaged: str | None) -> str | None:
