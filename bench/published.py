@@ -195,7 +195,7 @@ def tokens_per_second(row: dict[str, Any], *, scale: float = 1.0) -> float:
 
 
 def asked_rate(row: dict[str, Any]) -> float:
-    """What large matmuls would have to sustain for the prediction to equal the published speed, FLOP/s."""
+    """Returns the rate of large matmuls at which the prediction equals the published speed, in FLOP/s."""
     low, high = 0.2, 3.0
     while high / low > 1.0005:
         middle = (low * high) ** 0.5

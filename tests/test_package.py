@@ -1,4 +1,4 @@
-"""What the package says of itself: its metadata, and links between pages."""
+"""Metadata of the package, and links between its pages."""
 
 import re
 from importlib.metadata import metadata

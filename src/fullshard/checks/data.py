@@ -64,7 +64,7 @@ class DataTrial:
 
 
 def build_data_trial(plan: Plan) -> DataTrial | Finding:
-    """Returns a trial of the run's data, or the finding that explains why there is none.
+    """Returns a trial of the run's data, or the finding that says why it has no data to try.
 
     Data that is not in the cache is tokenized for 20 s at most.
     """

@@ -95,7 +95,7 @@ class ModelTrial:
 
 
 def build_model_trial(plan: Plan) -> ModelTrial | Finding:
-    """Returns a trial of the plan's model, or the finding that explains why there is none."""
+    """Returns a trial of the plan's model, or the finding that says why it cannot be tried."""
     run, attempt = plan.run, ErrorCapture()
     whole = build_model(run)
     parameters = sum(parameter.numel() for parameter in whole.parameters())

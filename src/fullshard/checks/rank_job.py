@@ -46,7 +46,7 @@ def connect_to(host: str, port: int) -> str | None:
 
 @dataclass(frozen=True)
 class RankAccess:
-    """How a rank reads its machine; each part can be replaced in tests.
+    """Sources from which a rank reads its machine; tests may replace each of them.
 
     host: name of this host
     clock: this host's clock, in seconds

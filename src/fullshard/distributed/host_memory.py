@@ -1,11 +1,11 @@
-"""All-reduces in memory that the ranks of one host share (Linux).
+"""Buffers in memory that the ranks of one host share, and all-reduces within them (Linux).
 
 gloo sends through sockets even within a host, which takes processor time from the ranks.
 """
 
 import mmap
 import os
-import random
+import secrets
 from collections.abc import Sequence
 from typing import Self
 
@@ -34,7 +34,7 @@ class HostBuffers:
 
         Collective over `group`.
         """
-        token = random.SystemRandom().getrandbits(62)
+        token = secrets.randbits(62)
         nbytes = max(numel * dtype.itemsize, _TOKEN_BYTES)
         file = _create_file(nbytes, token)
         names = torch.empty(dist.get_world_size(group), 3, dtype=torch.int64)

@@ -77,7 +77,7 @@ class LiveStatusWriter:
             self._memory = by_rank
 
     def take_message(self) -> str | None:
-        """Returns the message about a failed write, once; None if there is none."""
+        """Returns the message about a failed write, once; None if no write has failed since."""
         with self._lock:
             message, self._message = self._message, None
         return message

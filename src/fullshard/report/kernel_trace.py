@@ -22,7 +22,7 @@ class HostOperation:
 
     begin, end: microseconds
     dims: shapes of its tensors, by argument; types and values: those of its arguments, as text
-    parent: the operation that called it; None if there is none
+    parent: the operation that called it; None if no operation did
     child_seconds: time in the operations that it called
     """
 

@@ -40,7 +40,7 @@ class RunRecord:
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
     measured_steps: spans of the last sampled step on each rank that wrote it; empty for a run without spans
     predicted_step: spans of the planned step; None if it is not known
-    live: live.json of the last attempt; None if there is none
+    live: live.json of the last attempt; None if the run has no such file
     kernels: times by kind of kernel in the last profiled step; None without a profile
     unreadable: names of records that are there, and that this version cannot read
     """

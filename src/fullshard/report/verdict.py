@@ -10,7 +10,8 @@ from fullshard.spec.event import RunEvent
 from fullshard.spec.prediction import CALIBRATION_MARKS
 
 _AS_PLANNED_PERCENT = 2.0
-_RECENT_STEPS = 50
+RECENT_STEPS = 50
+"""Number of last steps by which the speed of a run is judged."""
 
 
 def verdict(run: RunRecord) -> str:
@@ -54,7 +55,7 @@ def recent_tokens_per_second(run: RunRecord) -> float | None:
     """Returns the measured speed of the last attempt, or else the median of the last steps; or None."""
     if run.measurement is not None and run.measurement.tokens_per_second is not None:
         return run.measurement.tokens_per_second
-    rates = run.metrics.values("tokens_per_second")[-_RECENT_STEPS:]
+    rates = run.metrics.values("tokens_per_second")[-RECENT_STEPS:]
     return median(rates) if rates else None
 
 
@@ -81,7 +82,7 @@ def _state_sentence(run: RunRecord) -> str:
 
 
 def _time_left(run: RunRecord) -> str:
-    seconds = run.metrics.values("seconds")[-_RECENT_STEPS:]
+    seconds = run.metrics.values("seconds")[-RECENT_STEPS:]
     if run.steps is None or not seconds or run.steps <= run.last_step:
         return ""
     return f", about {format_seconds((run.steps - run.last_step) * median(seconds))} left"

@@ -12,14 +12,14 @@ from rich.text import Text
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.event_table import describe_event
 from fullshard.report.run_record import RunRecord
-from fullshard.report.verdict import fault_text, recent_tokens_per_second
+from fullshard.report.verdict import RECENT_STEPS, fault_text, recent_tokens_per_second
 from fullshard.spec.event import RunEvent
 from fullshard.spec.live_status import LiveStatus, RankStatus
 from fullshard.spec.prediction import Prediction
 from fullshard.system.terminal import escape_to_single_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CURVE_COLUMNS, _RECENT_STEPS = 40, 50
+_CURVE_COLUMNS = 40
 _SHOWN_RANKS, _SHOWN_EVENTS = 8, 4
 _BAR_COLUMNS = 20
 # A running run is reported if it completes no step for this many usual step times, and this many seconds.
@@ -53,7 +53,7 @@ class WatchedRun:
     @property
     def step_seconds(self) -> float | None:
         """Median time of the last steps; None before the first."""
-        recent = self.record.metrics.values("seconds")[-_RECENT_STEPS:]
+        recent = self.record.metrics.values("seconds")[-RECENT_STEPS:]
         return median(recent) if recent else None
 
     @property
@@ -193,7 +193,7 @@ def _memory_line(run: WatchedRun) -> Text | str:
     by_rank = [one.memory for one in run.live.ranks if one.memory] if run.live is not None else []
 
     def highest(name: str) -> float | None:
-        values = [one[name] for one in by_rank if name in one] or metrics.values(name)[-_RECENT_STEPS:]
+        values = [one[name] for one in by_rank if name in one] or metrics.values(name)[-RECENT_STEPS:]
         return max(values, default=None)
 
     peak, reserved = highest("peak_allocated_bytes"), highest("peak_reserved_bytes")
@@ -284,7 +284,7 @@ def _bar(share: float) -> Text:
 
 def _last(record: RunRecord, name: str) -> float | None:
     values = record.metrics.columns[name]
-    return next((value for value in reversed(values[-_RECENT_STEPS:]) if not math.isnan(value)), None)
+    return next((value for value in reversed(values[-RECENT_STEPS:]) if not math.isnan(value)), None)
 
 
 def _shown_events(record: RunRecord, *, count: int) -> list[RunEvent]:

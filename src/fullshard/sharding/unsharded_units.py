@@ -125,7 +125,8 @@ class GradientBuckets:
         late = [self._late[unit] for unit in self.units if unit in self._late]
         for bucket in late:
             bucket.start()
-        _sum_on_host([bucket for bucket in self._order if bucket.shared is not None])
+        if in_memory := [bucket for bucket in self._order if bucket.shared is not None]:
+            _sum_on_host(in_memory)
         for bucket in (*self._order, *late):
             bucket.finish()
         if not self._shares_memory and not self.is_immediate:
@@ -170,6 +171,7 @@ class _Bucket:
 
     def __init__(self, units: Sequence["_UnshardedUnit"]) -> None:
         self.units = units
+        self.trained = [parameter for unit in units for parameter in unit.trained]
         self.replicas, self.dtype = units[0].replicas, units[0].reduce_dtype
         self.missing = set(units)  # those without gradients in the step's last microbatch
         self.buffer: Tensor | None = None
@@ -202,7 +204,7 @@ class _Bucket:
         Gradients that this rank does not have count as zeros.
         """
         if self.buffer is None:  # no gradient has ever arrived
-            self._allocate_unless_free(self.units[0].trained[0].sharded_param.device)
+            self._allocate_unless_free(self.trained[0].sharded_param.device)
         assert self.buffer is not None, "it is allocated"
         has_gradient = [float(parameter in self.filled) for parameter in self.places]
         for parameter, place in self.places.items():
@@ -211,9 +213,8 @@ class _Bucket:
         self.buffer[-len(self.places) :] = torch.tensor(has_gradient)
         self.is_started = True
         if self.shared is None:
-            with TimedRange(
-                "all_reduce"
-            ):  # a profile would count the time until the next operation as waiting
+            # Without a range, a profile would count the time until the next operation as waiting.
+            with TimedRange("all_reduce"):
                 self.all_reduce = dist.all_reduce(self.buffer, group=self.replicas, async_op=True)
 
     def finish(self, *, keeps_buffer: bool = True) -> None:
@@ -255,19 +256,17 @@ class _Bucket:
         if self.shared is not None and not self.is_in_shared_memory and _storage_uses(self.shared.own) == 1:
             self._use_buffer(self.shared.own)
             return
-        trained = [parameter for unit in self.units for parameter in unit.trained]
-        numel = sum(parameter.sharded_size.numel() for parameter in trained) + len(trained)
+        numel = sum(parameter.sharded_size.numel() + 1 for parameter in self.trained)
         self.buffer, self.places = None, {}
         self._use_buffer(torch.empty(numel, dtype=self.dtype, device=device))
 
     def _use_buffer(self, buffer: Tensor) -> None:
-        trained = [parameter for unit in self.units for parameter in unit.trained]
-        sizes = [parameter.sharded_size.numel() for parameter in trained]
+        sizes = [parameter.sharded_size.numel() for parameter in self.trained]
         parts = buffer.split([*sizes, len(sizes)])
         self.buffer = buffer
         self.places = {
             parameter: part.view(parameter.sharded_size)
-            for parameter, part in zip(trained, parts, strict=False)
+            for parameter, part in zip(self.trained, parts, strict=False)
         }
 
 
@@ -287,7 +286,8 @@ def _sum_on_host(buckets: Sequence[_Bucket]) -> None:
                     shared.append(bucket.shared)
                 else:
                     dist.all_reduce(bucket.buffer, group=replicas)
-            all_reduce_on_host(shared, group=replicas)
+            if shared:
+                all_reduce_on_host(shared, group=replicas)
 
 
 class _UnshardedUnit:

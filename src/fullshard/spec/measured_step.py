@@ -30,7 +30,7 @@ MODEL_PARALLEL_WAITS: Mapping[str, str] = {
     "exchange_counts": "wait for counts of rows",
     "exchange_rows": "wait for rows of experts",
 }
-"""The same collective -> name of the span in which a rank waits for it."""
+"""Kind of a collective, as above -> name of the span in which a rank waits for it."""
 
 TERM_OF_SPAN: Mapping[str, str] = {
     "forward": "compute",
