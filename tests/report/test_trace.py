@@ -22,14 +22,15 @@ SPANS = [
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_holds_its_spans_on_a_thread_for_each_track(tmp_path: Path, name: str):
     path = tmp_path / name
-    save_trace(path, {"one rank": SPANS}, about={"model": "small"})
+    save_trace(path, {"rank 0": SPANS[:1], "rank 1": SPANS}, about={"model": "small"})
     check_is_trace(path)
     text = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
     trace = json.loads(text)
     assert trace["otherData"]["model"] == "small"
-    events = trace["traceEvents"]
+    events = [event for event in trace["traceEvents"] if event["pid"] == 2]
     threads = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(threads) == {"compute", "all-gather"}
+    assert [name for name, thread in threads.items() if thread == 2] == ["compute"], "shown as the main thread"
     computing = [event for event in events if event["ph"] == "X" and event["tid"] == threads["compute"]]
     assert [event["name"] for event in computing] == ["forward (blocks.0)", "forward (blocks.1)", "update"]
     ends = [round(1000 * (event["ts"] + event["dur"])) for event in computing]
