@@ -3,7 +3,8 @@
     chrt -r 1 torchrun --nproc-per-node 2 bench/span_cost.py [RUN.toml] [--set SECTION.KEY=VALUE] [--pairs 60]
 
 Each pair is a turn of steps with everything that a run observes, and a turn without. In `always on`, the
-steps are those between two samples; in `sampled`, each step has the spans of its units, and is written.
+steps are those between two samples; in `sampled`, each step has the spans of its units, and is written; in
+`memory`, the ranks exchange their memory after each step, which runs do after every 20th.
 Prints the difference of processor time (all threads of all ranks) to the turns without: the mean of the
 middle half of the pairs, with its 95 % interval (bootstrap). `off again` are turns without, as a control.
 `chrt -r 1` keeps other programs off the cores.
@@ -15,12 +16,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
 
 from fullshard.data.build import build_data
 from fullshard.distributed.agreement import all_gather_object
+from fullshard.jobs.memory_watch import WINDOW, MemoryWatch
 from fullshard.jobs.run_log import RunLog
 from fullshard.jobs.step_observer import observe_steps
 from fullshard.models.build import build_model
@@ -34,8 +37,8 @@ from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 
 WARMUP_PAIRS, STEPS_OF_A_TURN = 3, 2
-OFF, CONTROL, NEVER = "off", "off again", 10**9
-KINDS = {OFF: 0, CONTROL: 0, "always on": NEVER, "sampled": 1}  # kind of turn -> steps between samples
+OFF, CONTROL, MEMORY, NEVER = "off", "off again", "memory", 10**9
+KINDS = {OFF: 0, CONTROL: 0, "always on": NEVER, "sampled": 1, MEMORY: 0}  # kind -> steps between samples
 
 
 def main() -> None:
@@ -43,9 +46,9 @@ def main() -> None:
     asked.add_argument("run", nargs="?", type=Path)
     asked.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     asked.add_argument("--pairs", type=int, default=60)
-    asked.add_argument("--kind", choices=list(KINDS)[2:], help="kind of turn; both")
+    asked.add_argument("--kind", choices=list(KINDS)[2:], help="kind of turn; all")
     given = asked.parse_args()
-    kinds = [kind for kind in KINDS if given.kind in (None, kind) or KINDS[kind] == 0]
+    kinds = [kind for kind in KINDS if given.kind in (None, kind) or kind in (OFF, CONTROL)]
     turns = (given.pairs + WARMUP_PAIRS) * len(kinds)
     steps = f"train.steps={turns * STEPS_OF_A_TURN}"
     run = Run.load(given.run, overrides=["sharding.strategy=full_shard", *given.set, steps])
@@ -73,6 +76,11 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Returns kind of turn -> its processor seconds on all ranks together, per pair."""
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    log = RunLog(every=10)
+    watch, watched = (
+        MemoryWatch(next(state.model.parameters()).device, log=log, steps=NEVER),
+        count(WINDOW, WINDOW),
+    )
     for pair in range(pairs + WARMUP_PAIRS):
         order = list(kinds)
         random.Random(pair).shuffle(order)  # noqa: S311
@@ -81,7 +89,7 @@ def _measure(
             observed = observe_steps(
                 state.model,
                 state.phase,
-                log=RunLog(every=10),
+                log=log,
                 directory=directory,
                 every=every,
                 # Early steps of a run are detailed.
@@ -91,6 +99,8 @@ def _measure(
                 started = time.process_time()
                 for _ in range(STEPS_OF_A_TURN):
                     observer.observe_step(next(steps))
+                    if kind == MEMORY:
+                        watch.observe_step(next(watched))
                 observer.write_last()  # otherwise the last step would be read in the turn after
                 took = sum(all_gather_object(time.process_time() - started))
             if pair >= WARMUP_PAIRS:
