@@ -59,6 +59,12 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
         ["recompute.mode=none"],
         ["recompute.mode=full", "model.kv_heads=1"],
         ["recompute.mode=selective", "sharding.tensor_parallel=2", "train.loss_chunk=32"],
+        [
+            "sharding.tensor_parallel=2",
+            "precision.mode=fp8",
+            "precision.fp8_min_features=16",
+            "model.kv_heads=1",
+        ],
     ],
     ids=" ".join,
 )

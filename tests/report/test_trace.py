@@ -30,7 +30,9 @@ def test_a_trace_holds_its_spans_on_a_thread_for_each_track(tmp_path: Path, name
     events = [event for event in trace["traceEvents"] if event["pid"] == 2]
     threads = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(threads) == {"compute", "all-gather"}
-    assert [name for name, thread in threads.items() if thread == 2] == ["compute"], "shown as the main thread"
+    assert [name for name, thread in threads.items() if thread == 2] == ["compute"], (
+        "shown as the main thread"
+    )
     computing = [event for event in events if event["ph"] == "X" and event["tid"] == threads["compute"]]
     assert [event["name"] for event in computing] == ["forward (blocks.0)", "forward (blocks.1)", "update"]
     ends = [round(1000 * (event["ts"] + event["dur"])) for event in computing]

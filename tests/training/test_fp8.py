@@ -134,6 +134,33 @@ def test_loss_is_that_of_bf16(mode: str, settings: tuple[str, ...], ranks: Calla
     assert fp8[0][1] == pytest.approx(bf16[0][1], rel=0.01)
 
 
+def losses_here(run: Run) -> list[float]:
+    state, plan = state_of(run)
+    return losses_to(state, plan, 8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "tensor"),
+    [
+        ("fp8", 2, 2),
+        *(
+            pytest.param(mode, 4, n, marks=pytest.mark.long)
+            for mode in ("fp8", "fp8_rowwise")
+            for n in (2, 4)
+        ),
+    ],
+)
+def test_divided_matmuls_train_to_the_same_loss(
+    mode: str, count: int, tensor: int, ranks: Callable[..., Any]
+) -> None:
+    """Ranks use parts of one whole weight for keys and values: there are fewer heads than ranks."""
+    settings = (*FULL, "model.kv_heads=1")
+    whole_matmuls = ranks(1).run(losses_here, fp8_run(mode, *settings))[0]
+    divided = ranks(count).run(losses_here, fp8_run(mode, *settings, f"sharding.tensor_parallel={tensor}"))[0]
+    assert divided == pytest.approx(whole_matmuls, rel=0.01)
+    assert divided != whole_matmuls
+
+
 def updated(run: Run) -> dict[str, Tensor]:
     state, plan = state_of(run)
     losses_to(state, plan, 3)
@@ -159,8 +186,11 @@ def part(run: Run, directory: Path, until: int) -> tuple[list[float], dict[str, 
     return losses, whole(state.model), plain
 
 
-def test_resumed_run_has_the_same_bits(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    run = fp8_run("fp8", *FULL)
+@pytest.mark.parametrize("settings", [(), ("sharding.tensor_parallel=2",)])
+def test_resumed_run_has_the_same_bits(
+    settings: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = fp8_run("fp8", *FULL, *settings)
     ((through, weights, _), *_) = ranks(2).run(part, run, tmp_path / "whole", 6)
     parts = [ranks(2).run(part, run, tmp_path / "parts", until)[0] for until in (3, 6)]
     assert [loss for losses, *_ in parts for loss in losses] == through
@@ -228,9 +258,11 @@ def summary(model: nn.Module, *overrides: str, mode: str = "fp8") -> tuple[set[s
     plan = Plan.from_run(make_run(mode, overrides), world_size=2)
     section = plan.run.sharding.units
     units = find_units(model, section)
-    chosen = choose_fp8_linears(
-        model, units, plan=plan, blocks=find_recompute_blocks(model, section, units=units)
+    blocks, divided = (
+        find_recompute_blocks(model, section, units=units),
+        {"blocks.0.attention.output.weight": 1},
     )
+    chosen = choose_fp8_linears(model, units, plan=plan, blocks=blocks, divided=divided)
     assert chosen is not None
     return set(chosen.linears), fp8_summary_text(chosen.shares)
 
@@ -259,6 +291,20 @@ def test_small_frozen_and_odd_matrices_and_other_units_stay_in_bf16() -> None:
         assert f"{count} {reason}" in text
     with pytest.raises(ShardError, match="no matrix to multiply in fp8.*\n.*with under 2,048 features"):
         summary(model)
+
+
+def test_matrices_are_chosen_by_the_part_that_a_rank_multiplies() -> None:
+    """Rows are divided, or a rank uses a part of them; of one output matrix, columns are."""
+    model = meta_model(
+        make_run(
+            "fp8",
+            ("model.d_model=80", "model.heads=5", "model.kv_heads=5", "model.d_ff=128", "model.layers=2"),
+        )
+    )
+    chosen, text = summary(model, ALL, "sharding.tensor_parallel=2")
+    rows = {f"blocks.{i}.feed_forward.{one}" for i in (0, 1) for one in ("gate", "up")}
+    assert chosen == rows
+    assert "10 with features that 16 does not divide per rank" in text
 
 
 class MixtureBlock(nn.Module):

@@ -91,7 +91,7 @@ class Progressions:
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         batch = progressions(step)
         for i in range(plan.accumulation):
-            start = (i * plan.world_size + rank) * plan.microbatch
+            start = (i * plan.data_parallel_degree + rank) * plan.microbatch
             yield {name: tensor[start : start + plan.microbatch] for name, tensor in batch.items()}
 
 

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.distributed.linear_product import find_product, set_product
 from fullshard.distributed.sequence_parts import gather_sequence, indivisible_length_error, reduce_sequence
 from fullshard.distributed.vocabulary_part import VocabularyPart
 from fullshard.errors import ShardError
@@ -69,7 +69,7 @@ class MatmulSplit:
         for one in (base, *seconds):
             self.dims |= {id(parameter): 0 for parameter in one.parameters()}
         for one in (base, *firsts):
-            one.forward = partial(_multiply, one)
+            _replace_forward(one)
 
     def divide_row(self, linear: Any, *, cuts_input: bool = False) -> None:
         """Divides the columns of the weight of `linear`, and of its adapters' first matrices.
@@ -79,7 +79,7 @@ class MatmulSplit:
         base, firsts, _ = parts_of_linear(linear)
         self.dims |= {id(one.weight): 1 for one in (base, *firsts)}
         columns = base.in_features // self.ranks
-        base.forward = lambda x: F.linear(x, base.weight)  # pyright: ignore[reportUnknownLambdaType]
+        _replace_forward(base, adds_bias=False)
         add = linear.forward
 
         def reducing_forward(x: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ class MatmulSplit:
         """Makes `linear`, whose weight is whole on each rank, compute with these rows of it."""
         base, firsts, seconds = parts_of_linear(linear)
         for one in (base, *seconds):
-            one.forward = partial(_multiply, one, rows=rows)
+            _replace_forward(one, rows=rows)
         for one in firsts:
-            one.forward = partial(_multiply, one)
+            _replace_forward(one)
 
     def divide_embedding(self, embedding: Any, *, scatters: bool) -> None:
         """Divides the vocabulary of an embedding.
@@ -163,16 +163,24 @@ def parts_of_linear(linear: Any) -> tuple[Any, list[Any], list[Any]]:
     return linear.base_layer, [*linear.lora_A.values()], [*linear.lora_B.values()]
 
 
-def _multiply(linear: Any, x: Tensor, *, rows: list[slice] | None = None) -> Tensor:
-    """Returns the output of a linear module, or only the part that `rows` of its weight compute."""
-    if rows is None:
-        return multiply_gathered(x, linear.weight, bias=linear.bias)
+def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias: bool = True) -> None:
+    """Makes a linear module compute with its local weight, or only with these `rows` of a whole weight."""
+    if find_product(linear) is None:
+        set_product(linear, multiply_gathered)
+    linear.forward = partial(_multiply, linear, rows=rows, adds_bias=adds_bias)
 
-    def select(whole: Tensor) -> Tensor:
-        return whole[rows[0]] if len(rows) == 1 else torch.cat([whole[one] for one in rows])
 
-    bias = None if linear.bias is None else select(linear.bias)
-    return multiply_gathered(x, select(linear.weight), bias=bias)
+def _multiply(linear: Any, x: Tensor, *, rows: list[slice] | None, adds_bias: bool) -> Tensor:
+    weight, bias = linear.weight, linear.bias if adds_bias else None
+    if rows is not None:
+        weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
+    product = find_product(linear)
+    assert product is not None, "set with this forward"
+    return product(x, weight, bias=bias)
+
+
+def _select_rows(whole: Tensor, rows: list[slice]) -> Tensor:
+    return whole[rows[0]] if len(rows) == 1 else torch.cat([whole[one] for one in rows])
 
 
 def _replace_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> None:

@@ -188,7 +188,7 @@ def prepare_sharding(
         expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
     warn_of_unit_sizes(found, plan, stacklevel=3)
     check_fp8_device(plan)
-    fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated)
+    fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
     return PreparedSharding(
         plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
     )

@@ -11,12 +11,14 @@ makes torchao's fp8 tensor of what was gathered. Its bytes are sent as uint8, wh
 A weight's scale depends on its largest absolute value on all ranks. When the model's forward begins, one
 all-reduce finds it for all weights. While `reuse_weight_scales` is active, only the first forward does this,
 because the weights do not change. The scales follow from the weights alone, so a checkpoint needs none.
+With tensor parallelism, a second all-reduce gives all parts of a weight the scale of the whole. Inputs and
+gradients that are divided over these ranks have scales of their own on each.
 If a unit is gathered before any forward (FSDP2's `unshard()`, a method that `shard` was not given), its
 all-gather finds no scale and begins with that all-reduce: all ranks of the mesh must then gather it.
 
 [Note: which matrices]
 Linear modules inside the repeated blocks, with `fp8_min_features` and a multiple of 16 of input and output
-features, as fp8 matmuls need. The others stay in bf16:
+features, as fp8 matmuls need; with tensor parallelism, per rank. The others stay in bf16:
 
 - embeddings and heads, whose errors harm the loss most;
 - experts: the kernels need a multiple of 16 tokens, and routing gives any number;
@@ -28,7 +30,7 @@ unchanged from torch 2.11 to 2.15.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
@@ -41,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fullshard.distributed.linear_product import find_product, set_product
 from fullshard.errors import MissingExtraError, PlanError, ShardError
 from fullshard.sharding.units import Unit
 from fullshard.spec.fp8 import Fp8Share
@@ -82,11 +85,17 @@ class _Matmul:
 
 # Choice #
 def choose_fp8_linears(
-    model: nn.Module, units: Sequence[Unit], *, plan: Plan, blocks: Sequence[nn.Module]
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    plan: Plan,
+    blocks: Sequence[nn.Module],
+    divided: Mapping[str, int | None],
 ) -> Fp8Choice | None:
     """Returns the linear modules that `plan` multiplies in fp8; None if its precision is without fp8.
 
     blocks: the repeated blocks of the model
+    divided: parameter name -> the dim that tensor parallelism divides; None, as a missing one: no dim
 
     Raises MissingExtraError without torchao, ShardError if no module can be multiplied in fp8, or if a unit
     that is gathered in fp8 is resharded to fewer ranks after forward.
@@ -109,7 +118,10 @@ def choose_fp8_linears(
                 continue
             modules = holders[id(parameter)]
             outside = any(module not in inside or module is head for module, _ in modules)
-            reason = _reason_for_bf16(name, parameter, modules=modules, unit=unit, plan=plan, outside=outside)
+            sizes = list(parameter.shape)
+            # Of a weight that each rank has whole, a rank may use its part of the rows.
+            sizes[divided.get(name) or 0] /= plan.tensor_parallel
+            reason = _reason_for_bf16(name, sizes, modules=modules, unit=unit, plan=plan, outside=outside)
             counted[reason].append(parameter.numel())
             if not reason:
                 linears |= {names[module]: cast(nn.Linear, module) for module, _ in modules}
@@ -122,14 +134,17 @@ def choose_fp8_linears(
 
 def _reason_for_bf16(
     name: str,
-    parameter: nn.Parameter,
+    sizes: Sequence[float],
     *,
     modules: Sequence[tuple[nn.Module, str]],
     unit: Unit,
     plan: Plan,
     outside: bool,
 ) -> str:
-    """Returns why a matrix stays in bf16; empty if it is multiplied in fp8. See [Note: which matrices]."""
+    """Returns why a matrix stays in bf16; empty if it is multiplied in fp8. See [Note: which matrices].
+
+    sizes: output and input features that a rank multiplies
+    """
     own = unit.settings(plan).precision
     if own.fp8 is None:
         return f"in units in {own.param}"
@@ -140,14 +155,12 @@ def _reason_for_bf16(
             "of other modules",
         ),
         ("experts" in name.split("."), "of experts"),
-        (not parameter.requires_grad, "frozen"),
-        (
-            any(size % _MULTIPLE for size in parameter.shape),
-            f"with features that {_MULTIPLE} does not divide",
-        ),
-        (min(parameter.shape) < own.fp8.min_features, f"with under {own.fp8.min_features:,} features"),
+        (not unit.parameters[name].requires_grad, "frozen"),
+        (any(size % _MULTIPLE for size in sizes), f"with features that {_MULTIPLE} does not divide"),
+        (min(sizes) < own.fp8.min_features, f"with under {own.fp8.min_features:,} features"),
     )
-    return next((why for holds, why in conditions if holds), "")
+    reason = next((why for holds, why in conditions if holds), "")
+    return f"{reason} per rank" if "features" in reason and plan.tensor_parallel > 1 else reason
 
 
 def _check_not_resharded_to_fewer(unit: Unit, plan: Plan) -> None:
@@ -226,16 +239,23 @@ def _matmul(scaling: Fp8Scaling, *, emulated: bool) -> _Matmul:
 
 def convert_linears_to_fp8(choice: Fp8Choice, *, device: DeviceType) -> None:
     """Replaces the `forward` of the chosen modules. On a CPU, matmuls in fp8 are emulated in fp32."""
-    matmul = _matmul(choice.scaling, emulated=device == "cpu")
+    product = partial(_multiply_in_fp8, matmul=_matmul(choice.scaling, emulated=device == "cpu"))
     for module in choice.linears.values():
-        module.forward = partial(_multiply_in_fp8, module, matmul)
+        has_product = find_product(module) is not None  # tensor parallelism calls it in a forward of its own
+        set_product(module, product)
+        if not has_product:
+            module.forward = partial(_multiply_by_own_weight, module)
 
 
-def _multiply_in_fp8(module: nn.Linear, matmul: _Matmul, input: Tensor) -> Tensor:  # signature: nn.Linear's
-    rows = input.numel() // input.shape[-1]
-    config = matmul.configs[rows % _MULTIPLE != 0]
-    output = matmul.function.apply(input, module.weight.t(), config, matmul.recipe)
-    bias = cast(Tensor | None, module.bias)
+def _multiply_by_own_weight(module: nn.Linear, input: Tensor) -> Tensor:  # signature: nn.Linear's
+    product = find_product(module)
+    assert product is not None, "set with this forward"
+    return product(input, module.weight, bias=module.bias)
+
+
+def _multiply_in_fp8(x: Tensor, weight: Tensor, *, bias: Tensor | None, matmul: _Matmul) -> Tensor:
+    config = matmul.configs[x.numel() // x.shape[-1] % _MULTIPLE != 0]
+    output = matmul.function.apply(x, weight.t(), config, matmul.recipe)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -259,7 +279,7 @@ class WeightScales:
 
     def __init__(self, shares: tuple[Fp8Share, ...]) -> None:
         self.shares = shares
-        self._groups: dict[Any, list[Any]] = defaultdict(list)  # FSDP2's parameters by process group
+        self._groups: dict[Any, list[Any]] = defaultdict(list)  # FSDP2's parameters by process groups
         self._scales: dict[int, Tensor] = {}
         self._reuses = False
 
@@ -267,9 +287,8 @@ class WeightScales:
         """Makes FSDP2 gather a parameter, which has values, in fp8. `engine_parameter`: FSDP2's object."""
         engine_parameter.reset_sharded_param()  # pads the shard, which now stays the same tensor
         sharded = engine_parameter.sharded_param
-        axes = [axis for axis, placement in enumerate(sharded.placements) if placement.is_shard()]
-        group = sharded.device_mesh.get_group(axes[0]) if axes else None
-        self._groups[group].append(engine_parameter)
+        axes = [axis for axis, placement in enumerate(sharded.placements) if not placement.is_replicate()]
+        self._groups[tuple(map(sharded.device_mesh.get_group, axes))].append(engine_parameter)
 
         def pre_all_gather(
             mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
@@ -294,11 +313,12 @@ class WeightScales:
     @torch.no_grad()
     def compute(self) -> None:
         """Computes the scales of all weights. Collective."""
-        for group, parameters in self._groups.items():
+        for groups, parameters in self._groups.items():
             shards = [one._sharded_param_data for one in parameters]
             largest = torch.stack(torch._foreach_norm(shards, ord=float("inf")))  # pyright: ignore[reportPrivateUsage]
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            for group in groups:
+                if dist.get_world_size(group) > 1:
+                    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             scales = torch.finfo(torch.float8_e4m3fn).max / largest.double().clamp(min=1e-12)
             self._scales |= dict(zip(map(id, parameters), scales.float().unbind(), strict=True))
 

@@ -5,9 +5,7 @@ import math
 from fullshard.errors import PlanError
 from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
-from fullshard.spec.run import PrecisionMode, Run
-
-FP8_MODES: tuple[PrecisionMode, ...] = ("fp8", "fp8_rowwise")
+from fullshard.spec.run import Run
 
 
 def check_settings_work_together(run: Run) -> None:
@@ -23,13 +21,12 @@ def check_settings_work_together(run: Run) -> None:
 
 def first_setting_without_tensor_parallel(run: Run) -> str | None:
     """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
-    model, precision, experts = run.model, run.precision.mode, run.sharding.expert_degree
+    model, experts = run.model, run.sharding.expert_degree
     styles = bool(run.sharding.tensor_parallel_styles)
     unsupported = {
         "model.python without sharding.tensor_parallel_styles": not styles
         and not isinstance(model, DecoderConfig | HuggingFaceModel),
         f"sharding.tensor_parallel_styles, sharding.expert_parallel = {experts}": styles and experts > 1,
-        f'precision.mode = "{precision}"': precision in FP8_MODES,
     }
     return next((setting for setting, is_set in unsupported.items() if is_set), None)
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.distributed.stacked_experts import is_experts
+from fullshard.distributed.tensors import is_wrapper_class
 from fullshard.errors import ShardError
 from fullshard.models.model_parallel import divide_model
 from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears, convert_linears_to_fp8, fake_fp8_weight
@@ -112,14 +113,14 @@ def describe(
     attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.
 
     Recompute settings that cannot be traced are left out, and listed in `ModelSpec.untraced`. Raises
-    ShardError if the model is sharded. Raises TraceError if it cannot run on a batch without values: on
-    tokens and labels, if no `batch` was given.
+    ShardError for a sharded model, and TraceError for one that cannot run on a batch without values.
     """
     plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
     _check_not_sharded(model)
     given = find_units(model, plan.run.sharding.units, predicate=units)
     blocks = find_recompute_blocks(model, plan.run.sharding.units, units=given)
-    fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks)
+    divided = _divided_dims(model, given, plan=plan, device=device)
+    fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
     study = _RecomputeTracer(model, plan, loss=loss, batch=batch, predicate=units, device=device, fp8=fp8)
     with ExitStack() as stack, disable_packing_detection(), fold_time_of_recurrent_layers():
         stack.enter_context(training_mode(model))
@@ -132,7 +133,7 @@ def describe(
         device_type=device,
         sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
-        units=tuple(unit_and_parameter_specs(given, model, fp8=fp8, divided=study.divided)),
+        units=tuple(unit_and_parameter_specs(given, model, fp8=fp8, divided=divided)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         loss_chunk=study.loss_chunk,
@@ -234,7 +235,6 @@ class _RecomputeTracer:
     table: KernelIndex = field(default_factory=KernelIndex)
     buffer_bytes: int = 0
     loss_chunk: int = 0
-    divided: Mapping[str, int | None] = field(default_factory=dict[str, int | None])  # by parameter
     keep_integers: bool = False  # whether integers of the batch keep their values
     # whether a single sequence differs, eager and compiled; unknown before the first trace
     _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
@@ -302,7 +302,7 @@ class _RecomputeTracer:
             self.model, given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
         )
         with fakes:
-            self.divided = divide_model(twin, plan, rank=0, group_name=str)
+            divided = divide_model(twin, plan, rank=0, group_name=str)
         self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found = find_units(twin, section, predicate=self.predicate)
         shortened = BlockTruncation()
@@ -315,7 +315,7 @@ class _RecomputeTracer:
             kept = [unit.name for unit in given if unit.name not in shortened.removed_units]
             if [unit.name for unit in found] != kept:
                 return None, shortened
-        _keep_parts_of_parameters(twin, self.divided, plan=plan)
+        _keep_parts_of_parameters(twin, divided, plan=plan)
         graphs = CompiledBlocks()
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
@@ -465,10 +465,26 @@ def _copy_model_as_fake(
     return twin
 
 
+def _divided_dims(
+    model: nn.Module, units: Sequence[Unit], *, plan: Plan, device: DeviceType
+) -> dict[str, int | None]:
+    """Returns the dim in which ranks divide each parameter, by name; empty if they divide none."""
+    if not plan.has_expert_mesh and plan.tensor_parallel == 1:
+        return {}
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _copy_model_as_fake(model, units, plan=plan, fakes=fakes, fp8=None, device=device)
+    with fakes:
+        return divide_model(twin, plan, rank=0, group_name=str)
+
+
 def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan) -> None:
-    """Replaces the values of divided parameters by the first rank's part."""
+    """Replaces divided parameters by the first rank's part."""
     for holder, module in twin.named_modules():
         ranks = plan.expert_parallel if is_experts(module) else plan.tensor_parallel
         for key, parameter in module.named_parameters(recurse=False):
             if (dim := divided.get(f"{holder}.{key}" if holder else key)) is not None:
-                parameter.data = torch.empty_like(parameter.data.chunk(ranks, dim)[0])
+                part = parameter.data.chunk(ranks, dim)[0].clone()
+                if is_wrapper_class(type(part)):  # `data` would leave the wrapper's shape as it is
+                    setattr(module, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+                else:  # of all modules that share it
+                    parameter.data = part

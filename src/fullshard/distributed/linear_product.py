@@ -1,0 +1,22 @@
+"""The function by which a linear module multiplies: fp8 replaces it, and tensor parallelism calls it."""
+
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+_ATTRIBUTE = "_fullshard_product"
+
+
+class LinearProduct(Protocol):
+    """A function that returns x @ weight.T + bias, for x (..., in features), weight (out, in), bias (out)."""
+
+    def __call__(self, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor: ...
+
+
+def set_product(linear: nn.Module, product: LinearProduct) -> None:
+    setattr(linear, _ATTRIBUTE, product)
+
+
+def find_product(linear: nn.Module) -> LinearProduct | None:
+    """Returns the function that was set for `linear`; None if there is none."""
+    return cast(LinearProduct | None, cast(dict[str, Any], vars(linear)).get(_ATTRIBUTE))
