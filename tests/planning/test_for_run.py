@@ -126,8 +126,9 @@ def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
 
 
 def test_settings_that_do_not_work_together_are_refused_before_ranks_start() -> None:
+    styles = "sharding.tensor_parallel_styles={head='head'}"
     with pytest.raises(PlanError, match="do not work together"):
-        request_with_plan(request("sharding.tensor_parallel=2", "precision.mode=fp8"))
+        request_with_plan(request("sharding.tensor_parallel=2", "sharding.expert_parallel=2", styles))
 
 
 def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(

@@ -218,7 +218,12 @@ def test_ranks_may_share_matmuls_where_nodes_wait_for_parameters() -> None:
 
 
 def test_models_and_settings_that_cannot_share_matmuls_keep_whole_ones() -> None:
-    for describe, more in ((Describing(most=1), []), (Describing(), ["precision.mode=fp8_rowwise"])):
+    experts = [
+        "sharding.tensor_parallel_styles={head='head'}",
+        "sharding.expert_parallel=2",
+        "model.experts=4",
+    ]
+    for describe, more in ((Describing(most=1), []), (Describing(), experts)):
         with pytest.raises(PlanError, match="cannot be shared out evenly"):
             searched(describe, open_run(*more, batch=2))
     assert list(

@@ -1,6 +1,6 @@
 """The function by which a linear module multiplies: fp8 replaces it, and tensor parallelism calls it."""
 
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
@@ -19,4 +19,4 @@ def set_product(linear: nn.Module, product: LinearProduct) -> None:
 
 def find_product(linear: nn.Module) -> LinearProduct | None:
     """Returns the function that was set for `linear`; None if there is none."""
-    return cast(LinearProduct | None, cast(dict[str, Any], vars(linear)).get(_ATTRIBUTE))
+    return cast(LinearProduct | None, vars(linear).get(_ATTRIBUTE))

@@ -118,7 +118,7 @@ def choose_fp8_linears(
                 continue
             modules = holders[id(parameter)]
             outside = any(module not in inside or module is head for module, _ in modules)
-            sizes = list(parameter.shape)
+            sizes = list[float](parameter.shape)
             # Of a weight that each rank has whole, a rank may use its part of the rows.
             sizes[divided.get(name) or 0] /= plan.tensor_parallel
             reason = _reason_for_bf16(name, sizes, modules=modules, unit=unit, plan=plan, outside=outside)
