@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
   $(if $(TORCH),"torch==$(TORCH).*",--constraint constraints.txt)
 
+# Bytecode is kept: without it, each process that a run or a test starts compiles what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-long torture fuzz check format clean
 
 train: $(VENV)/installed

@@ -50,13 +50,14 @@ def test_a_config_is_planned_without_torch_the_second_time(tmp_path: Path, capsy
     from fullshard.cli.main import main
 
     gpt2(tmp_path)
-    arguments = ("plan", str(tmp_path / "config.json"), "--on", "1xH100", "--json")
+    one_trace = ("--set", "recompute.mode=none", "--set", "run.compile=false")
+    arguments = ("plan", str(tmp_path / "config.json"), "--on", "1xH100", "--json", *one_trace)
     assert main(arguments) == 0
     assert printed(PLAN, *arguments) == capsys.readouterr().out.splitlines()
 
 
 def test_training_is_planned_without_torch_the_second_time() -> None:
-    settings = ("model.layers=2", "run.device=cpu", "precision.mode=fp32")
+    settings = ("model.layers=2", "run.device=cpu", "precision.mode=fp32", "recompute.mode=none")
     first = request_with_plan(LaunchRequest(run=Run.load(overrides=settings))).plan
     assert first is not None
     assert printed(TRAIN, *settings) == [first.model_dump_json()]

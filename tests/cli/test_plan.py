@@ -11,18 +11,18 @@ from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
 from fullshard.planning.ladder import LADDER
 from fullshard.spec.hardware_text import hardware_on
-from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
+from tests.fakes.specs import Shape, decoder_spec
 
 SMALL = ("model.layers=3", "model.d_model=64", "model.heads=4", "model.d_ff=128", "data.sequence_length=64")
+ONE_TRACE = ("recompute.mode=none", "run.compile=false")
 
 
 @pytest.fixture(scope="module")
 def spec_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small decoder, described once for all that follow."""
+    """A small decoder by formula: describing one takes seconds."""
     path = tmp_path_factory.mktemp("plan") / "spec.json"
-    settings = [part for setting in SMALL for part in ("--set", setting)]
-    assert main(["plan", *settings, "--on", "2xH100", "--save-spec", str(path)]) == 0
+    decoder_spec(Shape(layers=3, d_model=64, d_ff=128, sequence=64)).save(path)
     return path
 
 
@@ -87,8 +87,14 @@ def test_a_saved_plan_is_the_one_that_was_shown(
     assert Plan.load(path).prediction is not None
 
 
-def test_a_saved_spec_reads_back(spec_path: Path) -> None:
-    assert ModelSpec.load(spec_path).sequence_length == 64
+def test_a_saved_spec_is_planned_as_the_model_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, settings = tmp_path / "spec.json", (*SMALL, *ONE_TRACE, "train.global_batch=16")
+    arguments = ["--on", "2xH100", *(part for setting in settings for part in ("--set", setting))]
+    of_model = planned(capsys, *arguments, "--save-spec", str(path))
+    of_spec = planned(capsys, str(path), *arguments)
+    assert of_spec["best"]["prediction"] == of_model["best"]["prediction"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_rank_holds_what_the_plan_says(plan: Plan) -> None:
 @pytest.mark.parametrize("expert", [1, 2, 4])
 def test_experts_are_sharded_over_all_ranks(expert: int) -> None:
     """Also over those that share matmuls, whose experts are whole."""
-    plan = mixed_plan(expert=expert)
+    plan = mixed_plan("model.layers=1", expert=expert)
     unit = next(one for one in described(plan).units if one.has_experts)
     size = unit_bytes(unit, plan)
     assert size.shards * RANKS == 4 * unit.numel

@@ -50,8 +50,10 @@ def keys_bytes(plan: Plan, *, heads: int) -> int:
     return 4 * plan.microbatch * plan.run.data.sequence_length * heads * (config.d_model // config.heads)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize(
+    ("method", "kv_heads"),
+    [("gather", 2), pytest.param("gather", 8, marks=pytest.mark.long), ("ulysses", 2), ("ulysses", 8)],
+)
 def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> None:
     plan = context_plan(method, "sharding.strategy=no_shard", f"model.kv_heads={kv_heads}")
     if method == "gather":  # keys and values, and their gradients back
@@ -72,7 +74,7 @@ def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> N
 @pytest.mark.parametrize(
     ("method", "overrides"),
     [
-        ("gather", ["recompute.mode=none"]),
+        pytest.param("gather", ["recompute.mode=none"], marks=pytest.mark.long),
         ("gather", ["recompute.mode=full"]),
         ("ulysses", ["recompute.mode=none"]),
     ],
@@ -85,7 +87,7 @@ def test_a_rank_holds_what_the_plan_and_the_dry_run_say(method: str, overrides: 
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_activations_are_divided_but_for_gathered_keys(kv_heads: int) -> None:
     """A quarter, to a few percent: attention within documents keeps other small tensors than torch's own."""
 

@@ -126,7 +126,7 @@ def test_real_ranks_hold_nearly_as_much(ranks: Any) -> None:
 @pytest.mark.parametrize(("ranks", "experts", "share"), [(8, 1, 8), (8, 8, 8), (64, 1, 64), (64, 4, 64)])
 def test_each_rank_has_an_equal_share_of_few_experts(ranks: int, experts: int, share: int) -> None:
     """Also with fewer experts than ranks, which shard them in another dim then."""
-    plan = expert_plan(experts, ranks=ranks)
+    plan = expert_plan(experts, "model.layers=1", ranks=ranks)
     unit = next(one for one in described(plan).units if one.has_experts)
     size = unit_bytes(unit, plan)
     assert size.shards * share == 4 * unit.numel
