@@ -59,6 +59,7 @@ from fullshard.training.gradients import (
     local_gradient_norms,
     local_share_of_squared_norm,
     sum_gradients_over_tensor_axis,
+    tensors_counted_here,
 )
 from fullshard.training.loss import Loss
 from fullshard.training.optimizer import set_learning_rate
@@ -125,8 +126,12 @@ def run_step(
     average_scalar_gradients(gradients)
     sum_gradients_over_tensor_axis(gradients if in_backward is None else ())
     with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
-        norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
-        sums[2] = local_share_of_squared_norm(norms) if norms else 0.0
+        if in_backward is not None:
+            norms = in_backward.update_remaining_parameters()
+            counted = [norms[parameter] for parameter in tensors_counted_here(norms)]
+        else:
+            counted = local_gradient_norms(tensors_counted_here(gradients))
+        sums[2] = local_share_of_squared_norm(counted)
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = agree()
     where.enter(RunPhase.OPTIMIZER)
