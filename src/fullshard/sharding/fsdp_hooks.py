@@ -43,7 +43,7 @@ def _disable_compiler(hook: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(bound, recursive=True)
 
 
-def _notice_end_of_backward(
+def _notice_end_of_backward(  # signature: FSDP2's, after the first two
     group: Any, for_any_inputs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a unit's inputs such that the end of its backward calls FSDP2's `post_backward`."""
@@ -69,6 +69,6 @@ class _EndOfBackward(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # signature: torch's
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
         ctx.group.post_backward()
-        return gradient, None
+        return *grad_outputs, None
