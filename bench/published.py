@@ -37,8 +37,8 @@ OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
 ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
 # By what older kernels of attention take longer than FlashAttention-2, in forward and in backward.
 # Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
-# in Triton", and 3 to 10 times (3 where sequences are short) as fast as attention without such a kernel.
-KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
+# in Triton". "unfused" attention is not one kernel, but traced operation by operation: see bench/gpt.py.
+KERNELS = {"triton": (1.4, 2.0)}
 
 
 # What ranks that share matmuls do with the modules of bench/gpt.py and bench/spelled.py.
@@ -158,7 +158,8 @@ def plan_of(row: dict[str, Any]) -> Plan:
     run = run.model_copy(update={"sharding": sharding})
     plan = Plan.from_run_for_prediction(run, world_size=world, device="cuda")
     # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
-    precision = plan.precision.model_copy(update={"stochastic_rounding": False})
+    own = {"reduce": row["reduce"]} if "reduce" in row else {}
+    precision = plan.precision.model_copy(update={"stochastic_rounding": False, **own})
     return plan.model_copy(update={"precision": precision})
 
 
@@ -171,10 +172,12 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     run = plan.run
     parallel = (run.sharding.context_degree, plan.tensor_parallel)
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
-    key = str((row["model"], row["sequence_length"], settings, plan.precision, loss))
+    dropout = row["attention_dropout"] if row["attention"] == "unfused" else None
+    key = str((row["model"], row["sequence_length"], settings, plan.precision, loss, dropout))
     if key not in SPECS:
         wide = partial(SpelledModel, head_dim=row["model"].get("head_dim"))
-        kind = wide if spelled else DecoderModel if row["model"]["gated"] else GptModel
+        gpt = partial(GptModel, attention_dropout=dropout)
+        kind = wide if spelled else DecoderModel if row["model"]["gated"] else gpt
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder_config)
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")

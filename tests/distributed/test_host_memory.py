@@ -23,6 +23,7 @@ def sums(rounds: int) -> list[tuple[Tensor, Tensor]]:
         for one in found:
             one.own.normal_(generator=generator)
         expected = [one.own.clone() for one in found]
+        dist.barrier()
         all_reduce_on_host(found, group=group)
         for one, value in zip(found, expected, strict=True):
             dist.all_reduce(value)

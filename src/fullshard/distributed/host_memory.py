@@ -70,8 +70,10 @@ class HostBuffers:
 
 
 def all_reduce_on_host(buffers: Sequence[HostBuffers], *, group: dist.ProcessGroup) -> None:
-    """Sums each of `buffers` over the ranks of `group`, in place."""
-    dist.barrier(group)  # until all ranks have filled theirs
+    """Sums each of `buffers` over the ranks of `group`, in place.
+
+    Call it after a collective for which all ranks have filled their buffers.
+    """
     for one in buffers:
         one.sum_own_part()
     dist.barrier(group)

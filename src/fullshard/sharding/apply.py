@@ -33,7 +33,7 @@ from fullshard.sharding.fp8 import (
     convert_linears_to_fp8,
     gather_in_fp8,
 )
-from fullshard.sharding.fsdp_hooks import wrap_hooks_once
+from fullshard.sharding.fsdp_hooks import lighten_hooks
 from fullshard.sharding.fsdp_switches import (
     apply_group_switches,
     apply_local_switches,
@@ -213,7 +213,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
         for unit in units:
             mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
-            wrap_hooks_once(cast(FSDPModule, unit.modules[0]))
+            lighten_hooks(cast(FSDPModule, unit.modules[0]))
             if unit.settings(plan).skips_copies:
                 first = unit.modules[0]
                 buckets.skip_copies(cast(FSDPModule, first), position=position[first])

@@ -295,20 +295,13 @@ class _UnshardedUnit:
 
     def __init__(self, group: Any, buckets: GradientBuckets, *, position: int) -> None:
         self.group, self.buckets, self.position = group, buckets, position
+        self.replicas = _replicas(group)
         group.unshard = _gather_nothing
         group.wait_for_unshard = self._use_own_shards
         group.pre_forward = self._use_in_forward
         group.post_forward = self._end_forward
         group.pre_backward = self._use_in_backward
         group.post_backward = self._reduce_gradients
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The process group of the replicas; None for a single replica."""
-        if not hasattr(self.group.mesh_info, "replicate_process_group"):
-            return None
-        replicas = self.group._all_reduce_process_group
-        return replicas if dist.get_world_size(replicas) > 1 else None
 
     @property
     def trained(self) -> list[Any]:
@@ -404,6 +397,14 @@ class _UnshardedUnit:
                 reduced.append((parameter, own if factor in (None, 1) else own.div_(factor)))
                 del gradient, own
             _set_gradients(reduced)
+
+
+def _replicas(group: Any) -> dist.ProcessGroup | None:
+    """Returns the process group of the replicas of FSDP2's parameter group; None for a single replica."""
+    if not hasattr(group.mesh_info, "replicate_process_group"):
+        return None
+    replicas = group._all_reduce_process_group
+    return replicas if dist.get_world_size(replicas) > 1 else None
 
 
 def _gather_nothing(_async_op: bool = False) -> None:

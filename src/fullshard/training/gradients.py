@@ -1,9 +1,9 @@
 """Operations on gradients between backward and update: norms, scaling, and averaging of scalars."""
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fullshard.distributed.agreement import world_size
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
@@ -79,27 +79,39 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def local_gradient_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+def local_gradient_norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the L2 norm of this rank's part of each gradient, in fp32 even for bf16 gradients."""
-    if not gradients:
-        return {}
     local = [local_tensor(gradient) for gradient in gradients]
-    norms = torch._foreach_norm(local, 2, torch.float32)  # pyright: ignore[reportPrivateUsage]
-    return dict(zip(gradients, norms, strict=True))
+    return torch._foreach_norm(local, 2, torch.float32) if local else ()  # pyright: ignore[reportPrivateUsage]
+
+
+def tensors_counted_here(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors whose norms this rank counts: gradients, or parameters that have one.
+
+    Ranks with the same part of some tensors count about the same number of elements each, so that no rank
+    reads all of them.
+    """
+    by_replicas = defaultdict[tuple[int, int], list[Tensor]](list)
+    for tensor in tensors:
+        is_dtensor = isinstance(tensor, DTensor)
+        key = _replica(tensor.device_mesh, tensor.placements) if is_dtensor else (rank(), world_size())
+        by_replicas[key].append(tensor)
+    counted = list[Tensor]()
+    for (index, replicas), same in by_replicas.items():
+        sizes = [tensor.numel() for tensor in same]
+        middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        total = sum(sizes) or 1
+        counted += [one for one, at in zip(same, middles, strict=True) if int(replicas * at / total) == index]
+    return counted
 
 
 @torch.no_grad()
-def local_share_of_squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
+def local_share_of_squared_norm(norms: Sequence[Tensor]) -> Tensor | float:
     """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
-    norms: L2 norm of this rank's part of each gradient, keyed by the gradient or its parameter; at least one
+    norms: L2 norm of this rank's part of each tensor that it counts (see `tensors_counted_here`)
     """
-    by_replicas, ranks = defaultdict[int, list[Tensor]](list), world_size()
-    for tensor, norm in norms.items():
-        parts = _count_parts(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else 1
-        by_replicas[ranks // parts].append(norm)
-    shares = [torch.stack(own).double().square().sum() / count for count, own in by_replicas.items()]
-    return torch.stack(shares).sum()
+    return torch.stack(list(norms)).double().square().sum() if norms else 0.0
 
 
 @torch.no_grad()
@@ -111,7 +123,13 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter
-def _count_parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
-    # See [Note: the order of two splits] in `fullshard.sharding.split_parameters`.
-    sharding_axes = (axis for axis, placement in enumerate(placements) if not placement.is_replicate())
-    return math.prod(map(mesh.size, sharding_axes))
+def _replica(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
+    """Returns this rank's number among the ranks with the same part, and how many these are."""
+    assert mesh.size() == world_size(), "all our meshes are over all ranks"
+    coordinate, index, replicas = mesh.get_coordinate(), 0, 1
+    assert coordinate is not None, "every rank has a place in the mesh"
+    for axis, placement in enumerate(placements):
+        # See [Note: the order of two splits] in `fullshard.sharding.split_parameters`.
+        if placement.is_replicate():
+            index, replicas = index * mesh.size(axis) + coordinate[axis], replicas * mesh.size(axis)
+    return index, replicas

@@ -109,7 +109,7 @@ class OptimizerInBackward:
         with TimedRange("optimizer"):
             gradients = [p.grad for p in parameters if p.grad is not None]
             sum_gradients_over_tensor_axis(gradients)
-            self._norms.update(zip(parameters, local_gradient_norms(gradients).values(), strict=True))
+            self._norms.update(zip(parameters, local_gradient_norms(gradients), strict=True))
             if self._factor is not None:
                 self._step_optimizer_on([p for p in parameters if p in self._group_of], factor=self._factor)
         for parameter in parameters:

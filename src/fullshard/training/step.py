@@ -59,9 +59,11 @@ from fullshard.training.gradients import (
     local_gradient_norms,
     local_share_of_squared_norm,
     sum_gradients_over_tensor_axis,
+    tensors_counted_here,
 )
 from fullshard.training.loss import Loss
 from fullshard.training.optimizer import set_learning_rate
+from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.state import TrainState
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 
@@ -125,8 +127,7 @@ def run_step(
     average_scalar_gradients(gradients)
     sum_gradients_over_tensor_axis(gradients if in_backward is None else ())
     with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
-        norms = in_backward.update_remaining_parameters() if in_backward else local_gradient_norms(gradients)
-        sums[2] = local_share_of_squared_norm(norms) if norms else 0.0
+        sums[2] = local_share_of_squared_norm(_counted_norms(gradients, in_backward))
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = agree()
     where.enter(RunPhase.OPTIMIZER)
@@ -148,6 +149,14 @@ def run_step(
     if plan.precision.loss_scaling and result.read().tokens > 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
+
+
+def _counted_norms(gradients: Sequence[Tensor], in_backward: OptimizerInBackward | None) -> Sequence[Tensor]:
+    """Returns the norms of the gradients that this rank counts, and ends the update in backward, if any."""
+    if in_backward is None:
+        return local_gradient_norms(tensors_counted_here(gradients))
+    norms = in_backward.update_remaining_parameters()
+    return [norms[parameter] for parameter in tensors_counted_here(norms)]
 
 
 def _finish_update(state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter]) -> None:
