@@ -5,7 +5,14 @@ import pytest
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import kernel_seconds, nearest_dtype_rate_curve, phase_costs
 from fullshard.spec.hardware import RatePoint
-from fullshard.spec.model import Kernel, KernelIndexAndCount, LinearInMicrobatch, LiveTensorBytes, TracePhase
+from fullshard.spec.model import (
+    ComputeKind,
+    Kernel,
+    KernelIndexAndCount,
+    LinearInMicrobatch,
+    LiveTensorBytes,
+    TracePhase,
+)
 from tests.fakes.hardware import hardware_of
 
 RATES = hardware_of().rates.model_copy(
@@ -69,3 +76,28 @@ def test_a_matmul_of_unaligned_rows_reaches_a_part_of_the_rate_and_its_bytes_mov
         2 * kernel_seconds(matmul(1e12), rates, microbatch=1)
     )
     assert kernel_seconds(moved, rates, microbatch=1) == pytest.approx(1e11 / 2e12)
+
+
+def test_attention_of_narrow_heads_reaches_a_part_of_the_rate():
+    rates = RATES.model_copy(
+        update={
+            "attention_by_head_dim": (RatePoint(64, 0.5), RatePoint(128, 1.0)),
+            "attention_backward_by_head_dim": (RatePoint(64, 0.8), RatePoint(128, 1.0)),
+        }
+    )
+
+    def seconds(kind: ComputeKind, head_dim: int) -> float:
+        kernel = matmul(1e12).model_copy(update={"kind": kind, "head_dim": head_dim})
+        return kernel_seconds(kernel, rates, microbatch=1)
+
+    wide = seconds("attention", 128)
+    assert [seconds("attention", width) / wide for width in (32, 64, 256)] == pytest.approx([4, 2, 1])
+    assert seconds("attention_backward", 64) / seconds("attention_backward", 128) == pytest.approx(1 / 0.8)
+
+
+def test_the_parts_of_several_sequences_are_copied_around_a_collective_and_those_of_one_are_not():
+    gather = Kernel(kind="all_gather", dtype="bf16", bytes=LinearInMicrobatch(0, 1e11), axis="tensor")
+    assert kernel_seconds(gather, RATES, microbatch=1) == 0
+    assert kernel_seconds(gather, RATES, microbatch=2) == pytest.approx(2 * 2e11 / 2e12)
+    context = gather.model_copy(update={"axis": "context"})  # ranks may have two pieces of a sequence each
+    assert kernel_seconds(context, RATES, microbatch=1) == pytest.approx(2 * 1e11 / 2e12)

@@ -94,6 +94,12 @@ def test_cuda_must_be_there_if_asked_for() -> None:
         choose_device_type("cuda")
 
 
+def test_a_machine_whose_only_gpu_is_apples_trains_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device_type("auto") == "cpu"
+
+
 SOON = timedelta(seconds=120)
 
 

@@ -13,8 +13,8 @@ from fullshard.spec.hardware_text import hardware_on
 from tests.fakes.hardware import cpu_of
 
 BENCH = Path(__file__).parents[2] / "bench"
-FILES = ("published.toml", "blind.toml", "blind-2.toml", "blind-3.toml")
-PAGE = BENCH / "results" / "2026-11-25-blind-3.md"
+FILES = ("published.toml", "blind.toml", "blind-2.toml", "blind-3.toml", "blind-4.toml")
+PAGE = BENCH / "results" / "2026-11-25-blind-4.md"
 ROW = re.compile(r"\| test \| (.*?) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) %")
 
 

@@ -98,3 +98,8 @@ def test_a_measured_curve_goes_before_the_line_and_more_ranks_add_their_hops():
     assert rate.predict_seconds(2e6, 2) == pytest.approx(1e-3)
     assert rate.predict_seconds(2.0, 2) == pytest.approx(2e-4)
     assert rate.predict_seconds(4e6 / 3, 4) == pytest.approx(1e-3 + 2e-5)
+
+
+@pytest.mark.parametrize(("load", "state"), [(None, "none"), (0.0, "idle"), (0.14, "idle"), (0.16, "busy")])
+def test_rates_measured_beside_other_programs_are_those_of_a_busy_machine(load: float | None, state: str):
+    assert hardware_on("H100").model_copy(update={"calibration_load": load}).calibration == state

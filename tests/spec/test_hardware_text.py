@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
+from fullshard.spec.hardware import interpolate_rate
 from fullshard.spec.hardware_text import hardware_on
 
 
@@ -73,6 +74,13 @@ def test_no_rate_is_over_the_chips_peak():
         assert all(
             point.rate < chip.flops_per_second[dtype] for dtype, curve in curves.items() for point in curve
         )
+
+
+@pytest.mark.parametrize("chip", ["A100", "H100", "B200"])
+def test_attention_is_slower_with_heads_of_64_than_with_heads_of_128(chip: str):
+    rates = hardware_on(chip).rates
+    for widths in (rates.attention_by_head_dim, rates.attention_backward_by_head_dim):
+        assert 0.7 < interpolate_rate(widths, 64) < interpolate_rate(widths, 128) == 1.0
 
 
 def test_a_count_goes_before_a_file_too(tmp_path: Path):

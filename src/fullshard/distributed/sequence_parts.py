@@ -158,8 +158,10 @@ def gather_sequence(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor
         with TimedRange(MODEL_PARALLEL_RANGE, operation=GATHER):
             gathered = _FUNCTIONAL.all_gather_into_tensor(part.unsqueeze(0).contiguous(), ranks, group)
             gathered = _FUNCTIONAL.wait_tensor(gathered)
+    if pieces == 1:
+        return gathered.movedim(0, -3).flatten(-3, -2)  # copies nothing if there is one sequence
     cut = [one.chunk(pieces, dim=-2) for one in gathered]
-    return torch.cat([one[0] for one in cut] + [one[1] for one in reversed(cut) if pieces > 1], dim=-2)
+    return torch.cat([one[0] for one in cut] + [one[1] for one in reversed(cut)], dim=-2)
 
 
 @torch.library.custom_op(f"fullshard::{REDUCE}", mutates_args=())
@@ -168,8 +170,13 @@ def reduce_sequence(whole: Tensor, ranks: int, pieces: int, group: str) -> Tenso
 
     whole: (..., sequence, channels)
     """
-    chunks = whole.chunk(ranks * pieces, dim=-2)
-    stacked = torch.stack([torch.cat([chunks[r], chunks[-1 - r]][:pieces], dim=-2) for r in range(ranks)])
+    if pieces == 1:
+        parts = whole.unflatten(-2, (ranks, -1)).movedim(-3, 0)  # contiguous already if there is one sequence
+        own_copy = whole.device.type == "cpu"  # DirectReduceScatter overwrites its input
+        stacked = parts.clone(memory_format=torch.contiguous_format) if own_copy else parts.contiguous()
+    else:
+        chunks = whole.chunk(ranks * pieces, dim=-2)
+        stacked = torch.stack([torch.cat([chunks[r], chunks[-1 - r]], dim=-2) for r in range(ranks)])
     if whole.device.type != "cpu":
         with TimedRange(MODEL_PARALLEL_RANGE, operation=REDUCE):
             reduced = _FUNCTIONAL.reduce_scatter_tensor(stacked, "sum", ranks, group)

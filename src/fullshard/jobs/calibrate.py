@@ -63,7 +63,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     gpus = detect_gpus(meter.kind)
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     context = meters.measure_bytes_outside_allocator(ranks.device)
-    rates = _measure_rates(meter, share=share)
+    rates = _measure_rates(meter, known.rates, share=share)
     links, errors = _measure_links(ranks, share=share)
     steps = measure_sample_steps(ranks, seconds=_STEPS * share)
     if ranks.device.type == "cuda":
@@ -99,7 +99,8 @@ def _load_by_other_programs(own: ProcessorSeconds) -> float:
     return max(map(other_programs_fraction, machines.values()))
 
 
-def _measure_rates(meter: RateMeter, *, share: float) -> Rates:
+def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
+    """Measures rates. Those by the width of heads, which `known` has for the chip, are not measured."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[ComputeDtype, Curve] = {}
     forward: dict[ComputeDtype, Curve] = {}
@@ -113,6 +114,8 @@ def _measure_rates(meter: RateMeter, *, share: float) -> Rates:
         matmul=matmul,
         attention=forward,
         attention_backward=backward,
+        attention_by_head_dim=known.attention_by_head_dim,
+        attention_backward_by_head_dim=known.attention_backward_by_head_dim,
         memory=meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share),
         optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),

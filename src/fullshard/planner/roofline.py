@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import Kernel, TracePhase
+from fullshard.spec.model import Kernel, KernelKind, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -17,6 +17,15 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
     "fp32": ("fp32", "tf32", "bf16", "fp16"),
     "bf16": ("bf16", "fp16", "tf32", "fp32"),
     "fp16": ("fp16", "bf16", "tf32", "fp32"),
+}
+
+# Times that the tensor of a collective is read or written in copies, before and after it. Rows of experts are
+# copied by operations of their own.
+_PASSES_OF_COPIES: dict[KernelKind, int] = {
+    "all_gather": 2,
+    "reduce_scatter": 2,
+    "all_to_all": 4,
+    "all_reduce": 2,
 }
 
 
@@ -33,11 +42,12 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         max(flops / rate(flops), bytes / memory(bytes))
 
     The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
-    that tensor cores cannot load in vectors. Elementwise launches count bytes only.
-    Collectives take none here: see `planner.model_parallel`.
+    that tensor cores cannot load in vectors, or a factor for the width of attention's heads. Elementwise
+    launches count bytes only.
+    Of collectives, only the copies around them count here: see `planner.model_parallel`.
     """
     if kernel.axis is not None:
-        return 0.0
+        return memory_seconds(_copied_bytes(kernel, microbatch), rates.memory)
     moved = memory_seconds(kernel.bytes.value_at(microbatch), rates.memory)
     if kernel.kind not in ("matmul", "attention", "attention_backward"):
         return moved
@@ -46,7 +56,21 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         return moved
     curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
     rate = interpolate_rate(curve, flops) * (rates.unaligned_matmul if kernel.unaligned else 1.0)
+    if kernel.head_dim:
+        forward = kernel.kind == "attention"
+        widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
+        rate *= interpolate_rate(widths, kernel.head_dim)
     return max(flops / rate, moved)
+
+
+def _copied_bytes(kernel: Kernel, microbatch: int) -> float:
+    """Returns the bytes that are read and written to bring the parts of a collective into the order of ranks.
+
+    The parts of one sequence are in this order already, unless each rank has two pieces of it.
+    """
+    if kernel.axis == "tensor" and microbatch == 1:
+        return 0.0
+    return _PASSES_OF_COPIES.get(kernel.kind, 0) * kernel.bytes.value_at(microbatch)
 
 
 def memory_seconds(count: float, curve: Curve) -> float:

@@ -86,6 +86,7 @@ class Rates(FrozenModel):
 
     matmul: by dtype, [FLOP of one launch, FLOP/s]
     attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
+    attention_by_head_dim, attention_backward_by_head_dim: [width of a head, factor on these rates]
     memory: elementwise operations, [bytes read and written by one launch, bytes/s]
     optimizer: the fused update, [bytes read and written, bytes/s]
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
@@ -100,6 +101,8 @@ class Rates(FrozenModel):
     matmul: Mapping[ComputeDtype, Curve]
     attention: Mapping[ComputeDtype, Curve]
     attention_backward: Mapping[ComputeDtype, Curve]
+    attention_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
+    attention_backward_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
     memory: Curve
     optimizer: Curve
     launch_seconds: NonNegativeFloat

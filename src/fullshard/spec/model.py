@@ -11,7 +11,7 @@ from fullshard.errors import PlanError
 from fullshard.spec.fp8 import Fp8Share
 from fullshard.spec.plan import DeviceType, Dtype, Plan, Precision
 from fullshard.spec.run import RecomputeSection, UnitOverride
-from fullshard.spec.value import FrozenModel
+from fullshard.spec.value import FrozenModel, NonNegativeInt
 
 Event = Literal[
     "start", "pre_forward", "post_forward", "end_forward", "pre_backward", "post_backward", "end_backward"
@@ -115,6 +115,7 @@ class Kernel(FrozenModel):
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels
+    head_dim: width of the queries of one head, elements; 0 for kernels other than attention
     """
 
     kind: KernelKind
@@ -125,6 +126,7 @@ class Kernel(FrozenModel):
     backward: bool = False
     unaligned: bool = False
     axis: SharedAxis | None = None
+    head_dim: NonNegativeInt = 0
 
 
 class KernelIndexAndCount(NamedTuple):

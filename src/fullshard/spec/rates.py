@@ -35,6 +35,8 @@ class _MemoryBandwidthEfficiency(_RatesTomlTable):
 class _AttentionEfficiency(_RatesTomlTable):
     forward: PositiveFloat
     backward: PositiveFloat
+    forward_by_head_dim: Curve
+    backward_by_head_dim: Curve
 
 
 class _HostRates(_RatesTomlTable):
@@ -97,7 +99,7 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
 
     `chip.matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
     peaks, and fp8 a smaller one. `chip.attention` has the fractions of the matmul peak that each kernel of
-    attention sustains; the curve is that of matmuls.
+    attention sustains with heads of 128; the curve is that of matmuls.
     """
     table = read_default_rate_figures()
     known = chip.flops_per_second
@@ -121,6 +123,8 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
         single_rank_matmul=table.matmul.single_rank,
         attention=curves_by_dtype(forward),
         attention_backward=curves_by_dtype(backward),
+        attention_by_head_dim=known_kernel.forward_by_head_dim,
+        attention_backward_by_head_dim=known_kernel.backward_by_head_dim,
         memory=memory,
         optimizer=memory,
         launch_seconds=table.host.launch_seconds,

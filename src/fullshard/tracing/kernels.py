@@ -67,6 +67,7 @@ class KernelLaunch(NamedTuple):
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective, whose name a trace gives it instead of a process group
+    head_dim: width of the queries of one head of attention
     """
 
     kind: KernelKind
@@ -77,6 +78,7 @@ class KernelLaunch(NamedTuple):
     backward: bool = False
     unaligned: bool = False
     axis: SharedAxis | None = None
+    head_dim: int = 0
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -194,7 +196,8 @@ def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
     backward = name.endswith("backward")
     flops = (10 if backward else 4) * (query.numel() // rows) * pairs
     kind: KernelKind = "attention_backward" if backward else "attention"
-    return KernelLaunch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
+    dtype = _DTYPE.get(query.dtype, "fp32")
+    return KernelLaunch(kind, dtype, flops, moved, causal, head_dim=query.shape[-1])
 
 
 def run_on_fake_tensors(call: OpCall) -> Any:

@@ -44,6 +44,7 @@ class KernelIndex:
                 backward=a.backward,
                 unaligned=a.unaligned,
                 axis=a.axis,
+                head_dim=a.head_dim,
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
