@@ -67,7 +67,7 @@ def test_what_is_pinned_is_kept(spec_path: Path, capsys: pytest.CaptureFixture[s
 def test_steps_of_epochs_are_not_known_before_the_data_is_tokenized(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = [part for setting in (*SMALL, "train.epochs=2") for part in ("--set", setting)]
+    settings = [part for setting in (*SMALL, *ONE_TRACE, "train.epochs=2") for part in ("--set", setting)]
     assert main(["plan", *settings, "--on", "2xH100"]) == 0
     assert "number of steps in train.epochs = 2 is not known" in capsys.readouterr().err
 
