@@ -115,6 +115,8 @@ class Kernel(FrozenModel):
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels
+    pieces: number of launches among which the FLOP and bytes of one are divided on the CPU: experts of a
+        mixture, chunks of the loss, documents
     """
 
     kind: KernelKind
@@ -125,6 +127,7 @@ class Kernel(FrozenModel):
     backward: bool = False
     unaligned: bool = False
     axis: SharedAxis | None = None
+    pieces: LinearInMicrobatch = LinearInMicrobatch(1.0)
 
 
 class KernelIndexAndCount(NamedTuple):

@@ -44,6 +44,7 @@ class KernelIndex:
                 backward=a.backward,
                 unaligned=a.unaligned,
                 axis=a.axis,
+                pieces=_line_over_microbatch(a.pieces, b.pieces, microbatch=microbatch),
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
@@ -122,7 +123,7 @@ def _host_copy_lines(
     )
 
 
-def _line_over_microbatch(low: int, high: int, *, microbatch: int) -> LinearInMicrobatch:
+def _line_over_microbatch(low: float, high: float, *, microbatch: int) -> LinearInMicrobatch:
     return LinearInMicrobatch(float(low - (high - low) * microbatch), float(high - low))
 
 
