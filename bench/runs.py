@@ -5,8 +5,8 @@
 Each `[[setting]]` of the file has a `name` and `overrides` (as `--set` takes them). For each: the peak bytes
 of a later step by part, and the median seconds of a few steps, written as a list of JSON objects by rank 0.
 The prediction is made elsewhere, from the same file: measuring knows nothing of it. In several rounds all
-settings are gone through again, and the seconds are the median over them: a shared machine is slower for
-minutes at a time.
+settings are gone through again, and the seconds are the lowest of the rounds' medians: a shared machine is
+slower for minutes at a time. `medians` has them all.
 """
 
 import gc
@@ -117,13 +117,14 @@ def joined(rows: list[dict[str, Any]], earlier: dict[str, Any] | None) -> dict[s
     if earlier is not None:
         memory = min(memory, earlier["memory"], key=lambda memory: memory["bytes"])
     times = [max(step) for step in zip(*(row["times"] for row in rows), strict=True)]
+    medians = [statistics.median(times), *(earlier["medians"] if earlier is not None else [])]
     times += earlier["times"] if earlier is not None else []
-    seconds = statistics.median(times)
     return {
         **rows[0],
         "memory": memory,
         "times": times,
-        "seconds": seconds,
+        "medians": medians,
+        "seconds": min(medians),
         "spread": [min(times), max(times)],
     }
 

@@ -3,7 +3,12 @@
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.roofline import kernel_seconds, nearest_dtype_rate_curve, phase_costs
+from fullshard.planner.roofline import (
+    PhaseSecondsAndLaunches,
+    kernel_seconds,
+    nearest_dtype_rate_curve,
+    phase_costs,
+)
 from fullshard.spec.hardware import RatePoint
 from fullshard.spec.model import (
     ComputeKind,
@@ -11,8 +16,10 @@ from fullshard.spec.model import (
     KernelIndexAndCount,
     LinearInMicrobatch,
     LiveTensorBytes,
+    MicrobatchTrace,
     TracePhase,
 )
+from fullshard.spec.run import RecomputeSection
 from tests.fakes.hardware import hardware_of
 
 RATES = hardware_of().rates.model_copy(
@@ -101,3 +108,38 @@ def test_the_parts_of_several_sequences_are_copied_around_a_collective_and_those
     assert kernel_seconds(gather, RATES, microbatch=2) == pytest.approx(2 * 2e11 / 2e12)
     context = gather.model_copy(update={"axis": "context"})  # ranks may have two pieces of a sequence each
     assert kernel_seconds(context, RATES, microbatch=1) == pytest.approx(2 * 1e11 / 2e12)
+
+
+def test_the_pieces_of_a_launch_are_timed_one_by_one():
+    whole, piece = matmul(4e10, count=4e8), matmul(1e10, count=1e8)
+    pieces = whole.model_copy(update={"pieces": LinearInMicrobatch(2, 1)})
+    each = kernel_seconds(piece, RATES, microbatch=2)
+    assert kernel_seconds(pieces, RATES, microbatch=2) == pytest.approx(4 * each)
+    phase = TracePhase(
+        event="start",
+        peaks=(LiveTensorBytes(),),
+        end=LiveTensorBytes(),
+        work=(KernelIndexAndCount(0, 3),),
+    )
+    (cost,) = phase_costs([phase], (pieces,), rates=RATES, microbatch=2)
+    assert cost.launches == 12
+
+
+@pytest.mark.parametrize(
+    ("mode", "each"), [("none", 1e-6), ("selective", 3e-6), ("full", 5e-6), ("every", 3e-6)]
+)
+def test_recompute_adds_host_time_to_each_launch_and_exchanges_have_their_own(mode: str, each: float):
+    rates = RATES.model_copy(
+        update={
+            "launch_seconds": 1e-6,
+            "watched_seconds": 2e-6,
+            "recomputed_seconds": 4e-6,
+            "model_parallel_seconds": 1e-4,
+        }
+    )
+    line = LinearInMicrobatch()
+    trace = MicrobatchTrace(recompute=RecomputeSection(mode=mode), batch_bytes=line, phases=())
+    cost = PhaseSecondsAndLaunches(1.0, 10, exchanges=2)
+    assert cost.issue_seconds(rates, trace) == pytest.approx(10 * each + 2e-4)
+    compiled = trace.model_copy(update={"compiled": True})
+    assert cost.issue_seconds(rates, compiled) == pytest.approx(10e-6 + 2e-4)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fullshard.calibration.device import mean_over_ranks
+from fullshard.calibration.device import maximum_over_ranks, mean_over_ranks
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
 from fullshard.spec.hardware import CollectiveRate, Link, RatePoint
 
@@ -101,26 +101,26 @@ def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 def time_call_on_all_ranks(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
     """Returns the seconds of one call of `work`, measured in about `seconds`. Collective.
 
-    This is the mean over ranks of each rank's fastest window of calls: one late rank delays all, so slower
-    windows contain other load on the machine. Every rank makes as many calls as the slowest has time for;
-    otherwise some would wait for calls that never come.
+    This is the fastest window of calls, until the last rank has finished: slower windows contain other load
+    on the machine. Every rank makes as many calls as the slowest has time for; otherwise some would wait for
+    calls that never come.
     """
     work()
-    slowest = torch.tensor(_mean_seconds_of_calls(work, 2, mesh=mesh), dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    fit = int(seconds / max(slowest.item(), 1e-9))
+    fit = int(seconds / max(_mean_seconds_of_calls(work, 2, mesh=mesh), 1e-9))
     windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(min(fit // _WINDOWS, _MOST_CALLS), 1)
-    return mean_over_ranks(min(_mean_seconds_of_calls(work, calls, mesh=mesh) for _ in range(windows)))
+    return min(_mean_seconds_of_calls(work, calls, mesh=mesh) for _ in range(windows))
 
 
 def _mean_seconds_of_calls(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> float:
+    """Returns the seconds per call on the slowest rank. Collective."""
     mean_over_ranks(0.0)  # all ranks begin together
     started = time.perf_counter()
     for _ in range(calls):
         work()
     if mesh.device_type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - started) / calls
+    mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
+    return maximum_over_ranks((time.perf_counter() - started) / calls)
 
 
 def measure_unit_hook_seconds(mesh: DeviceMesh, *, seconds: float) -> float:

@@ -56,24 +56,30 @@ class RateMeter:
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
     def measure_calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
-        """Returns the calls of `work` per second: the mean over ranks of each rank's second fastest window.
+        """Returns the calls of `work` per second on each rank, from the second fastest window.
 
-        A window is several calls. With more ranks than cores, a single call between two context switches
-        would have a whole core to itself. The mean of the windows would contain other load on the machine,
-        and the fastest may be an outlier.
+        A window is several calls on all ranks, from the first rank's start until the last has finished: with
+        more ranks than cores, a rank may have a whole core to itself in between. The mean of the windows
+        would contain other load on the machine, and the fastest may be an outlier.
         """
         work()  # the first call of a shape chooses a kernel
-        once = mean_over_ranks(self._time_calls(work, 2) / 2)
+        once = self._time_calls(work, 2) / 2
         fit = round(seconds / max(once, 1e-7))
         windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(round(fit / _WINDOWS), 1)
         rates: list[float] = []
         for _ in range(windows):
-            mean_over_ranks(0.0)  # a barrier: all ranks start together
             rates.append(calls / self._time_calls(work, calls))
-        return mean_over_ranks(sorted(rates)[-2])
+        return sorted(rates)[-2]
 
     def _time_calls(self, work: Callable[[], object], calls: int) -> float:
-        return max(total_seconds_of_calls(work, calls, device=self.device), 1e-9)
+        """Returns the seconds in which each rank makes `calls` calls. Collective."""
+        mean_over_ranks(0.0)  # a barrier: all ranks start together
+        started = time.perf_counter()
+        seconds = total_seconds_of_calls(work, calls, device=self.device)
+        if self.kind == "cpu":
+            mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
+            seconds = time.perf_counter() - started
+        return max(maximum_over_ranks(seconds), 1e-9)
 
     def measure_rate_curve(
         self, make: Callable[[int], BenchmarkTask], sizes: Sequence[int], *, seconds: float
@@ -99,6 +105,15 @@ def mean_over_ranks(value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / world_size()
+
+
+def maximum_over_ranks(value: float) -> float:
+    """Returns the largest `value` of all ranks, sent as a CPU tensor on any device. Collective."""
+    if world_size() == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def matmul_dtypes_to_measure(device: torch.device) -> tuple[ComputeDtype, ...]:

@@ -13,15 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.calibration.collectives import remove_collectives, time_call_on_all_ranks
+from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.calibration import MeasuredStep
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
-from fullshard.training.loss import next_token_loss
+from fullshard.training.loss import choose_loss, next_token_loss
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 
@@ -30,11 +31,13 @@ _SIZES = {
         "narrow": "d_model=192 layers=5 heads=4 kv_heads=2 d_ff=576 vocabulary=1024",
         "middle": "d_model=448 layers=3 heads=7 kv_heads=7 d_ff=1216 vocabulary=2048",
         "broad": "d_model=640 layers=2 heads=10 kv_heads=5 d_ff=1920 vocabulary=6144",
+        "long": "d_model=128 layers=6 heads=4 kv_heads=4 d_ff=384 vocabulary=1024",
     },
     "cuda": {
         "narrow": "d_model=512 layers=12 heads=8 kv_heads=4 d_ff=1536 vocabulary=16384",
         "middle": "d_model=1536 layers=10 heads=12 kv_heads=4 d_ff=4096 vocabulary=32768",
         "broad": "d_model=3072 layers=5 heads=24 kv_heads=8 d_ff=8192 vocabulary=65536",
+        "long": "d_model=64 layers=12 heads=4 kv_heads=4 d_ff=128 vocabulary=64",
     },
 }
 # (size, tokens per sequence on the CPU, sequences per microbatch, microbatches per step, other settings)
@@ -51,6 +54,40 @@ _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("broad", 64, 1, 1, "sharding.strategy=full_shard"),
     ("broad", 64, 1, 2, "sharding.strategy=zero1"),
     ("broad", 256, 2, 1, "sharding.strategy=full_shard"),
+    ("narrow", 96, 4, 1, "sharding.strategy=full_shard precision.mode=bf16"),
+    ("middle", 64, 2, 1, "sharding.strategy=no_shard precision.mode=bf16"),
+    # Most of their time is the host's.
+    ("long", 32, 1, 1, "sharding.strategy=no_shard"),
+    ("long", 32, 1, 1, "sharding.strategy=no_shard recompute.mode=full"),
+    ("long", 32, 1, 1, "sharding.strategy=no_shard recompute.mode=selective"),
+)
+# Steps of ranks that share work, two by two.
+_MIXTURE = "model.experts=8 model.expert_d_ff=128 sharding.expert_parallel=2"
+_SHARED_SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
+    ("long", 64, 1, 1, "sharding.strategy=no_shard sharding.tensor_parallel=2"),
+    (
+        *("narrow", 128, 4, 1),
+        "sharding.strategy=full_shard sharding.context_parallel=2 sharding.context_method=ulysses "
+        "precision.mode=bf16",
+    ),
+    ("narrow", 64, 4, 1, "sharding.strategy=zero1 sharding.context_parallel=2 recompute.mode=full"),
+    ("narrow", 128, 2, 1, f"sharding.strategy=zero1 {_MIXTURE}"),
+    (
+        *("narrow", 64, 4, 1),
+        f"sharding.strategy=full_shard sharding.tensor_parallel=2 {_MIXTURE} recompute.mode=selective "
+        "precision.mode=bf16",
+    ),
+    (
+        *("narrow", 64, 2, 2),
+        f"sharding.strategy=full_shard {_MIXTURE} model.shared_experts=1 recompute.mode=full "
+        "precision.mode=bf16 train.loss_chunk=16",
+    ),
+    (
+        *("long", 64, 2, 2),
+        f"sharding.strategy=zero1 sharding.context_parallel=2 {_MIXTURE} model.shared_experts=1 "
+        "recompute.mode=every train.loss_chunk=16",
+    ),
+    ("long", 32, 5, 1, f"sharding.strategy=full_shard {_MIXTURE} precision.mode=bf16_reduce"),
 )
 # A tiny model whose computing takes almost no time, with the parameters of a few blocks.
 _TINY = (
@@ -64,32 +101,37 @@ _LEAST_SECONDS = 1.0  # per sample
 def measure_sample_steps(ranks: RankInfo, *, seconds: float) -> tuple[MeasuredStep, ...]:
     """Returns the median seconds of a few steps of each sample, measured in about `seconds`. Collective.
 
-    There are two rounds, so that a temporary slowdown of the machine affects only part of each sample. If
+    There are two rounds, and the faster one counts, since other load on the machine lasts for seconds. If
     `seconds` are few, there are fewer samples and one round.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
-    count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))
-    chosen = [at * len(_SAMPLES) // count for at in range(count)]
-    plans = [_build_sample_plan(kind, at, world_size=ranks.world_size) for at in chosen]
-    taken: list[list[float]] = [[] for _ in plans]
-    for _ in range(2 if count == len(_SAMPLES) else 1):
-        for plan, times in zip(plans, taken, strict=True):
-            times += _time_steps_of_plan(plan, ranks, seconds=seconds / (2 * len(plans)))
+    samples = _SAMPLES if ranks.local_world_size % 2 else (*_SAMPLES, *_SHARED_SAMPLES)
+    count = max(1, min(len(samples), int(seconds / _LEAST_SECONDS)))
+    chosen = [samples[at * len(samples) // count] for at in range(count)]
+    plans = [_build_sample_plan(kind, one, world_size=ranks.world_size) for one in chosen]
+    medians: list[list[float]] = [[] for _ in plans]
+    for _ in range(2 if count == len(samples) else 1):
+        for plan, rounds in zip(plans, medians, strict=True):
+            times = _time_steps_of_plan(plan, ranks, seconds=seconds / (2 * len(plans)))
+            rounds.append(statistics.median(times))
             gc.collect()
             if kind == "cuda":
                 torch.cuda.empty_cache()
-    measured = zip(plans, taken, strict=True)
-    return tuple(MeasuredStep(plan=plan, seconds=statistics.median(times)) for plan, times in measured)
+    measured = zip(plans, medians, strict=True)
+    return tuple(MeasuredStep(plan=plan, seconds=min(rounds)) for plan, rounds in measured)
 
 
-def _build_sample_plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
-    size, tokens, microbatch, accumulation, more = _SAMPLES[at]
+def _build_sample_plan(
+    kind: Literal["cpu", "cuda"], sample: tuple[str, int, int, int, str], *, world_size: int
+) -> Plan:
+    size, tokens, microbatch, accumulation, more = sample
+    shares = "tensor_parallel" in more or "context_parallel" in more
     overrides = [
         *(f"model.{one}" for one in _SIZES[kind][size].split()),
         "model.max_sequence=8192",
         f"data.sequence_length={tokens * (_LONGER_ON_GPUS if kind == 'cuda' else 1)}",
         f"train.microbatch={microbatch}",
-        f"train.global_batch={microbatch * accumulation * world_size}",
+        f"train.global_batch={microbatch * accumulation * world_size // (2 if shares else 1)}",
         f"precision.mode={'bf16' if kind == 'cuda' else 'fp32'}",
         *more.split(),
     ]
@@ -99,14 +141,15 @@ def _build_sample_plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int
 def _time_steps_of_plan(plan: Plan, ranks: RankInfo, *, seconds: float) -> Sequence[float]:
     """Returns the seconds of each of 2 to 12 steps, as many as fit in `seconds`, as the mean over ranks."""
     state = _build_train_state(plan)
+    loss = choose_loss(plan.run, state.model)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     tokens = torch.randint(0, plan.run.decoder_config.vocabulary, shape, device=ranks.device)
-    batch = {"tokens": tokens, "labels": tokens}
+    batch = cut_sequences({"tokens": tokens, "labels": tokens}, plan)
 
     def run_timed_step() -> float:
         started = time.perf_counter()
         batches = [batch] * plan.accumulation
-        run_step(state, plan, microbatches=batches, loss=next_token_loss, learning_rate=1e-4)
+        run_step(state, plan, microbatches=batches, loss=loss, learning_rate=1e-4)
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
         return time.perf_counter() - started

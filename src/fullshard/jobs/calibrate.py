@@ -26,7 +26,7 @@ from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
 _UNALIGNED = 2
-_STEPS, _HOST_ADAM = 42, 4
+_STEPS, _HOST_ADAM = 60, 4
 
 
 def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:

@@ -20,10 +20,14 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 
 PRIOR = 0.01
-# Host times measured alone may be 0, which no factor can change.
-_LEAST_LAUNCH, _LEAST_UNIT = 1e-6, 2e-5
+# Host times measured alone may be 0, which no factor can change. A launch takes several times as long in a
+# model as in a loop over one operation: 6 to 9 us on the core of an EPYC.
+_LEAST_LAUNCH, _LEAST_UNIT = 5e-6, 2e-5
 # First guess of the time that ranks wait for each other; on GPUs collectives are queued long before.
 _FIRST_WAIT: dict[DeviceType, float] = {"cpu": 5e-4, "cuda": 1e-6}
+# First guess of the host's time to exchange tensors beside the collective, and to wait for the other ranks.
+_FIRST_EXCHANGE: dict[DeviceType, float] = {"cpu": 2e-4, "cuda": 5e-5}
+_WHOLE = ("fp32", "tf32")
 _FIRST_STEP, _LAST_STEP = math.log(1.5), math.log(1.02)
 _BOUND = math.log(16)
 
@@ -40,12 +44,15 @@ class RateSlowdowns(NamedTuple):
     """Factors by which each kind of work takes longer in a step than measured alone."""
 
     compute: float = 1.0
+    half: float = 1.0  # compute in half precision and in fp8, in addition
     memory: float = 1.0
     optimizer: float = 1.0
     launch: float = 1.0
     unit: float = 1.0
     collective: float = 1.0
     watched: float = 1.0  # extra host time per launch watched by selective recompute, in launches
+    recomputed: float = 1.0  # extra host time per launch where blocks are recomputed, in half launches
+    exchange: float = 1.0  # extra host time of exchanges of ranks that share work, relative to a first guess
     waiting: float = 1.0  # time that ranks wait for each other, relative to a first guess
 
 
@@ -75,7 +82,10 @@ def slow_down_hardware(hardware: Hardware, factors: RateSlowdowns) -> Hardware:
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
     computing = {
-        kind: {dtype: curve_with_slowdown(c, factors.compute) for dtype, c in getattr(rates, kind).items()}
+        kind: {
+            dtype: curve_with_slowdown(c, factors.compute * (1.0 if dtype in _WHOLE else factors.half))
+            for dtype, c in getattr(rates, kind).items()
+        }
         for kind in ("matmul", "attention", "attention_backward")
     }
     updated = rates.model_copy(
@@ -85,6 +95,8 @@ def slow_down_hardware(hardware: Hardware, factors: RateSlowdowns) -> Hardware:
             "optimizer": curve_with_slowdown(rates.optimizer, factors.optimizer),
             "launch_seconds": launch,
             "watched_seconds": launch * factors.watched,
+            "recomputed_seconds": launch / 2 * factors.recomputed,
+            "model_parallel_seconds": _FIRST_EXCHANGE[hardware.device] * factors.exchange,
             "unit_seconds": max(rates.unit_seconds, _LEAST_UNIT) * factors.unit,
         }
     )

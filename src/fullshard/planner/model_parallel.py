@@ -47,7 +47,7 @@ def model_parallel_ticks(
     spec: ModelSpec, phases: Sequence[TracePhase], *, plan: Plan, hardware: Hardware
 ) -> tuple[int, ...]:
     """Returns the ticks of the collectives among ranks that share work, in each phase."""
-    groups = _layouts_by_axis(plan, hardware)
+    groups, without_waits = _layouts_by_axis(plan, hardware), hardware.without_waits
 
     def seconds(index: int) -> float:
         kernel = spec.kernels[index]
@@ -55,8 +55,8 @@ def model_parallel_ticks(
             return 0.0
         size, group = kernel.bytes.value_at(plan.microbatch), groups[kernel.axis]
         if kernel.kind == "row_exchange":
-            return all_to_all_seconds(size, group=group, hardware=hardware)
-        return collective_seconds(_RATES[kernel.kind], size, group=group, hardware=hardware)
+            return all_to_all_seconds(size, group=group, hardware=without_waits)
+        return collective_seconds(_RATES[kernel.kind], size, group=group, hardware=without_waits)
 
     return tuple(to_ticks(sum(times * seconds(index) for index, times in phase.work)) for phase in phases)
 

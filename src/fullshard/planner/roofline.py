@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import Kernel, KernelKind, TracePhase
+from fullshard.spec.model import Kernel, KernelKind, MicrobatchTrace, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -30,14 +30,27 @@ _PASSES_OF_COPIES: dict[KernelKind, int] = {
 
 
 class PhaseSecondsAndLaunches(NamedTuple):
-    """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches."""
+    """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches.
+
+    exchanges: those of `launches` in which ranks that share work exchange tensors
+    """
 
     seconds: float
-    launches: int
+    launches: float
+    exchanges: int = 0
+
+    def issue_seconds(self, rates: Rates, trace: MicrobatchTrace) -> float:
+        """Returns the host's seconds to launch all kernels. Recompute watches launches, unless compiled."""
+        launch = rates.launch_seconds
+        if not trace.compiled and trace.recompute.mode == "selective":
+            launch += rates.watched_seconds
+        elif not trace.compiled and trace.recompute.mode in ("full", "every"):
+            launch += rates.recomputed_seconds / trace.recompute.block_period
+        return self.launches * launch + self.exchanges * rates.model_parallel_seconds
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
-    """Returns the seconds of one launch of a kernel.
+    """Returns the seconds of one launch of a kernel, or of all of its pieces.
 
         max(flops / rate(flops), bytes / memory(bytes))
 
@@ -48,14 +61,15 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
     """
     if kernel.axis is not None:
         return memory_seconds(_copied_bytes(kernel, microbatch), rates.memory)
-    moved = memory_seconds(kernel.bytes.value_at(microbatch), rates.memory)
+    pieces = count_pieces(kernel, microbatch)
+    moved = pieces * memory_seconds(kernel.bytes.value_at(microbatch) / pieces, rates.memory)
     if kernel.kind not in ("matmul", "attention", "attention_backward"):
         return moved
     flops = kernel.flops.value_at(microbatch)
     if flops <= 0:
         return moved
     curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
-    rate = interpolate_rate(curve, flops) * (rates.unaligned_matmul if kernel.unaligned else 1.0)
+    rate = interpolate_rate(curve, flops / pieces) * (rates.unaligned_matmul if kernel.unaligned else 1.0)
     if kernel.head_dim:
         forward = kernel.kind == "attention"
         widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
@@ -71,6 +85,11 @@ def _copied_bytes(kernel: Kernel, microbatch: int) -> float:
     if kernel.axis == "tensor" and microbatch == 1:
         return 0.0
     return _PASSES_OF_COPIES.get(kernel.kind, 0) * kernel.bytes.value_at(microbatch)
+
+
+def count_pieces(kernel: Kernel, microbatch: int) -> float:
+    """Returns the number of launches of which a kernel consists, 1 or more."""
+    return max(1.0, kernel.pieces.value_at(microbatch))
 
 
 def memory_seconds(count: float, curve: Curve) -> float:
@@ -101,11 +120,12 @@ def phase_costs(
     seconds: dict[int, float] = {}
     costs: list[PhaseSecondsAndLaunches] = []
     for phase in phases:
-        total, launches = 0.0, 0
+        total, launches, exchanges = 0.0, 0.0, 0
         for index, times in phase.work:
             if index not in seconds:
                 seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch)
             total += seconds[index] * times
-            launches += times
-        costs.append(PhaseSecondsAndLaunches(total, launches))
+            launches += times * count_pieces(kernels[index], microbatch)
+            exchanges += times if kernels[index].axis is not None else 0
+        costs.append(PhaseSecondsAndLaunches(total, launches, exchanges))
     return tuple(costs)

@@ -50,7 +50,10 @@ def better_hardware(hardware: Hardware) -> Mapping[str, Hardware]:
         name: _faster_curves(getattr(rates, name)) for name in ("matmul", "attention", "attention_backward")
     }
     moved = {name: _faster_curve(getattr(rates, name)) for name in ("memory", "optimizer")}
-    times = ("launch_seconds", "unit_seconds", "step_seconds", "watched_seconds")
+    times = (
+        *("launch_seconds", "unit_seconds", "step_seconds", "watched_seconds"),
+        *("recomputed_seconds", "model_parallel_seconds"),
+    )
     host = {name: getattr(rates, name) / (1 + MORE) for name in times}
     copies = hardware.host_bytes_per_second and hardware.host_bytes_per_second * (1 + MORE)
     disk = hardware.disk_bytes_per_second and hardware.disk_bytes_per_second * (1 + MORE)

@@ -17,6 +17,7 @@ offload      the extra time of the streams compared with an infinitely fast host
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
@@ -47,10 +48,11 @@ from fullshard.planner.simulate import (
 )
 from fullshard.planner.streams import StreamClocks
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
-from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
-from fullshard.spec.hardware import Hardware
+from fullshard.planner.unit_costs import TICKS, UnitCost, is_summed_in_host_memory, to_ticks, unit_cost
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
+from fullshard.spec.hardware import Hardware, Rates
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
-from fullshard.spec.plan import ITEMSIZE, Plan
+from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
 
@@ -265,12 +267,10 @@ class StepTimePredictor:
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
             costs = phase_costs(phases, self.spec.kernels, rates=rates, microbatch=plan.microbatch)
-            watched = trace.recompute.mode == "selective" and not trace.compiled
-            launch = to_ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
             program = build_schedule(self.spec, trace, phases=phases)
             sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
             lengths = tuple(
-                (to_ticks(cost.seconds) + own, cost.launches * launch)
+                (to_ticks(cost.seconds) + own, to_ticks(cost.issue_seconds(rates, trace)))
                 for cost, own in zip(costs, sent, strict=True)
             )
             moved = activation_copy_ticks(phases, plan, hardware=self.hardware)
@@ -290,11 +290,19 @@ class StepTimePredictor:
         summed *= 2 if plan.run.optimizer.in_backward else 1
         pairs = list(zip(sizes, counts, strict=True))
         summed += _fp8_scale_seconds(pairs, plan, hardware=hardware)
+        if any(
+            cost.is_replicated and is_summed_in_host_memory(s, hardware, replicas=group)
+            for s, cost in zip(sizes, costs, strict=True)
+        ):
+            summed += 4 * collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
         if not plan.run.offload.offloads_optimizer:
             shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
             norm = memory_seconds(3 * shards, hardware.rates.memory)
-            update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
+            if plan.precision.stochastic_rounding and plan.device == "cpu":
+                update = sum(_rounded_update_seconds(s, hardware.rates) * n for s, n in pairs)
+            else:
+                update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
             return units._replace(update=to_ticks(norm + update))
         rates, records = offload_time_per_byte(plan, hardware), state_bytes_of_each_group(self.spec, plan)
         held = slot_bytes_at_update_start(plan, records)
@@ -371,19 +379,29 @@ def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, ha
     return reduced + memory_seconds(read, hardware.rates.memory)
 
 
+def _rounded_update_seconds(size: UnitBytes, rates: Rates) -> float:
+    """Returns the seconds of AdamW's update of a unit with stochastic rounding on the CPU.
+
+    Each chunk of a shard takes 185 operations, which move 1,594 bytes per element in all, both counted. The
+    unit's shards are assumed to be equally large.
+    """
+    if not size.trained:
+        return 0.0
+    chunks = max(size.trained_parameters, ceil(size.trained / ROUNDING_CHUNK_ELEMENTS))
+    return 185 * chunks * memory_seconds(1594 / 185 * size.trained / chunks, rates.memory)
+
+
 def _update_accesses_per_element(plan: Plan) -> float:
     """Returns how often the optimizer's update reads or writes each element of the shards.
 
-    On a GPU, stochastic rounding is one kernel, like AdamW's own (not measured there). On one CPU core it
-    takes 31 ns per parameter, where the fused AdamW takes 2.2 for 28 bytes.
+    On a GPU, stochastic rounding is one kernel, like AdamW's own (not measured there).
 
     Raises PlanError for an unknown optimizer.
     """
     section = plan.run.optimizer
     name = section.name.lower()
     if name == "adamw":
-        rounds_on_cpu = plan.precision.stochastic_rounding and plan.device == "cpu"
-        return 395 / ITEMSIZE[plan.precision.master] if rounds_on_cpu else 7
+        return 7
     if name == "adamw8bit":
         return 4  # the least: value, gradient, and one byte of each moment, read and written
     if name == "sgd":

@@ -84,9 +84,6 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
-    # Its share of one all-reduce of several units.
-    sent = max(chunk, BUCKET_BYTES) if size.bucket else chunk
-    share = chunk / sent if sent else 1
     unsharded, pack, copied = size.unsharded, traffic_ticks(size.whole, reduced), traffic_ticks(2 * reduced)
     if size.unsharded_reduction is not None:  # nothing is copied that is neither cast nor sent
         pack, copied = pack if size.replicate_degree > 1 or not same else 0, 0
@@ -115,12 +112,15 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         cast_gradient=traffic_ticks(*cast_out),
         settle_again=traffic_ticks(*cast_out, 3 * gradient),
         add_partial=traffic_ticks(3 * chunk),
-        all_reduce=to_ticks(
-            share * collective_seconds("all_reduce", sent, group=replicate, hardware=hardware)
-        ),
+        all_reduce=to_ticks(_all_reduce_seconds(size, chunk, group=replicate, hardware=hardware)),
         keep_unsynced=0 if same else traffic_ticks(size.whole, size.whole_reduced),
         keep_again=0 if same else traffic_ticks(size.whole, 2 * size.whole_reduced),
     )
+
+
+def is_summed_in_host_memory(size: UnitBytes, hardware: Hardware, *, replicas: CollectiveLayout) -> bool:
+    """Returns whether CPU ranks of one host add up the unit's gradients in memory that they share."""
+    return hardware.device == "cpu" and size.bucket > 0 and replicas.nodes == 1
 
 
 def to_ticks(seconds: float) -> int:
@@ -142,4 +142,14 @@ def _group_layouts(
         shard_group_layout(degree, per_node=per_node, world_size=world_size),
         replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
         shard_group_layout(size.reshard_degree, per_node=per_node, world_size=world_size),
+    )
+
+
+def _all_reduce_seconds(size: UnitBytes, count: int, *, group: CollectiveLayout, hardware: Hardware) -> float:
+    """Returns the seconds in which replicas add up `count` bytes of a unit's gradients."""
+    if is_summed_in_host_memory(size, hardware, replicas=group):  # all other ranks' parts move 5 times
+        return memory_seconds(5 * count * (group.ranks - 1) / group.ranks, hardware.rates.memory)
+    sent = max(count, BUCKET_BYTES) if size.bucket else count  # one all-reduce of several units
+    return (
+        count / sent * collective_seconds("all_reduce", sent, group=group, hardware=hardware) if sent else 0
     )

@@ -94,6 +94,9 @@ class Rates(FrozenModel):
     unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
     step_seconds: host time of a step outside the model and FSDP2, s
     watched_seconds: additional host time of a launch that selective recompute watches, s
+    recomputed_seconds: additional host time of a launch where whole blocks are recomputed, s
+    model_parallel_seconds: host time of an operation in which ranks that share work exchange tensors, in
+        addition to the collective, s
     single_rank_matmul: factor on the rates of matmuls of a rank that works alone: it waits for no slower one
     unaligned_matmul: part of the rate that a matmul reaches whose rows are no multiple of 16 bytes
     """
@@ -109,6 +112,8 @@ class Rates(FrozenModel):
     unit_seconds: NonNegativeFloat = 0.0
     step_seconds: NonNegativeFloat = 0.0
     watched_seconds: NonNegativeFloat = 0.0
+    recomputed_seconds: NonNegativeFloat = 0.0
+    model_parallel_seconds: NonNegativeFloat = 0.0
     unaligned_matmul: float = Field(default=1.0, gt=0, le=1)
     single_rank_matmul: float = Field(default=1.0, ge=1)
 
@@ -258,6 +263,22 @@ class Hardware(FrozenModel):
             return self.rates
         matmul = {name: curve_with_slowdown(curve, 1 / factor) for name, curve in self.rates.matmul.items()}
         return self.rates.model_copy(update={"matmul": matmul})
+
+    @property
+    def without_waits(self) -> "Hardware":
+        """A copy in which ranks never wait for each other before a collective."""
+        return self.model_copy(
+            update={
+                name: link.model_copy(
+                    update={
+                        kind: rate.model_copy(update={"wait_seconds": 0.0})
+                        for kind, rate in link.known_rates.items()
+                    }
+                )
+                for name, link in (("within", self.within), ("across", self.across))
+                if link is not None
+            }
+        )
 
     @property
     def calibration(self) -> CalibrationState:

@@ -116,6 +116,8 @@ class Kernel(FrozenModel):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels
     head_dim: width of the queries of one head, elements; 0 for kernels other than attention
+    pieces: number of launches among which the FLOP and bytes of one are divided on the CPU: experts of a
+        mixture, chunks of the loss, documents
     """
 
     kind: KernelKind
@@ -127,6 +129,7 @@ class Kernel(FrozenModel):
     unaligned: bool = False
     axis: SharedAxis | None = None
     head_dim: NonNegativeInt = 0
+    pieces: LinearInMicrobatch = LinearInMicrobatch(1.0)
 
 
 class KernelIndexAndCount(NamedTuple):

@@ -17,6 +17,7 @@ from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import (
     KernelLaunch,
     OpCall,
+    count_cpu_launches,
     find_kernel_launch,
     list_tensors,
     readable_tensor_bytes,
@@ -116,6 +117,8 @@ class AllocationRecorder(TorchDispatchMode):
             self._record_change(self.kind, size)
             self._record_change(self.kind, -size)
         if launch is not None:
+            if self._device == "cpu":
+                launch = launch._replace(pieces=count_cpu_launches(call) * self._work_factor)
             self._record_launch(launch, read=(call.args, call.kwargs), written=result)
         return result
 

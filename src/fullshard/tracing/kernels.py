@@ -68,6 +68,7 @@ class KernelLaunch(NamedTuple):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective, whose name a trace gives it instead of a process group
     head_dim: width of the queries of one head of attention
+    pieces: number of launches that it is on the CPU
     """
 
     kind: KernelKind
@@ -79,6 +80,7 @@ class KernelLaunch(NamedTuple):
     unaligned: bool = False
     axis: SharedAxis | None = None
     head_dim: int = 0
+    pieces: float = 1.0
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -107,6 +109,22 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         kind, axis = _COLLECTIVES[name][0], call.arguments_by_name()["group"]
         moved = max(map(readable_tensor_bytes, (*read, *written)))
     return KernelLaunch(kind, dtype, 0, moved, axis=axis)
+
+
+def count_cpu_launches(call: OpCall) -> int:
+    """Returns the number of launches of which `call` consists on the CPU: one per expert, or per document.
+
+    Each row is assumed to be one document. A rank with a part of it computes its first piece in one launch,
+    and its second in two: see `fullshard.models.document_attention_cpu`.
+    """
+    named, name = call.arguments_by_name(), call.bare_operator_name
+    if name == GROUPED:
+        ends = named.get("offs")
+        return (call.args[0] if ends is None else ends).shape[0]
+    if name.startswith(_DOCUMENTS):
+        query, key = named["query"], named["key"]
+        return query.shape[0] * (1 if query.shape[-2] == key.shape[-2] else 3)
+    return 1
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:

@@ -45,6 +45,7 @@ class KernelIndex:
                 unaligned=a.unaligned,
                 axis=a.axis,
                 head_dim=a.head_dim,
+                pieces=_line_over_microbatch(a.pieces, b.pieces, microbatch=microbatch),
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
@@ -123,7 +124,7 @@ def _host_copy_lines(
     )
 
 
-def _line_over_microbatch(low: int, high: int, *, microbatch: int) -> LinearInMicrobatch:
+def _line_over_microbatch(low: float, high: float, *, microbatch: int) -> LinearInMicrobatch:
     return LinearInMicrobatch(float(low - (high - low) * microbatch), float(high - low))
 
 
