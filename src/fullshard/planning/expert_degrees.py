@@ -1,25 +1,17 @@
 """Search over the number of ranks that divide the experts of a mixture (`sharding.expert_parallel = "auto"`).
 
-Where whole experts fit, and a step waits little for parameters and gradients, no other number is tried. Else
-each number is traced once, with all other settings open. Numbers are tried from the smallest on, as long as
+Each number is traced once, with all other settings open. Numbers are tried from the smallest on, as long as
 the best plan that fits gets faster: more ranks gather fewer experts, and send tokens further.
 """
 
 from collections.abc import Iterator
 
 from fullshard.errors import PlanError, ShardError, TraceError
-from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import step_seconds_with_startup
 from fullshard.planner.candidates import run_with_settings
-from fullshard.planning.parallel_degrees import (
-    DegreeSearch,
-    Describe,
-    search_parallel_degrees,
-    waits_long_for_parameters,
-)
+from fullshard.planner.search import SAME_SPEED
+from fullshard.planning.parallel_degrees import DegreeSearch, Describe, search_parallel_degrees
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec
-from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_checks import divisors
 
@@ -32,10 +24,9 @@ def search_expert_degrees(
     If no plan fits, the result is that of undivided experts. Raises PlanError as `search` does.
     """
     whole = search_parallel_degrees(describe, run, hardware=hardware, with_front=with_front)
+    experts = whole.spec.experts if run.sharding.expert_parallel == "auto" else 0
     best, seconds = whole, _seconds(whole)
-    if not may_pay_to_divide_experts(whole.found.best, whole.spec, run):
-        return whole
-    for degree in iterate_expert_degrees(hardware, whole.spec.experts):
+    for degree in iterate_expert_degrees(hardware, experts):
         own = run_with_settings(run, {"sharding": {"expert_parallel": degree}})
         try:
             searched = search_parallel_degrees(describe, own, hardware=hardware, with_front=with_front)
@@ -46,15 +37,9 @@ def search_expert_degrees(
             continue
         if seconds is not None and found > seconds and best is not whole:
             break
-        if seconds is None or found < seconds / (1 + NOTABLE):
+        if seconds is None or found < seconds / (1 + SAME_SPEED):
             best, seconds = searched, found
     return best
-
-
-def may_pay_to_divide_experts(plan: Plan | None, spec: ModelSpec, run: Run) -> bool:
-    """Returns whether ranks may divide experts, instead of gathering all in `plan`; None: no plan fits."""
-    is_open = spec.experts > 0 and run.sharding.expert_parallel == "auto"
-    return is_open and (plan is None or waits_long_for_parameters(plan))
 
 
 def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:

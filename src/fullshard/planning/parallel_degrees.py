@@ -134,15 +134,10 @@ def _iterate_tensor_searches(
 
 def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
     """Returns whether a plan waits so long for parameters and gradients that dividing matmuls may pay."""
-    return plan.tensor_parallel == 1 and hardware.nodes > 1 and waits_long_for_parameters(plan)
-
-
-def waits_long_for_parameters(plan: Plan) -> bool:
-    """Returns whether a step waits for parameters and gradients for more than EXPOSED of its time."""
     time = require_prediction(plan).time
-    return (
-        time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce > EXPOSED * time.total
-    )
+    waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
+    is_open = plan.tensor_parallel == 1 and hardware.nodes > 1
+    return is_open and waits > EXPOSED * time.total
 
 
 def _search_or_error(
