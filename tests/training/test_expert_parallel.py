@@ -157,7 +157,6 @@ def test_replicated_experts_are_compared_with_those_of_the_same_part(ranks: Call
             ],
             "tensor_parallel_styles, sharding.expert_parallel = 2",
         ),
-        (["sharding.expert_parallel=2", "sharding.tensor_parallel=2", "precision.mode=fp8"], "fp8"),
     ],
     ids=str,
 )
