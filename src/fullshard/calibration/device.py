@@ -100,20 +100,20 @@ class RateMeter:
 
 def mean_over_ranks(value: float) -> float:
     """Returns the mean of `value` over ranks, sent as a CPU tensor on any device. Collective."""
-    if world_size() == 1:
-        return value
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / world_size()
+    return _reduce_over_ranks(value, dist.ReduceOp.SUM) / world_size()
 
 
 def maximum_over_ranks(value: float) -> float:
     """Returns the largest `value` of all ranks, sent as a CPU tensor on any device. Collective."""
+    return _reduce_over_ranks(value, dist.ReduceOp.MAX)
+
+
+def _reduce_over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
     if world_size() == 1:
         return value
-    largest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
+    reduced = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(reduced, op=op)
+    return reduced.item()
 
 
 def matmul_dtypes_to_measure(device: torch.device) -> tuple[ComputeDtype, ...]:

@@ -18,5 +18,5 @@ def set_product(linear: nn.Module, product: LinearProduct) -> None:
 
 
 def find_product(linear: nn.Module) -> LinearProduct | None:
-    """Returns the function that was set for `linear`; None if there is none."""
+    """Returns the product that `set_product` gave `linear`; None if it was given no product."""
     return cast(LinearProduct | None, vars(linear).get(_ATTRIBUTE))
