@@ -2,10 +2,19 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from fullshard.system.signals import record_signals
+
+
+@pytest.fixture(autouse=True)
+def _python_handles_ctrl_c() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, which `record_signals` leaves as it is."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
