@@ -249,6 +249,7 @@ def test_documents_count_as_causal_attention_over_the_sequence(device: Literal["
         "model.layers=1",
         "precision.mode=bf16",
         "recompute.mode=none",
+        "run.compile=false",
         f"data.sequence_length={LENGTH}",
     ]
     found: list[list[tuple[str, bool, Any]]] = []

@@ -84,7 +84,7 @@ def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Callable[..., Any])
     "plan",
     [
         mixed_plan("recompute.mode=none", "model.shared_experts=1", "model.balance_loss=0.01"),
-        mixed_plan("recompute.mode=full", expert=1),
+        pytest.param(mixed_plan("recompute.mode=full", expert=1), marks=pytest.mark.long),
         mixed_plan("recompute.mode=selective", "model.heads=8", context=2, ranks=8),
     ],
     ids=["tensor-expert", "tensor-alone", "all"],

@@ -75,7 +75,7 @@ def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> N
     ("method", "overrides"),
     [
         pytest.param("gather", ["recompute.mode=none"], marks=pytest.mark.long),
-        ("gather", ["recompute.mode=full"]),
+        pytest.param("gather", ["recompute.mode=full"], marks=pytest.mark.long),
         ("ulysses", ["recompute.mode=none"]),
     ],
 )

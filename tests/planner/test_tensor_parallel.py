@@ -57,9 +57,9 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
     "overrides",
     [
         pytest.param(["recompute.mode=none"], marks=pytest.mark.long),
-        ["recompute.mode=full", "model.kv_heads=1"],
         ["recompute.mode=selective", "sharding.tensor_parallel=2", "train.loss_chunk=32"],
         [
+            "recompute.mode=full",
             "sharding.tensor_parallel=2",
             "precision.mode=fp8",
             "precision.fp8_min_features=16",

@@ -15,6 +15,7 @@ from fullshard.planning.spec_cache import (
     write_cached_spec,
 )
 from fullshard.planning.target import resolve_plan_target
+from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.presets import read_presets
 from fullshard.spec.run import Run
@@ -26,7 +27,7 @@ SMALL = (
     "model.d_ff=32",
     "data.sequence_length=16",
     "train.global_batch=12",
-    "precision.mode=fp32",
+    "precision.mode=bf16",
 )
 # Settings that are in no key.
 OTHERS = (
@@ -65,7 +66,7 @@ def gpt2(directory: Path) -> str:
 @pytest.mark.parametrize("kind", ["run", "plan", "config"])
 def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
     model = [gpt2(tmp_path), *SMALL[4:]] if kind == "config" else SMALL
-    run = Run.load(overrides=[*model, "recompute.mode=full"])
+    run = Run.load(overrides=[*model, "recompute.mode=full", "run.compile=false"])
     asked = Plan.from_run(run, world_size=2) if kind == "plan" else run
     fresh, cached = describe_run(asked, "cuda"), describe_run(asked, "cuda")
     assert fresh is not cached
@@ -102,13 +103,34 @@ def test_settings_that_are_not_in_the_key_do_not_change_the_spec() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(preset.name, marks=() if preset.name == "qwen2.5-0.5b" else pytest.mark.long)
-        for preset in read_presets()
-    ],
-)
+def test_shipped_specs_are_of_this_code() -> None:
+    """One trace of one preset: the next test, which is long, compares them all."""
+    if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
+        pytest.skip("shipped for another torch")
+    run = resolve_plan_target("qwen2.5-0.5b").load_run(["precision.mode=bf16"])
+    shipped = describe_run(run, "cuda")
+    one = run.with_overrides(["recompute.mode=full", "run.compile=false"])
+    fresh = describe_run(one, "cuda", cached=False)
+    (trace,) = fresh.traces
+    (same,) = [t for t in shipped.traces if (t.recompute, t.compiled) == (trace.recompute, trace.compiled)]
+    assert kernels_of_launches(shipped, same) == kernels_of_launches(fresh, trace), "bench/preset_specs.py"
+    own = {"kernels": (), "traces": (), "untraced": ()}
+    assert shipped.model_copy(update=own) == fresh.model_copy(update=own), "bench/preset_specs.py"
+
+
+def kernels_of_launches(spec: ModelSpec, trace: MicrobatchTrace) -> list[object]:
+    """All phases of a trace, with each launch's kernel in the place of its index in the spec's table."""
+    return [
+        (
+            phase.model_copy(update={"work": ()}),
+            [(spec.kernels[launch.kernel], launch.times) for launch in phase.work],
+        )
+        for phase in trace.phases
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [preset.name for preset in read_presets()])
 def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
     if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
         pytest.skip("shipped for another torch")

@@ -24,7 +24,7 @@ SMALL = (
     "data.sequence_length=16",
     "train.global_batch=12",
     "run.device=cpu",
-    "precision.mode=fp32",
+    "precision.mode=bf16",
 )
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
     hardware.model_copy(update={"chip": chip}).save(tmp_path / "tiny.toml")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "tiny.toml"))
     with pytest.raises(PlanError, match="no plan fits") as raised:
-        request_with_plan(request("recompute.mode=none"))
+        request_with_plan(request("recompute.mode=none", "sharding.strategy=full_shard"))
     assert "closest: " in str(raised.value)
     assert "try: " in str(raised.value)
 

@@ -69,7 +69,7 @@ def saved_by_compiler(run: Run) -> int:
     return sum(saved.values()) + x.untyped_storage().nbytes()  # the next block's input
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.long), "selective", "full"])
 def test_a_block_saves_what_the_compiler_saves(mode: str) -> None:
     run = run_of(f"recompute.mode={mode}", "run.compile=true")
     assert saved_per_block(trace_of(run)) == saved_by_compiler(run)
@@ -88,7 +88,7 @@ def test_a_compiled_block_saves_and_launches_less_than_an_eager_one() -> None:
 
 
 def test_a_run_that_leaves_it_open_is_traced_both_ways_on_a_gpu_only() -> None:
-    run = run_of("recompute.mode=none", "run.compile=auto")
+    run = run_of("recompute.mode=none", "run.compile=auto", "precision.mode=bf16", "model.layers=1")
     with torch.device("meta"):
         model = DecoderModel(run.decoder_config)
     for device, choices in (("cuda", {False, True}), ("cpu", {False})):

@@ -139,8 +139,7 @@ def test_attention_within_documents_is_traced_as_it_allocates(recompute):
     assert 0 <= counted - highest(trace.phases) <= blocks * RANDOM_STATE_BYTES
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "precision"), [(False, "fp32"), (True, "bf16")])
 def test_one_chunk_of_logits_stands_for_all(tied, precision):
     sizes = ("model.vocabulary=4096", f"model.tied={str(tied).lower()}", f"precision.mode={precision}")
     chunked = specify(plan_of(*sizes, "train.loss_chunk=16"))

@@ -1,5 +1,7 @@
 """Recurrent layers are described at any length, with their FLOP and the bytes that they take on the CPU."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ WIDTH, ROWS = 64, 2
 KINDS = (nn.RNN, nn.GRU, nn.LSTM)
 
 
+@cache
 def described(kind: type[nn.RNNBase], length: int) -> ModelSpec:
     with torch.device("meta"):
         model = Recurrent(kind, width=WIDTH)
