@@ -198,20 +198,20 @@ ON_A_RANK = [
 ]
 
 
-def arguments(case: Wrong) -> list[str]:
+def arguments(case: Wrong, *options: str) -> list[str]:
     if case.argv and not case.argv[0].startswith("-"):
         return list(case.argv)
     settings = [*TINY, "run.dir=run", *case.settings]
-    return ["train", *case.argv, *(part for setting in settings for part in ("--set", setting))]
+    return ["train", *options, *case.argv, *(part for setting in settings for part in ("--set", setting))]
 
 
-def check(case: Wrong, capfd: pytest.CaptureFixture[str]) -> None:
+def check(case: Wrong, capfd: pytest.CaptureFixture[str], *options: str) -> None:
     if case.file is not None:
         Path("file").write_bytes(case.file.encode() if isinstance(case.file, str) else case.file)
     if case.text is not None:
         Path("data.txt").write_bytes(case.text)
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    code = main(arguments(case))
+    code = main(arguments(case, *options))
     said = capfd.readouterr().err
     assert code == case.code, said
     for words in case.says:
@@ -244,7 +244,7 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("case", ON_A_RANK, ids=lambda case: case.name)
 def test_wrong_input_is_refused_on_a_rank(case: Wrong, capfd: pytest.CaptureFixture[str]) -> None:
-    check(case, capfd)
+    check(case, capfd, "--no-plan")
 
 
 @pytest.mark.usefixtures("one_rank")

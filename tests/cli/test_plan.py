@@ -176,7 +176,8 @@ def test_machines_are_rows_with_their_own_ranks_prices_and_energy(
 
 
 def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [part for setting in (*SMALL, "recompute.mode=none") for part in ("--set", setting)]
+    pins = ("recompute.mode=none", "sharding.strategy=full_shard", "train.microbatch=1", "model.layers=1")
+    settings = [part for setting in (*SMALL, *pins) for part in ("--set", setting)]
     arguments = ["plan", *settings, "--on", "2xA100", "--ladder", "--budget", "1B", "--price", "2"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -106,7 +106,7 @@ def label(plan: Plan) -> str:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(plan, marks=() if i < 4 else pytest.mark.long, id=label(plan))
+        pytest.param(plan, marks=() if i < 2 else pytest.mark.long, id=label(plan))
         for i, plan in enumerate(PLANS)
     ],
 )

@@ -13,7 +13,6 @@ from tests.fakes.architectures import VOCABULARY, Recurrent, loss_of
 from tests.fakes.plans import plan_of
 
 WIDTH, ROWS = 64, 2
-KINDS = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 @cache
@@ -25,7 +24,7 @@ def described(kind: type[nn.RNNBase], length: int) -> ModelSpec:
     return describe(model, plan, loss=loss_of, batch=batch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(nn.RNN, marks=pytest.mark.long), nn.GRU, nn.LSTM])
 def test_flops_and_bytes_are_those_of_the_layer(kind: type[nn.RNNBase]) -> None:
     spec, length = described(kind, 64), 64
     model = Recurrent(kind, width=WIDTH)
