@@ -1,14 +1,17 @@
 """Decoders of experts as the programs of published rows compute them: see `experts` in bench/published.toml.
 
 "padded": KempnerForge (kempnerforge/model/moe.py at 2611fef, `moe_packed_experts`). Eager. The rows of each
-expert are copied, expert by expert, into a block of as many rows as the fullest expert has, and back. Autograd
-clones the whole block for each of these copies, and fills one with zeros for the gradient of each slice.
+expert are copied, expert by expert, into a block of as many rows as the fullest expert has, and back.
+Autograd clones the whole block for each of these copies, and fills one with zeros for the gradient of each
+slice.
 
-"fused": NeMo Automodel with DeepEP and Megatron-Core with HybridEP. Permutation, SwiGLU with the router's weights and
-rotation are one kernel each, gate and up one matrix; a token travels once to each rank that has experts of its own
-(`copies`, mean number of these ranks), and is summed over them on its way back.
+"fused": NeMo Automodel with DeepEP and Megatron-Core with HybridEP. Permutation, SwiGLU with the router's
+weights and, with `fused_rotation`, rotation are one kernel each, gate and up one matrix; a token travels
+once to each rank that has experts of its own (`copies`, mean number of these ranks), and is summed over
+them on its way back.
 
-"grouped": fullshard's own experts. Both have heads of a width of their own and norms of queries and keys (Qwen3).
+"grouped": fullshard's own experts. Both have heads of a width of their own and norms of queries and keys
+(Qwen3).
 """
 
 from functools import partial
@@ -109,17 +112,16 @@ class WideAttention(Attention):
 class WideModel(DecoderModel):
     def __init__(self, config: DecoderConfig, *, head_dim: int) -> None:
         super().__init__(config)
-        self.positions = RotateByPosition(
-            head_dim, max_sequence=config.max_sequence, theta=config.rope_theta
-        )
+        self.positions = RotateByPosition(head_dim, max_sequence=config.max_sequence, theta=config.rope_theta)
         for block in self.blocks:
             block.attention = WideAttention(config, head_dim)
 
 
 class FusedModel(WideModel):
-    def __init__(self, config: DecoderConfig, *, head_dim: int, copies: float) -> None:
+    def __init__(self, config: DecoderConfig, *, head_dim: int, copies: float, fused_rotation: bool) -> None:
         super().__init__(config, head_dim=head_dim)
-        self.positions = RotateOnce(head_dim, max_sequence=config.max_sequence, theta=config.rope_theta)
+        if fused_rotation:
+            self.positions = RotateOnce(head_dim, max_sequence=config.max_sequence, theta=config.rope_theta)
         for block in self.blocks:
             block.feed_forward = FusedMixture(config, copies)
 
@@ -138,7 +140,7 @@ class FusedMixture(nn.Module):
 
 
 class FusedExperts(nn.Module):
-    """Experts that also send their rows. So their `forward` stays, when others' is replaced by one that does."""
+    """Experts that also send their rows: their `forward` stays where others' is replaced by one that does."""
 
     takes_any_experts = True
 

@@ -3,7 +3,7 @@
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
 python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-4
-python bench/published.py --mixtures [PART]     # the same of mixtures of experts, which are no part of the table
+python bench/published.py --mixtures [PART]     # the same of mixtures; with --own, as fullshard computes them
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
 
@@ -197,10 +197,15 @@ def kind_of(row: dict[str, Any], dropout: float | None) -> Callable[[DecoderConf
     shapes = row["model"]
     if "mixture" in row:
         own = row["mixture"]
-        wide = {"head_dim": shapes.get("head_dim")}
+        wide = {"head_dim": shapes.get("head_dim", shapes["d_model"] // shapes["heads"])}
         return {
             "padded": partial(PaddedModel, fullest=own.get("fullest")),
-            "fused": partial(FusedModel, copies=own.get("copies"), **wide),
+            "fused": partial(
+                FusedModel,
+                copies=own.get("copies"),
+                fused_rotation=own.get("fused_rotation", False),
+                **wide,
+            ),
             "grouped": partial(WideModel, **wide),
         }[own["experts"]]
     if shapes.get("norm") == "operations":
@@ -262,6 +267,8 @@ def main(*arguments: str) -> None:
     errors: list[float] = []
     within = 0
     for row in rows_of(file, mixtures="--mixtures" in arguments):
+        if "--own" in arguments:
+            row["mixture"] = {"experts": "grouped"}
         if part not in row["name"]:
             continue
         plan, hardware = plan_of(row), hardware_of(row)

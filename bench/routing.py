@@ -1,12 +1,12 @@
 """How unevenly a router of random weights spreads text over experts, layer by layer.
 
-KempnerForge's mixture as it begins (kempnerforge/model at 2611fef): 24 layers of width 2,048, 16 heads and 4 of
-keys, two of 8 or 16 experts per token, weights of standard deviation 0.02, of attention's output (and, if experts
-are modules of their own, of the experts') 0.02 / sqrt(48). Experts have 512 channels instead of 7,168, with
-outputs as large. The tokens are words of this repository's pages, each with a random embedding, so that frequent
-words are as frequent as in English.
+KempnerForge's mixture as it begins (kempnerforge/model at 2611fef): 24 layers of width 2,048, 16 heads and
+4 of keys, two of 8 or 16 experts per token, weights of standard deviation 0.02, of attention's output (and,
+if experts are modules of their own, of the experts') 0.02 / sqrt(48). Experts have 512 channels instead of
+7,168, with outputs as large. The tokens are words of this repository's pages, each with a random embedding,
+so that frequent words are as frequent as in English.
 
-python bench/routing.py EXPERTS [packed|modules]      # rows of the fullest expert over the mean, of each layer
+python bench/routing.py EXPERTS [packed|modules]      # rows of the fullest expert over the mean, by layer
 """
 
 import re

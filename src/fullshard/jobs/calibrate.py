@@ -100,7 +100,7 @@ def _load_by_other_programs(own: ProcessorSeconds) -> float:
 
 
 def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
-    """Measures rates. Those of grouped matmuls and by the width of heads, which `known` has, are not measured."""
+    """Measures rates. Those of grouped matmuls and by the width of heads are `known`, not measured."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[ComputeDtype, Curve] = {}
     forward: dict[ComputeDtype, Curve] = {}

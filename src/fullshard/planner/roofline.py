@@ -3,12 +3,13 @@
 Williams et al., "Roofline", CACM 52(4), 2009. The rates are data (`Rates`): curves over the size of a launch.
 
 [Note: grouped matmul]
-The matrices of a mixture's experts are multiplied in one launch on Hopper and on Blackwell of data centres, in
-bf16. For m rows of each matrix on average, tiles of t rows, and f FLOP per matrix:
+The matrices of a mixture's experts are multiplied in one launch on Hopper and on Blackwell of data centres,
+in bf16. With m rows of each matrix on average and tiles of t rows, the kernel computes m + t / 2 of them,
+since the rows that come to an expert fill its last tile by half on average. At f FLOP per matrix so computed:
 
-    rate = large matmul · part(f) · m / (m + t / 2)
+    rate = large matmul · part(f)
 
-since the rows that come to an expert fill its last tile by half on average. Elsewhere, and in other dtypes,
+Elsewhere, and in other dtypes,
 torch multiplies one matrix after the other (`_grouped_mm_fallback`), each in a launch of its own, as sizes of
 single matmuls go.
 """
@@ -81,8 +82,11 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         return moved
     curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
     rate = interpolate_rate(curve, flops / pieces) * (rates.unaligned_matmul if kernel.unaligned else 1.0)
-    if _is_one_grouped_launch(kernel, rates):
-        rate = curve[-1].rate * _grouped_part(kernel, rates, microbatch=microbatch)
+    if rates.grouped_matmul is not None and _is_one_grouped_launch(kernel, rates):
+        rows = kernel.rows.value_at(microbatch)
+        flops *= (rows + rates.grouped_tile_rows / 2) / rows
+        each = flops / max(1.0, kernel.pieces.value_at(microbatch))
+        rate = curve[-1].rate * interpolate_rate(rates.grouped_matmul, each)
     if kernel.head_dim:
         forward = kernel.kind == "attention"
         widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
@@ -107,14 +111,6 @@ def count_pieces(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
 
 def _is_one_grouped_launch(kernel: Kernel, rates: Rates) -> bool:
     return kernel.rows != _NO_ROWS and kernel.dtype == "bf16" and rates.grouped_matmul is not None
-
-
-def _grouped_part(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
-    """Returns the part of the rate of large matmuls that a grouped one reaches."""
-    assert rates.grouped_matmul is not None, "the device has the kernel"
-    each = kernel.flops.value_at(microbatch) / max(1.0, kernel.pieces.value_at(microbatch))
-    rows = kernel.rows.value_at(microbatch)
-    return interpolate_rate(rates.grouped_matmul, each) * rows / (rows + rates.grouped_tile_rows / 2)
 
 
 def memory_seconds(count: float, curve: Curve) -> float:

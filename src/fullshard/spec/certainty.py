@@ -78,7 +78,10 @@ def speed_certainty(numel: int, hardware: Hardware, *, mixture: bool = False) ->
     table = read_certainty()
     if mixture:
         every, few = table.all, table.mixtures
-        grounds = f"the worst of only {few.rows} published rows of mixtures, and of {every.rows} others"
+        grounds = (
+            f"the worst two of {every.rows} published rows of other models (only {few.rows} of mixtures were "
+            "compared, with evenly chosen experts)"
+        )
         return Certainty(min(every.low, few.low), max(every.high, few.high), grounds)
     if not any(hardware.chip.name.startswith(name) for name in table.chips):
         why = f"none on {hardware.chip.name}"

@@ -98,11 +98,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
-    if name == GROUPED:
-        return _grouped_matmul_launch(call, dtype, moved=moved)
-    if name.startswith(LSTM_LAYER):
-        flops = lstm_layer_flops(call.arguments_by_name())
-        return KernelLaunch("matmul", dtype, 2 * flops if name.endswith("_layer_backward") else flops, moved)
+    if name == GROUPED or name.startswith(LSTM_LAYER):
+        return (_grouped_matmul_launch if name == GROUPED else _lstm_launch)(call, dtype, moved=moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
         flops = int(count(*call.args, **call.kwargs, out_val=result))
@@ -236,6 +233,12 @@ def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
     groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
     rows, columns = left.shape[-2], right.shape[-1]
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
+
+
+def _lstm_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
+    flops = lstm_layer_flops(call.arguments_by_name())
+    is_backward = call.bare_operator_name.endswith("_layer_backward")
+    return KernelLaunch("matmul", dtype, 2 * flops if is_backward else flops, moved)
 
 
 def _grouped_matmul_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
