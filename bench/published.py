@@ -3,18 +3,21 @@
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
 python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-4
+python bench/published.py --mixtures [PART]     # the same of mixtures; with --own, as fullshard computes them
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
 
 import statistics
 import sys
 import tomllib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpt import GptModel
+from mixtures import FusedModel, PaddedModel, WideModel
 from spelled import SpelledModel, mean_loss
 from torch import nn
 
@@ -26,6 +29,7 @@ from fullshard.spec.certainty import speed_certainty
 from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
 from fullshard.spec.hardware_text import catalog_chip_hardware, hardware_on
 from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
@@ -64,7 +68,7 @@ SPELLED_STYLES = {
 
 
 def styles_of(row: dict[str, Any]) -> dict[str, str]:
-    if row["model"].get("norm") == "operations":
+    if row["model"].get("norm") == "operations" and "mixture" not in row:
         return SPELLED_STYLES
     if row["model"]["gated"]:
         return {}
@@ -75,11 +79,12 @@ def styles_of(row: dict[str, Any]) -> dict[str, str]:
 ROOT_UNIT = ("sharding.units.policy=names", 'sharding.units.names=["blocks.*"]')
 
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
+def rows_of(file: Path, *, mixtures: bool = False) -> list[dict[str, Any]]:
     """The rows of a file, each with the keys of its series below its own."""
     table = tomllib.loads(file.read_text())
     series = table.get("series", {})
-    return [series.get(row.get("series"), {}) | row for row in table["row"]]
+    rows = [series.get(row.get("series"), {}) | row for row in table["row"]]
+    return [row for row in rows if ("mixture" in row) == mixtures]
 
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
@@ -91,6 +96,9 @@ def hardware_of(row: dict[str, Any]) -> Hardware:
     one = catalog_chip_hardware(entry, attention_kernel="cudnn" if row["attention"] == "cudnn" else "flash")
     hardware = one.with_rank_counts(nodes=row["nodes"], ranks_per_node=row["gpus_per_node"])
     hardware = with_kernel(hardware, row["attention"])
+    if row.get("mixture", {}).get("in_turn"):
+        rates = hardware.rates.model_copy(update={"grouped_matmul": None})
+        hardware = hardware.model_copy(update={"rates": rates})
     told = row.get("across_gb_per_second_per_gpu")
     if told is None or hardware.across is None:
         return hardware
@@ -140,6 +148,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"sharding.strategy={strategy}",
         f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
         f"sharding.context_parallel={row.get('context_parallel', 1)}",
+        f"sharding.expert_parallel={row.get('expert_parallel', 1)}",
         *(
             [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
             if "hybrid" in strategy
@@ -174,15 +183,34 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     parallel = (run.sharding.context_degree, plan.tensor_parallel)
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     dropout = row["attention_dropout"] if row["attention"] == "unfused" else None
+    settings += (plan.expert_parallel, str(row.get("mixture")))
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss, dropout))
     if key not in SPECS:
-        wide = partial(SpelledModel, head_dim=row["model"].get("head_dim"))
-        gpt = partial(GptModel, attention_dropout=dropout)
-        kind = wide if spelled else DecoderModel if row["model"]["gated"] else gpt
         with torch.device("meta"):
-            model: nn.Module = kind(plan.run.decoder_config)
+            model: nn.Module = kind_of(row, dropout)(plan.run.decoder_config)
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
+
+
+def kind_of(row: dict[str, Any], dropout: float | None) -> Callable[[DecoderConfig], nn.Module]:
+    """The module that computes as the row's program does."""
+    shapes = row["model"]
+    if "mixture" in row:
+        own = row["mixture"]
+        wide = {"head_dim": shapes.get("head_dim", shapes["d_model"] // shapes["heads"])}
+        return {
+            "padded": partial(PaddedModel, fullest=own.get("fullest")),
+            "fused": partial(
+                FusedModel,
+                copies=own.get("copies"),
+                fused_rotation=own.get("fused_rotation", False),
+                **wide,
+            ),
+            "grouped": partial(WideModel, **wide),
+        }[own["experts"]]
+    if shapes.get("norm") == "operations":
+        return partial(SpelledModel, head_dim=shapes.get("head_dim"))
+    return DecoderModel if shapes["gated"] else partial(GptModel, attention_dropout=dropout)
 
 
 def tokens_per_second(row: dict[str, Any], *, scale: float = 1.0) -> float:
@@ -238,7 +266,9 @@ def main(*arguments: str) -> None:
     part = "".join(argument for argument in arguments if not argument.startswith("--"))
     errors: list[float] = []
     within = 0
-    for row in rows_of(file):
+    for row in rows_of(file, mixtures="--mixtures" in arguments):
+        if "--own" in arguments:
+            row["mixture"] = {"experts": "grouped"}
         if part not in row["name"]:
             continue
         plan, hardware = plan_of(row), hardware_of(row)
@@ -251,7 +281,7 @@ def main(*arguments: str) -> None:
         assert prediction is not None, "predict was asked"
         rate = prediction.tokens_per_second / plan.world_size
         error = rate / row["tokens_per_second_per_gpu"] - 1
-        bars = speed_certainty(spec.numel, hardware)
+        bars = speed_certainty(spec.numel, hardware, mixture="mixture" in row)
         assert bars is not None, "the chip is no CPU"
         inside = bars.low <= error <= bars.high
         if row["use"] == "test":

@@ -61,8 +61,10 @@ class SpelledBlock(nn.Module):
             k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().flatten(2)
         x = x + self.output(y)
-        y = self.feed_forward_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+    def feed_forward(self, y: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class SpelledModel(nn.Module):

@@ -15,6 +15,7 @@ from fullshard.planner.search import predict, search
 from fullshard.planner.unit_bytes import unit_bytes
 from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
 from fullshard.spec.hardware import CollectiveRate
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
@@ -194,3 +195,40 @@ def test_a_plan_that_waits_for_experts_names_the_setting_that_was_not_compared(
     found = search(spec, hardware, run, with_front=True)
     advice = explain_plan(found, hardware, spec=spec, run=run).advice_lines()
     assert any(line.startswith("not compared: sharding.expert_parallel") for line in advice) == is_named
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4])
+def test_ranks_that_divide_experts_multiply_as_many_rows_by_fewer_matrices(experts: int) -> None:
+    """Each matrix gets the rows of all of these ranks."""
+    plan = expert_plan(experts)
+    spec, tokens = described(plan), plan.microbatch * plan.run.data.sequence_length
+    assert spec.is_mixture
+    used = {index for phase in spec.trace_for_plan(plan).phases for index, _ in phase.work}
+    grouped = [spec.kernels[index] for index in used if spec.kernels[index].rows.value_at(plan.microbatch)]
+    assert grouped
+    for kernel in grouped:
+        assert kernel.pieces.value_at(plan.microbatch) == EXPERTS // experts
+        rows = kernel.rows.value_at(plan.microbatch)
+        assert rows * EXPERTS // experts == pytest.approx(CHOICES * tokens)
+
+
+def test_a_mixture_of_one_expert_computes_as_a_dense_model_and_chooses() -> None:
+    """Beside the router, its matmuls are those of a feed-forward layer as wide."""
+    dense, one = (
+        described(plan_of(1, *overrides))
+        for overrides in ((), ("model.experts=1", "model.experts_per_token=1"))
+    )
+    assert not dense.is_mixture
+
+    def matmul_flops(spec: ModelSpec) -> float:
+        kernels, phases = spec.kernels, spec.traces[0].phases
+        return sum(
+            times * kernels[index].flops.value_at(2)
+            for phase in phases
+            for index, times in phase.work
+            if kernels[index].kind == "matmul"
+        )
+
+    config = plan_of(1).run.decoder_config
+    router = 2 * 2 * 64 * config.d_model * config.layers  # one column of scores, for 2 sequences of 64
+    assert 2 * router <= matmul_flops(one) - matmul_flops(dense) <= 3 * router

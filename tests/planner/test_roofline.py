@@ -5,11 +5,13 @@ import pytest
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import (
     PhaseSecondsAndLaunches,
+    count_pieces,
     kernel_seconds,
     nearest_dtype_rate_curve,
     phase_costs,
 )
-from fullshard.spec.hardware import RatePoint
+from fullshard.spec.catalog import read_catalog_chips
+from fullshard.spec.hardware import RatePoint, Rates
 from fullshard.spec.model import (
     ComputeKind,
     Kernel,
@@ -19,6 +21,8 @@ from fullshard.spec.model import (
     MicrobatchTrace,
     TracePhase,
 )
+from fullshard.spec.plan import Dtype
+from fullshard.spec.rates import default_gpu_rates
 from fullshard.spec.run import RecomputeSection
 from tests.fakes.hardware import hardware_of
 
@@ -28,6 +32,8 @@ RATES = hardware_of().rates.model_copy(
         "memory": (RatePoint(1e6, 1e12), RatePoint(1e9, 2e12)),
     }
 )
+
+H100 = next(chip for chip in read_catalog_chips() if chip.name == "H100 SXM")
 
 
 def matmul(flops: float, *, count: float = 0.0) -> Kernel:
@@ -143,3 +149,60 @@ def test_recompute_adds_host_time_to_each_launch_and_exchanges_have_their_own(mo
     assert cost.issue_seconds(rates, trace) == pytest.approx(10 * each + 2e-4)
     compiled = trace.model_copy(update={"compiled": True})
     assert cost.issue_seconds(rates, compiled) == pytest.approx(10e-6 + 2e-4)
+
+
+GROUPED = RATES.model_copy(
+    update={"grouped_matmul": (RatePoint(1e9, 0.25), RatePoint(1e11, 0.8)), "grouped_tile_rows": 128.0}
+)
+
+
+def grouped(matrices: int, *, rows: float, flops_per_row: float = 1e8, dtype: Dtype = "bf16") -> Kernel:
+    """Matrices of experts, each of which `rows` rows are multiplied with."""
+    line = LinearInMicrobatch(matrices * rows * flops_per_row, 0)
+    pieces, mean = LinearInMicrobatch(matrices, 0), LinearInMicrobatch(rows, 0)
+    return Kernel(kind="matmul", dtype=dtype, flops=line, pieces=pieces, rows=mean)
+
+
+def test_one_matrix_of_experts_takes_as_long_as_a_matmul_where_there_is_no_kernel_for_several():
+    dense = kernel_seconds(matmul(1e12), RATES, microbatch=1)
+    assert kernel_seconds(grouped(1, rows=10_000), RATES, microbatch=1) == pytest.approx(dense)
+    assert kernel_seconds(grouped(8, rows=10_000), RATES, microbatch=1) == pytest.approx(8 * dense)
+
+
+def test_a_grouped_matmul_reaches_a_part_of_the_rate_of_large_ones_by_one_matrix_and_its_last_tile():
+    seconds = kernel_seconds(grouped(16, rows=1_000), GROUPED, microbatch=1)
+    assert seconds == pytest.approx(16 * 1e8 * (1_000 + 64) / (5e14 * 0.8))
+
+
+@pytest.mark.parametrize("rates", [GROUPED, default_gpu_rates(H100, "cudnn")], ids=["example", "H100"])
+def test_more_rows_per_expert_never_lower_the_rate_and_never_the_time(rates: Rates):
+    rows = [2.0**power for power in range(1, 20)]
+    seconds = [kernel_seconds(grouped(64, rows=each), rates, microbatch=1) for each in rows]
+    speeds = [each / took for each, took in zip(rows, seconds, strict=True)]
+    assert speeds == sorted(speeds)
+    assert seconds == sorted(seconds)
+    together = kernel_seconds(grouped(8, rows=8 * 512), rates, microbatch=1)
+    assert together <= kernel_seconds(grouped(64, rows=512), rates, microbatch=1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "dtype", "launches"), [(RATES, "bf16", 16), (GROUPED, "bf16", 1), (GROUPED, "fp32", 16)]
+)
+def test_experts_are_one_launch_where_there_is_a_kernel_for_them(rates: Rates, dtype: Dtype, launches: int):
+    kernel = grouped(16, rows=100, dtype=dtype)
+    assert count_pieces(kernel, rates, microbatch=1) == launches
+
+
+def test_chips_with_the_kernel_have_its_rates_and_others_multiply_in_turn():
+    for chip in read_catalog_chips():
+        curve = default_gpu_rates(chip, "flash").grouped_matmul
+        assert (curve is not None) == chip.grouped_matmul
+        parts = [part for _, part in curve or ()]
+        assert parts == sorted(parts)
+        assert all(0 < part <= 1 for part in parts)
+    assert {chip.name.split()[0] for chip in read_catalog_chips() if chip.grouped_matmul} == {
+        "H100",
+        "H200",
+        "B200",
+        "GB200",
+    }

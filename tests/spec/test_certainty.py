@@ -15,6 +15,7 @@ from tests.fakes.hardware import cpu_of
 BENCH = Path(__file__).parents[2] / "bench"
 FILES = ("published.toml", "blind.toml", "blind-2.toml", "blind-3.toml", "blind-4.toml")
 PAGE = BENCH / "results" / "2026-11-25-blind-4.md"
+MIXTURES = BENCH / "results" / "2026-11-25-mixtures.md"
 ROW = re.compile(r"\| test \| (.*?) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) %")
 
 
@@ -72,3 +73,22 @@ def test_small_models_and_chips_without_rows_are_less_certain():
         assert found is not None
         assert found.high - found.low > known.high - known.low
     assert speed_certainty(8_000_000_000, cpu_of(2)) is None
+
+
+def test_a_mixture_is_less_certain_than_any_other_model():
+    for text in ("8xH100", "8x8xH100", "8xMI300X"):
+        hardware = hardware_on(text)
+        mixture, dense = (speed_certainty(8_000_000_000, hardware, mixture=known) for known in (True, False))
+        assert mixture is not None
+        assert dense is not None
+        assert mixture.low <= dense.low
+        assert mixture.high >= dense.high
+        assert "mixtures" in mixture.grounds
+
+
+def test_the_spread_of_mixtures_is_of_the_page_of_mixtures():
+    errors = [float(error) / 100 for _, error in ROW.findall(MIXTURES.read_text())]
+    rows = tomllib.loads((BENCH / "published.toml").read_text())["row"]
+    spread = read_certainty().mixtures
+    assert spread.rows == len(errors) == sum("mixture" in row and row["use"] == "test" for row in rows)
+    assert (spread.low, spread.high) == pytest.approx((min(errors), max(errors)))

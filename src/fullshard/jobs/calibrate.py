@@ -100,7 +100,7 @@ def _load_by_other_programs(own: ProcessorSeconds) -> float:
 
 
 def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
-    """Measures rates. Those by the width of heads, which `known` has for the chip, are not measured."""
+    """Measures rates. Those of grouped matmuls and by the width of heads are `known`, not measured."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[ComputeDtype, Curve] = {}
     forward: dict[ComputeDtype, Curve] = {}
@@ -116,6 +116,8 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
         attention_backward=backward,
         attention_by_head_dim=known.attention_by_head_dim,
         attention_backward_by_head_dim=known.attention_backward_by_head_dim,
+        grouped_matmul=known.grouped_matmul,
+        grouped_tile_rows=known.grouped_tile_rows,
         memory=meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share),
         optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),

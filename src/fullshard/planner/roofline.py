@@ -1,6 +1,17 @@
 """Roofline model: each launch takes as long as the slower of its arithmetic and its memory traffic.
 
 Williams et al., "Roofline", CACM 52(4), 2009. The rates are data (`Rates`): curves over the size of a launch.
+
+[Note: grouped matmul]
+The matrices of a mixture's experts are multiplied in one launch on Hopper and on Blackwell of data centres,
+in bf16. With m rows of each matrix on average and tiles of t rows, the kernel computes m + t / 2 of them,
+since the rows that come to an expert fill its last tile by half on average. At f FLOP per matrix so computed:
+
+    rate = large matmul · part(f)
+
+Elsewhere, and in other dtypes,
+torch multiplies one matrix after the other (`_grouped_mm_fallback`), each in a launch of its own, as sizes of
+single matmuls go.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import Kernel, KernelKind, MicrobatchTrace, TracePhase
+from fullshard.spec.model import Kernel, KernelKind, LinearInMicrobatch, MicrobatchTrace, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -19,6 +30,7 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
     "fp16": ("fp16", "bf16", "tf32", "fp32"),
 }
 
+_NO_ROWS = LinearInMicrobatch()
 # Times that the tensor of a collective is read or written in copies, before and after it. Rows of experts are
 # copied by operations of their own.
 _PASSES_OF_COPIES: dict[KernelKind, int] = {
@@ -56,12 +68,12 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
 
     The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
     that tensor cores cannot load in vectors, or a factor for the width of attention's heads. Elementwise
-    launches count bytes only.
+    launches count bytes only. See [Note: grouped matmul] for that of experts.
     Of collectives, only the copies around them count here: see `planner.model_parallel`.
     """
     if kernel.axis is not None:
         return memory_seconds(_copied_bytes(kernel, microbatch), rates.memory)
-    pieces = count_pieces(kernel, microbatch)
+    pieces = count_pieces(kernel, rates, microbatch=microbatch)
     moved = pieces * memory_seconds(kernel.bytes.value_at(microbatch) / pieces, rates.memory)
     if kernel.kind not in ("matmul", "attention", "attention_backward"):
         return moved
@@ -70,6 +82,11 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         return moved
     curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
     rate = interpolate_rate(curve, flops / pieces) * (rates.unaligned_matmul if kernel.unaligned else 1.0)
+    if rates.grouped_matmul is not None and _is_one_grouped_launch(kernel, rates):
+        rows = kernel.rows.value_at(microbatch)
+        flops *= (rows + rates.grouped_tile_rows / 2) / rows
+        each = flops / max(1.0, kernel.pieces.value_at(microbatch))
+        rate = curve[-1].rate * interpolate_rate(rates.grouped_matmul, each)
     if kernel.head_dim:
         forward = kernel.kind == "attention"
         widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
@@ -87,9 +104,13 @@ def _copied_bytes(kernel: Kernel, microbatch: int) -> float:
     return _PASSES_OF_COPIES.get(kernel.kind, 0) * kernel.bytes.value_at(microbatch)
 
 
-def count_pieces(kernel: Kernel, microbatch: int) -> float:
+def count_pieces(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
     """Returns the number of launches of which a kernel consists, 1 or more."""
-    return max(1.0, kernel.pieces.value_at(microbatch))
+    return 1.0 if _is_one_grouped_launch(kernel, rates) else max(1.0, kernel.pieces.value_at(microbatch))
+
+
+def _is_one_grouped_launch(kernel: Kernel, rates: Rates) -> bool:
+    return kernel.rows != _NO_ROWS and kernel.dtype == "bf16" and rates.grouped_matmul is not None
 
 
 def memory_seconds(count: float, curve: Curve) -> float:
@@ -125,7 +146,7 @@ def phase_costs(
             if index not in seconds:
                 seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch)
             total += seconds[index] * times
-            launches += times * count_pieces(kernels[index], microbatch)
+            launches += times * count_pieces(kernels[index], rates, microbatch=microbatch)
             exchanges += times if kernels[index].axis is not None else 0
         costs.append(PhaseSecondsAndLaunches(total, launches, exchanges))
     return tuple(costs)

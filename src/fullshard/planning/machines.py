@@ -17,7 +17,7 @@ from fullshard.report.plan import (
 )
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.catalog import find_catalog_entry_of_chip
-from fullshard.spec.certainty import speed_certainty
+from fullshard.spec.certainty import certainty_of
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
 
@@ -116,7 +116,7 @@ def _record(one: MachinePlan) -> dict[str, object]:
     if one.plan is None or one.question is None:
         return record
     prediction, hardware = require_prediction(one.plan), one.question.hardware
-    certainty = speed_certainty(one.question.spec.numel, hardware)
+    certainty = certainty_of(one.question.spec, hardware)
     record |= {
         "ranks": one.plan.world_size,
         "source": hardware.source,
@@ -175,7 +175,7 @@ def _notes(plans: Sequence[MachinePlan]) -> Iterator[tuple[str, str]]:
         tier = one.plan.run.offload.tier
         offload = "" if tier == "none" else f", offload {tier}"
         yield one.machine.name, f"{mesh_text(one.plan)}{offload}, {tokens} tokens a step"
-        certainty = speed_certainty(one.question.spec.numel, hardware)
+        certainty = certainty_of(one.question.spec, hardware)
         if certainty is not None:
             yield "", certainty.text
         yield "", _rates_text(hardware)

@@ -27,7 +27,7 @@ from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
-from fullshard.spec.certainty import speed_certainty
+from fullshard.spec.certainty import certainty_of
 from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -107,7 +107,7 @@ class PlanResult:
         if self.explanation is not None:
             why = list(self.explanation.advice_lines())
         why += map(str, self.question.spec.untraced)
-        certainty = speed_certainty(self.question.spec.numel, self.question.hardware)
+        certainty = certainty_of(self.question.spec, self.question.hardware)
         show_plan(
             PlanReport(
                 self.best,
@@ -153,7 +153,7 @@ class PlanResult:
             data["considered"] = self.found.considered
             plans = self.found.by_strategy.items()
             data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
-        if (certainty := speed_certainty(spec.numel, hardware)) is not None:
+        if (certainty := certainty_of(spec, hardware)) is not None:
             data["certainty"] = certainty._asdict()
         if self.sensitivity:
             data["sensitivity"] = {line.name: line.gain for line in self.sensitivity}

@@ -30,6 +30,7 @@ class CatalogChip(FrozenModel):
     attention_kernel: AttentionKernel = "flash"
     attention: Mapping[AttentionKernel, tuple[PositiveFloat, PositiveFloat]] = {}
     attention_source: str = ""
+    grouped_matmul: bool = False
     within: str
     pair: str | None = None
     across: str

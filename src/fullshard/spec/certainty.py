@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, PositiveInt
 
@@ -25,6 +26,7 @@ class CertaintyTable(FrozenModel):
     chips: beginnings of the names of the chips of the rows
     parameters: the least size of a model of which `one_node` and `several_nodes` hold
     all: the worst of all rows
+    mixtures: the worst of the rows of mixtures of experts, which are in no other spread
     """
 
     chips: tuple[str, ...]
@@ -32,6 +34,7 @@ class CertaintyTable(FrozenModel):
     all: Spread
     one_node: Spread
     several_nodes: Spread
+    mixtures: Spread
 
 
 class Certainty(NamedTuple):
@@ -57,14 +60,29 @@ def read_certainty() -> CertaintyTable:
     return CertaintyTable.parse(read_toml(FILE), source=str(FILE))
 
 
-def speed_certainty(numel: int, hardware: Hardware) -> Certainty | None:
+def certainty_of(spec: ModelSpec, hardware: Hardware) -> Certainty | None:
+    """Returns the expected deviation of the predicted speed of a model, as `speed_certainty` does."""
+    return speed_certainty(spec.numel, hardware, mixture=spec.is_mixture)
+
+
+def speed_certainty(numel: int, hardware: Hardware, *, mixture: bool = False) -> Certainty | None:
     """Returns the expected deviation of a predicted speed of a model of `numel` parameters; None on a CPU.
 
     Of a size or chip without published rows, it is the worst of all rows, which may still be too little.
+
+    mixture: whether the model is a mixture of experts. There are too few rows of them for parts of these: the
+        deviation is the worst of them and of all other rows.
     """
     if hardware.device == "cpu":
         return None
     table = read_certainty()
+    if mixture:
+        every, few = table.all, table.mixtures
+        grounds = (
+            f"the worst two of {every.rows} published rows of other models (only {few.rows} of mixtures were "
+            "compared, with evenly chosen experts)"
+        )
+        return Certainty(min(every.low, few.low), max(every.high, few.high), grounds)
     if not any(hardware.chip.name.startswith(name) for name in table.chips):
         why = f"none on {hardware.chip.name}"
     elif numel < table.parameters:

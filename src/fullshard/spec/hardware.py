@@ -87,6 +87,9 @@ class Rates(FrozenModel):
     matmul: by dtype, [FLOP of one launch, FLOP/s]
     attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
     attention_by_head_dim, attention_backward_by_head_dim: [width of a head, factor on these rates]
+    grouped_matmul: [FLOP of one matrix of a grouped matmul in bf16, part of the rate of large matmuls]; None
+        for a device that multiplies the matrices in turn
+    grouped_tile_rows: rows of a tile of this kernel; the last tile of each matrix is half empty on average
     memory: elementwise operations, [bytes read and written by one launch, bytes/s]
     optimizer: the fused update, [bytes read and written, bytes/s]
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
@@ -106,6 +109,8 @@ class Rates(FrozenModel):
     attention_backward: Mapping[ComputeDtype, Curve]
     attention_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
     attention_backward_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
+    grouped_matmul: Curve | None = None
+    grouped_tile_rows: NonNegativeFloat = 0.0
     memory: Curve
     optimizer: Curve
     launch_seconds: NonNegativeFloat

@@ -116,8 +116,9 @@ class Kernel(FrozenModel):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels
     head_dim: width of the queries of one head, elements; 0 for kernels other than attention
-    pieces: number of launches among which the FLOP and bytes of one are divided on the CPU: experts of a
-        mixture, chunks of the loss, documents
+    pieces: number of launches among which the FLOP and bytes of one are divided: the matrices of a grouped
+        matmul, where the device multiplies them in turn, and on the CPU chunks of the loss and documents
+    rows: rows that each matrix of a grouped matmul multiplies, on average; 0 for other kernels
     """
 
     kind: KernelKind
@@ -130,6 +131,7 @@ class Kernel(FrozenModel):
     axis: SharedAxis | None = None
     head_dim: NonNegativeInt = 0
     pieces: LinearInMicrobatch = LinearInMicrobatch(1.0)
+    rows: LinearInMicrobatch = LinearInMicrobatch()
 
 
 class KernelIndexAndCount(NamedTuple):
@@ -263,6 +265,11 @@ class ModelSpec(FrozenModel):
         """Number of experts of a layer, by which ranks can divide them; 0 if the model is no mixture."""
         counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]
         return math.gcd(*counts) if counts else 0
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if a layer has experts, also if they are no units of their own."""
+        return self.experts > 0 or any(kernel.rows != LinearInMicrobatch() for kernel in self.kernels)
 
     @cached_property
     def derived_value_cache(self) -> dict[Hashable, object]:

@@ -28,6 +28,11 @@ class _MatmulEfficiency(_RatesTomlTable):
     curve: Shape
 
 
+class _GroupedMatmulEfficiency(_RatesTomlTable):
+    tile_rows: PositiveFloat
+    curve: Shape
+
+
 class _MemoryBandwidthEfficiency(_RatesTomlTable):
     curve: Shape
 
@@ -75,6 +80,7 @@ class DefaultRateFigures(FrozenModel):
     """The figures in `rates.toml`, whose comments explain each of them."""
 
     matmul: _MatmulEfficiency
+    grouped_matmul: _GroupedMatmulEfficiency
     memory: _MemoryBandwidthEfficiency
     attention: Mapping[AttentionKernel, _AttentionEfficiency]
     host: _HostRates
@@ -96,6 +102,7 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
 
         matmul rate(FLOP)  = sustained * curve(FLOP / peak FLOP/s)
         memory rate(bytes) = peak bytes/s * curve(bytes / peak bytes/s)
+        grouped matmul     = matmul rate of large matrices * curve(FLOP of one matrix / peak FLOP/s)
 
     `chip.matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
     peaks, and fp8 a smaller one. `chip.attention` has the fractions of the matmul peak that each kernel of
@@ -125,6 +132,8 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
         attention_backward=curves_by_dtype(backward),
         attention_by_head_dim=known_kernel.forward_by_head_dim,
         attention_backward_by_head_dim=known_kernel.backward_by_head_dim,
+        grouped_matmul=_grouped_matmul_parts(known["bf16"]) if chip.grouped_matmul else None,
+        grouped_tile_rows=table.grouped_matmul.tile_rows if chip.grouped_matmul else 0.0,
         memory=memory,
         optimizer=memory,
         launch_seconds=table.host.launch_seconds,
@@ -152,6 +161,11 @@ def default_cpu_rates(cores: float) -> Rates:
 def _rate_curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
     points = ((seconds * peak, peak * reached * part) for seconds, reached in shape)
     return tuple(RatePoint(_round_to_four_digits(size), _round_to_four_digits(rate)) for size, rate in points)
+
+
+def _grouped_matmul_parts(peak: float) -> Curve:
+    points = read_default_rate_figures().grouped_matmul.curve
+    return tuple(RatePoint(_round_to_four_digits(seconds * peak), part) for seconds, part in points)
 
 
 def _round_to_four_digits(figure: float) -> float:

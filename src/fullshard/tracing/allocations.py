@@ -118,7 +118,8 @@ class AllocationRecorder(TorchDispatchMode):
             self._record_change(self.kind, -size)
         if launch is not None:
             if self._device == "cpu":
-                launch = launch._replace(pieces=count_cpu_launches(call) * self._work_factor)
+                launches = launch.pieces * count_cpu_launches(call) * self._work_factor
+                launch = launch._replace(pieces=launches)
             self._record_launch(launch, read=(call.args, call.kwargs), written=result)
         return result
 

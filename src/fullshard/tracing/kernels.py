@@ -68,7 +68,8 @@ class KernelLaunch(NamedTuple):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective, whose name a trace gives it instead of a process group
     head_dim: width of the queries of one head of attention
-    pieces: number of launches that it is on the CPU
+    pieces: number of launches that it is where matrices of experts are multiplied in turn, or on the CPU
+    rows: rows of each matrix of a grouped matmul, on average
     """
 
     kind: KernelKind
@@ -81,6 +82,7 @@ class KernelLaunch(NamedTuple):
     axis: SharedAxis | None = None
     head_dim: int = 0
     pieces: float = 1.0
+    rows: float = 0.0
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -97,8 +99,7 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
     if name == GROUPED or name.startswith(LSTM_LAYER):
-        flops = _grouped_matmul_flops(call) if name == GROUPED else lstm_layer_flops(call.arguments_by_name())
-        return KernelLaunch("matmul", dtype, 2 * flops if name.endswith("_layer_backward") else flops, moved)
+        return (_grouped_matmul_launch if name == GROUPED else _lstm_launch)(call, dtype, moved=moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
         flops = int(count(*call.args, **call.kwargs, out_val=result))
@@ -112,15 +113,12 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
 
 
 def count_cpu_launches(call: OpCall) -> int:
-    """Returns the number of launches of which `call` consists on the CPU: one per expert, or per document.
+    """Returns the number of launches of which `call` consists on the CPU: one per document.
 
     Each row is assumed to be one document. A rank with a part of it computes its first piece in one launch,
     and its second in two: see `fullshard.models.document_attention_cpu`.
     """
     named, name = call.arguments_by_name(), call.bare_operator_name
-    if name == GROUPED:
-        ends = named.get("offs")
-        return (call.args[0] if ends is None else ends).shape[0]
     if name.startswith(_DOCUMENTS):
         query, key = named["query"], named["key"]
         return query.shape[0] * (1 if query.shape[-2] == key.shape[-2] else 3)
@@ -237,11 +235,26 @@ def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
 
 
-def _grouped_matmul_flops(call: OpCall) -> int:
-    """Returns the FLOP of a grouped matmul, which multiplies each row by the matrix of its own group only."""
-    left, right = call.args[0], call.arguments_by_name()["mat2"]
-    each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
-    return each * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
+def _lstm_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
+    flops = lstm_layer_flops(call.arguments_by_name())
+    is_backward = call.bare_operator_name.endswith("_layer_backward")
+    return KernelLaunch("matmul", dtype, 2 * flops if is_backward else flops, moved)
+
+
+def _grouped_matmul_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
+    """Returns the launch for a grouped matmul, which multiplies each row by the matrix of its own group only.
+
+    Of a gradient of the matrices, the rows are those that it sums over.
+    """
+    named = call.arguments_by_name()
+    left, right, ends = call.args[0], named["mat2"], named.get("offs")
+    groups = (left if ends is None else ends).shape[0]
+    flops, rows = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1], left.shape[-2]
+    if ends is None:
+        flops *= groups
+    else:
+        rows = (left.shape[1] if right.ndim == 2 else rows) / groups
+    return KernelLaunch("matmul", dtype, flops, moved, pieces=groups, rows=rows)
 
 
 def list_tensors(nest: Any) -> list[Tensor]:
