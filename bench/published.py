@@ -2,7 +2,7 @@
 
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
-python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-4
+python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-5
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
 
@@ -17,6 +17,7 @@ import torch
 from gpt import GptModel
 from spelled import SpelledModel, mean_loss
 from torch import nn
+from wide import WideMixture
 
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
@@ -32,7 +33,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4")
+BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5")
 BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in BLIND_SETS}
 OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
 ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
@@ -140,6 +141,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"sharding.strategy={strategy}",
         f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
         f"sharding.context_parallel={row.get('context_parallel', 1)}",
+        f"sharding.expert_parallel={row.get('expert_parallel', 1)}",
         *(
             [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
             if "hybrid" in strategy
@@ -171,14 +173,16 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     spelled = row["model"].get("norm") == "operations"
     loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
     run = plan.run
-    parallel = (run.sharding.context_degree, plan.tensor_parallel)
+    parallel = (run.sharding.context_degree, plan.tensor_parallel, plan.expert_parallel)
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     dropout = row["attention_dropout"] if row["attention"] == "unfused" else None
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss, dropout))
     if key not in SPECS:
         wide = partial(SpelledModel, head_dim=row["model"].get("head_dim"))
         gpt = partial(GptModel, attention_dropout=dropout)
-        kind = wide if spelled else DecoderModel if row["model"]["gated"] else gpt
+        mixture = partial(WideMixture, head_dim=row["model"].get("head_dim"))
+        reference = mixture if "experts" in row["model"] else DecoderModel
+        kind = wide if spelled else reference if row["model"]["gated"] else gpt
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder_config)
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
@@ -235,11 +239,10 @@ def main(*arguments: str) -> None:
         fit()
         return
     file = next((file for name, file in BLIND_ROWS.items() if f"--{name}" in arguments), ROWS)
-    part = "".join(argument for argument in arguments if not argument.startswith("--"))
-    errors: list[float] = []
-    within = 0
+    wanted = "".join(argument for argument in arguments if not argument.startswith("--"))
+    errors: dict[str, list[tuple[float, bool]]] = {}
     for row in rows_of(file):
-        if part not in row["name"]:
+        if wanted not in row["name"]:
             continue
         plan, hardware = plan_of(row), hardware_of(row)
         try:
@@ -255,8 +258,7 @@ def main(*arguments: str) -> None:
         assert bars is not None, "the chip is no CPU"
         inside = bars.low <= error <= bars.high
         if row["use"] == "test":
-            errors.append(abs(error))
-            within += inside
+            errors.setdefault(row.get("part", "dense"), []).append((abs(error), inside))
         told = row.get("peak_memory_gib")
         kind = row.get("peak_memory_kind", "reserved")
         needed = prediction.total_reserved_bytes if kind == "reserved" else prediction.memory.total
@@ -267,12 +269,12 @@ def main(*arguments: str) -> None:
             f"ours {rate:8.0f} {100 * error:+6.1f} %{' ' if inside else '!'} {memory}  "
             f"{prediction.time.total:.2f} s: {terms}"
         )
-    errors.sort()
-    median, worst = 100 * statistics.median(errors), 100 * errors[-1]
-    print(
-        f"{len(errors)} test rows: median {median:.1f} %, worst {worst:.1f} %, "
-        f"{within} within their error bars (others: !)"
-    )
+    for part, own in errors.items():
+        median, worst = statistics.median(error for error, _ in own), max(error for error, _ in own)
+        print(
+            f"{part}: {len(own)} test rows: median {100 * median:.1f} %, worst {100 * worst:.1f} %, "
+            f"{sum(inside for _, inside in own)} within their error bars (others: !)"
+        )
 
 
 if __name__ == "__main__":
