@@ -1,10 +1,11 @@
 """Draws settings at random from the cross of models and mechanisms, for bench/runs.py.
 
-python bench/draw.py RANKS COUNT SEED [chunked | shared | axes] > SETTINGS.toml
+python bench/draw.py RANKS COUNT SEED [chunked | shared | axes | large] > SETTINGS.toml
 
 With `chunked`, the logits of each setting are computed in chunks of a random number of rows. With `shared`,
 two or more ranks share each matmul, and some share sequences as well. With `axes`, ranks share sequences or
-divide the experts of a mixture, and some share matmuls as well.
+divide the experts of a mixture, and some share matmuls as well. `large` are `axes` of models and sequences in
+which computing takes most of a step on a CPU; in the other models the host's launches do.
 """
 
 import random
@@ -18,6 +19,14 @@ MODELS = {
     "wide": "d_model=320 layers=4 d_ff=960 vocabulary=256",
     "uneven": "d_model=120 layers=5 d_ff=383 vocabulary=1021",
 }
+LARGE_MODELS = {
+    "narrow": "d_model=384 layers=4 d_ff=1024 vocabulary=2048",
+    "deep": "d_model=320 layers=8 d_ff=896 vocabulary=1024",
+    "vocabulary": "d_model=384 layers=2 d_ff=1024 vocabulary=16384",
+    "tied": "d_model=512 layers=3 d_ff=1408 vocabulary=8192 tied=true",
+    "wide": "d_model=768 layers=2 d_ff=2048 vocabulary=4096",
+    "uneven": "d_model=360 layers=3 d_ff=1021 vocabulary=5003",
+}
 STRATEGIES = {
     "no_shard": [],
     "zero1": [],
@@ -29,17 +38,18 @@ STRATEGIES = {
 }
 
 
-def setting(draw: random.Random, ranks: int) -> tuple[str, list[str]]:
-    model = draw.choice(list(MODELS))
+def setting(draw: random.Random, ranks: int, *, large: bool) -> tuple[str, list[str]]:
+    models = LARGE_MODELS if large else MODELS
+    model = draw.choice(list(models))
     strategy = draw.choice([name for name in STRATEGIES if not STRATEGIES[name] or ranks == 4])
     precision = draw.choice(["fp32", "fp32", "bf16", "bf16_reduce", "bf16_pure"])
     recompute = draw.choice(["none", "full", "every", "selective"])
     prefetch = draw.choice(["implicit", "implicit", "none", "explicit"])
     microbatch, accumulation = draw.choice([1, 2, 3, 5]), draw.choice([1, 1, 2, 3])
-    sequence = draw.choice([32, 64, 128])
+    sequence = draw.choice([128, 256, 512] if large else [32, 64, 128])
     name = f"{model} {strategy} {precision} {recompute} {prefetch} {microbatch}x{accumulation}x{sequence}"
     return name, [
-        *(f"model.{one}" for one in MODELS[model].split()),
+        *(f"model.{one}" for one in models[model].split()),
         f"sharding.strategy={strategy if strategy != 'hpz' else 'full_shard'}",
         *STRATEGIES[strategy],
         f"precision.mode={precision}",
@@ -85,7 +95,7 @@ def with_shared_matmuls(
 
 
 def with_all_axes(
-    draw: random.Random, name: str, overrides: list[str], *, ranks: int
+    draw: random.Random, name: str, overrides: list[str], *, ranks: int, scale: int
 ) -> tuple[str, list[str]]:
     axes = [
         (tensor, context, expert)
@@ -105,14 +115,15 @@ def with_all_axes(
         "sharding.context_method": draw.choice(["gather", "ulysses"]),
         "sharding.expert_parallel": expert,
         "train.global_batch": int(data["train.global_batch"]) // (tensor * context),
-        "train.loss_chunk": draw.choice([0, 16]),
+        "train.loss_chunk": draw.choice([0, 16]) * scale**2,
     }
-    own |= {"model.d_ff": 384, "model.heads": 4, "model.kv_heads": 4} if "uneven" in name else {}
+    if "uneven" in name:  # its width and vocabulary remain odd
+        own |= {"model.d_ff": 384, "model.heads": 4, "model.kv_heads": 4}
     mixture = expert > 1 or draw.random() < 0.3
     if mixture:
         own |= {
             "model.experts": 8,
-            "model.expert_d_ff": draw.choice([64, 128]),
+            "model.expert_d_ff": draw.choice([64, 128]) * scale,
             "model.shared_experts": draw.choice([0, 1]),
             "model.balance_loss": draw.choice([0, 0.01]),
         }
@@ -125,13 +136,13 @@ def main(ranks: int, count: int, seed: int, *, form: str) -> None:
     draw = random.Random(seed)
     drawn: dict[str, list[str]] = {}
     while len(drawn) < count:
-        one = setting(draw, ranks)
-        if form in ("shared", "axes") and ("hpz" in one[0] or "hybrid" in one[0]):
+        one = setting(draw, ranks, large=form == "large")
+        if form in ("shared", "axes", "large") and ("hpz" in one[0] or "hybrid" in one[0]):
             continue
         if form == "chunked":
             one = with_chunked_logits(draw, *one)
-        elif form == "axes":
-            one = with_all_axes(draw, *one, ranks=ranks)
+        elif form in ("axes", "large"):
+            one = with_all_axes(draw, *one, ranks=ranks, scale=4 if form == "large" else 1)
         elif form == "shared":
             one = with_shared_matmuls(draw, *one, ranks=ranks)
         drawn |= dict([one])

@@ -2,7 +2,7 @@
 
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
-python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-4
+python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-5
 python bench/published.py --mixtures [PART]     # the same of mixtures; with --own, as fullshard computes them
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
@@ -36,7 +36,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4")
+BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5")
 BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in BLIND_SETS}
 OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
 ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
@@ -180,10 +180,10 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     spelled = row["model"].get("norm") == "operations"
     loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
     run = plan.run
-    parallel = (run.sharding.context_degree, plan.tensor_parallel)
+    parallel = (run.sharding.context_degree, plan.tensor_parallel, plan.expert_parallel)
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
     dropout = row["attention_dropout"] if row["attention"] == "unfused" else None
-    settings += (plan.expert_parallel, str(row.get("mixture")))
+    settings += (str(row.get("mixture")),)
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss, dropout))
     if key not in SPECS:
         with torch.device("meta"):
