@@ -79,13 +79,11 @@ class PlanExplanation(FrozenModel):
     runners_up: tuple[RunnerUpPlan, ...]  # other plans of the front of speed and memory
     lever: Lever | None  # the change that gains most, if any is notable
     rules: tuple[RuleOfThumb, ...]
-    not_compared: str | None = None  # a setting that may gain much, and that the run does not leave open
 
     def advice_lines(self) -> tuple[str, ...]:
         """Returns what binds, the largest lever, and the alternatives, a sentence or two each."""
         lines = [f"{_LIMITS[self.binds]}: {self.because}"]
         lines += [f"largest lever: {self.lever.text}"] if self.lever is not None else []
-        lines += [f"not compared: {self.not_compared}"] if self.not_compared else []
         named = self.fits and self.binds == "memory"  # `because` names the nearest step up
         others = [one for one in self.runners_up if not (named and one.lacks_bytes)]
         return (*lines, *(one.text(self.plan) for one in others))
@@ -118,18 +116,6 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
         runners_up=runners_up,
         lever=find_largest_lever(plan, hardware, spec=spec, run=run) if found.best else None,
         rules=_rule_of_thumb_verdicts(plan, hardware, spec=spec),
-        not_compared=_find_setting_not_compared(plan, spec=spec, run=run),
-    )
-
-
-def _find_setting_not_compared(plan: Plan, *, spec: ModelSpec, run: Run) -> str | None:
-    time = require_prediction(plan).time
-    waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.contention
-    if not spec.experts or run.sharding.expert_parallel != 1 or waits <= NOTABLE * time.total:
-        return None
-    return (
-        'sharding.expert_parallel = "auto", by which ranks divide the experts of each layer; here every rank '
-        "gathers all of them"
     )
 
 

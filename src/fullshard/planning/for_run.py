@@ -17,8 +17,8 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
-from fullshard.planning.describe_run import describe_run
-from fullshard.planning.expert_degrees import search_expert_degrees
+from fullshard.planning.describe_run import describe_run, describe_run_with_experts
+from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
 from fullshard.planning.parallel_degrees import may_pay_to_share_matmuls
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
@@ -172,10 +172,19 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
             spec = _describe_on(hardware, chosen, model=model)
             return _PlanChoice(predict(spec, chosen, hardware), spec, hardware)
         quick = _find_plan_without_recompute(run, hardware, model=model)
-        if quick is not None and not may_pay_to_share_matmuls(quick.plan, hardware):
+        if quick is not None:
             return quick
         _, spec, found = search_expert_degrees(
-            lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
+            lambda one: _describe_on(hardware, one, model=model),
+            run,
+            describe_degrees=lambda one, degrees: describe_run_with_experts(
+                one,
+                hardware.device,
+                degrees=degrees,
+                model=model,
+                attention_kernel=hardware.attention_kernel,
+            ),
+            hardware=hardware,
         )
     except (PlanError, SpecError, TraceError) as error:
         _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
@@ -232,15 +241,21 @@ def _find_plan_without_recompute(
 ) -> _PlanChoice | None:
     """Returns the fastest plan without recompute if it fits; None if it does not, or recompute is not auto.
 
-    Recompute trades time for memory, so no plan with recompute is faster. Tracing the model without it takes
-    a quarter of the time of tracing all modes.
+    None also if ranks may divide experts, or it may pay that they share matmuls. Recompute trades time for
+    memory, so no plan with recompute is faster. Tracing the model without it takes a quarter of the time of
+    tracing all modes.
     """
-    if run.recompute.mode != "auto" or run.sharding.expert_parallel == "auto":
+    if run.recompute.mode != "auto":
         return None
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     spec = _describe_on(hardware, plain, model=model)
+    is_open = run.sharding.expert_parallel == "auto"
+    if is_open and any(iterate_expert_degrees(hardware, spec.experts)):
+        return None
     found = search(spec, hardware, plain)
     if found.best is None or found.best != found.fastest:
+        return None
+    if may_pay_to_share_matmuls(found.best, hardware):
         return None
     return _PlanChoice(found.best, spec, hardware)
 

@@ -50,18 +50,29 @@ SearchOrError = Callable[[Run], tuple[DegreeSearch | None, PlanError | None]]
 
 
 def search_parallel_degrees(
-    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool = False
+    describe: Describe,
+    run: Run,
+    *,
+    hardware: Hardware,
+    with_front: bool = False,
+    search_whole: Callable[[Run], DegreeSearch] | None = None,
 ) -> DegreeSearch:
     """Searches for the best plan of `run`, also over open numbers of ranks that share sequences or matmuls.
 
     describe: returns the spec of the run's model
     with_front: as for `search`
+    search_whole: describes and searches a run that has these numbers; unset, with the experts as the run has
+        them
 
     If no plan fits, the result is that of whole sequences and matmuls. Raises PlanError as `search` does.
     """
 
+    def search_described(own: Run) -> DegreeSearch:
+        spec = describe(own)
+        return DegreeSearch(own, spec, search(spec, hardware, own, with_front=with_front))
+
     def search_or_error(own: Run) -> tuple[DegreeSearch | None, PlanError | None]:
-        return _search_or_error(describe, own, hardware=hardware, with_front=with_front)
+        return _search_or_error(search_whole or search_described, own, hardware=hardware)
 
     whole, error = search_or_error(run)
     best = None if whole is None else whole.found.best
@@ -69,6 +80,8 @@ def search_parallel_degrees(
     if whole is not None and best is not None and fits and not may_pay_to_share_matmuls(best, hardware):
         return whole
     fitting = [whole] if whole is not None and best is not None else []
+    if whole is not None and fits:
+        run = whole.run
     if not fits:
         fitting += _iterate_context_searches(search_or_error, run, hardware=hardware)
     for degree in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
@@ -141,18 +154,16 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
 
 
 def _search_or_error(
-    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
+    search_whole: Callable[[Run], DegreeSearch], run: Run, *, hardware: Hardware
 ) -> tuple[DegreeSearch | None, PlanError | None]:
     """Returns the search, or the error of impossible settings, which are not traced."""
     ranks = hardware.world_size // run.sharding.ranks_per_sequence
     try:
         if run.sharding.ranks_per_sequence > 1 and run.train.global_batch % max(ranks, 1):
             Plan.from_run_for_prediction(run, world_size=hardware.world_size, device=hardware.device)
-        spec = describe(run)
-        found = search(spec, hardware, run, with_front=with_front)
+        return search_whole(run), None
     except PlanError as error:
         return None, error
-    return DegreeSearch(run, spec, found), None
 
 
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:

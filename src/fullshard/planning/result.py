@@ -236,10 +236,11 @@ def choose_fastest_plan(question: PlanRequest) -> PlanResult:
 
 
 def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
-    asked, hardware = question.asked, question.hardware
+    asked, hardware, subject = question.asked, question.hardware, question.subject
     return search_expert_degrees(
-        lambda run: question.spec if run == asked else question.subject.describe_model(run, hardware),
+        lambda run: question.spec if run == asked else subject.describe_model(run, hardware),
         asked,
+        describe_degrees=lambda run, degrees: subject.describe_degrees(run, hardware, degrees=degrees),
         hardware=hardware,
         with_front=with_front,
     )

@@ -129,7 +129,7 @@ class ShardingSection(FrozenModel):
         exchanges tokens for heads, which the number of ranks must divide
     `expert_parallel`: divides the experts of a mixture over this many adjacent ranks, which send each other
         the tokens for them, instead of gathering all experts of a layer. See docs/expert-parallel.md. `auto`
-        is the fastest that fits; 1 if nothing is planned.
+        is the least number that no other is notably faster than; 1 if nothing is planned.
     """
 
     renamed = {"reshard_to": "reshard_after_forward"}
@@ -141,7 +141,7 @@ class ShardingSection(FrozenModel):
     tensor_parallel_styles: dict[str, str] = {}
     context_parallel: PositiveCount | Literal["auto"] = "auto"
     context_method: Literal["gather", "ulysses"] = "gather"
-    expert_parallel: PositiveCount | Literal["auto"] = 1
+    expert_parallel: PositiveCount | Literal["auto"] = "auto"
     units: UnitSection = UnitSection()
 
     @property

@@ -37,42 +37,17 @@ _FAILURES = (RuntimeError, AssertionError, NotImplementedError, TypeError, Value
 Program = Callable[..., Any]
 
 
-class CompiledBlocks:
-    """Replaces `forward`s of blocks by the graphs that `torch.compile` would run. Equal blocks share graphs.
+class CompiledPrograms:
+    """Graphs of blocks on fake tensors, which equal blocks share: of a model, and of its copies.
 
+    fakes: the mode of all these tensors
     fuse: context in which launches are fused and memory is counted as compiled code uses it
-    failed: blocks that run eagerly, since they cannot be a graph
     """
 
     def __init__(self) -> None:
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.fuse: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.failed: set[nn.Module] = set()
         self._programs: dict[Hashable, Program | None] = {}
-
-    def replace_forwards(
-        self,
-        blocks: Sequence[nn.Module],
-        section: RecomputeSection,
-        *,
-        pieces: Collection[nn.Module],
-        recompute: Callable[[], None],
-    ) -> None:
-        """Replaces the `forward` of each block, except of `pieces`, which cannot be one graph.
-
-        section: every `section.block_period`-th block recomputes within its graph
-        recompute: applies `section` to all blocks as if they were eager
-        """
-        if section.mode == "selective":  # then pieces run eagerly
-            self.failed.update(pieces)
-        own = [block.forward for block in blocks]
-        if section.mode != "offload":
-            recompute()
-        for position, (block, forward) in enumerate(zip(blocks, own, strict=True)):
-            recomputed = section if position % section.block_period == 0 else RecomputeSection(mode="none")
-            if block not in pieces:
-                block.forward = _GraphForward(block, forward, blocks=self, section=recomputed)
-        if section.mode == "offload":  # which takes what the graphs save
-            recompute()
 
     def find_program(
         self, key: Hashable, function: Program, *, tensors: Sequence[Tensor], policy: OperationPolicy | None
@@ -115,6 +90,42 @@ class CompiledBlocks:
         return program
 
 
+class CompiledBlocks:
+    """Replaces `forward`s of blocks by the graphs that `torch.compile` would run.
+
+    failed: blocks that run eagerly, since they cannot be a graph
+    """
+
+    def __init__(self, programs: CompiledPrograms) -> None:
+        self.programs = programs
+        self.failed: set[nn.Module] = set()
+
+    def replace_forwards(
+        self,
+        blocks: Sequence[nn.Module],
+        section: RecomputeSection,
+        *,
+        pieces: Collection[nn.Module],
+        recompute: Callable[[], None],
+    ) -> None:
+        """Replaces the `forward` of each block, except of `pieces`, which cannot be one graph.
+
+        section: every `section.block_period`-th block recomputes within its graph
+        recompute: applies `section` to all blocks as if they were eager
+        """
+        if section.mode == "selective":  # then pieces run eagerly
+            self.failed.update(pieces)
+        own = [block.forward for block in blocks]
+        if section.mode != "offload":
+            recompute()
+        for position, (block, forward) in enumerate(zip(blocks, own, strict=True)):
+            recomputed = section if position % section.block_period == 0 else RecomputeSection(mode="none")
+            if block not in pieces:
+                block.forward = _GraphForward(block, forward, blocks=self, section=recomputed)
+        if section.mode == "offload":  # which takes what the graphs save
+            recompute()
+
+
 def _empty_like(tensor: Tensor) -> Tensor:
     """Returns a new leaf like `tensor`, which may be a wrapper of other tensors (a weight in fp8)."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -146,12 +157,19 @@ class _GraphForward:
         run = partial(_run_on_tensors, self.forward, tree=(rest, structure), where=where)
         run = partial(run, holders=[(module, list(one)) for module, one in zip(modules, held, strict=True)])
         policy = block_recompute_policy(self.section)
-        key = (_operations_key(run, tensors), policy is None, torch.is_grad_enabled())
-        program = self.blocks.find_program(key, run, tensors=tensors, policy=policy)
+        key = (_operations_key(run, tensors), _policy_key(self.section), torch.is_grad_enabled())
+        program = self.blocks.programs.find_program(key, run, tensors=tensors, policy=policy)
         if program is not None:
             return program(*tensors)
         self.blocks.failed.add(self.block)
         return self.eager(*args, **kwargs)
+
+
+def _policy_key(section: RecomputeSection) -> Hashable:
+    """Returns a key that is equal for settings under which a recomputed block saves the same results."""
+    if block_recompute_policy(section) is None:
+        return None
+    return (section.mode, section.save_matmuls) if section.mode == "selective" else "full"
 
 
 def _run_on_tensors(

@@ -2,11 +2,13 @@
 
 Blocks repeat with a period: one block, or several if only some of them recompute or have the same attention.
 Two periods are kept in front and two or more behind. The inner ones of these have the same neighbours as a
-block in the middle, and can be compared with each other.
+block in the middle, and can be compared with each other. Blocks before them that are different, such as the
+first, dense ones of a mixture of experts, are all kept.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -44,13 +46,15 @@ def truncate_repeated_blocks(
         if len(run) < 2 or any(module not in set(blocks) for module in run):
             continue
         signatures = [_block_signature(block, at, owner=owner) for at, block in enumerate(run)]
-        period = _find_block_period(signatures, plan)
-        if period is None:
+        found = _find_first_and_period(signatures, plan)
+        if found is None:
             continue
-        dropped = range(2 * period, len(run) - 2 * period - (len(run) - 4 * period) % period)
+        first, period = found
+        kept = first + 4 * period
+        dropped = range(first + 2 * period, len(run) - 2 * period - (len(run) - kept) % period)
         if not dropped:
             continue
-        inside = [_names_of_units_inside(run[at], units) for at in range(period, 2 * period)]
+        inside = [_names_of_units_inside(run[at], units) for at in range(first + period, first + 2 * period)]
         templates.append(([name for some in inside for name in some], 1 + len(dropped) // period))
         keys = list(container._modules)  # pyright: ignore[reportPrivateUsage]
         for at in dropped:
@@ -77,13 +81,19 @@ def _names_of_units_inside(block: nn.Module, units: Sequence[Unit]) -> list[str]
     return [unit.name for unit in units if all(module in inside for module in unit.modules)]
 
 
-def _find_block_period(signatures: Sequence[Any], plan: Plan) -> int | None:
-    """Returns the number of blocks after which signatures repeat, or None. The first period may differ."""
+def _find_first_and_period(signatures: Sequence[Any], plan: Plan) -> tuple[int, int] | None:
+    """Returns (first, period) with the fewest blocks to keep, or None if signatures do not repeat.
+
+    From block `first` on, signatures repeat after `period` blocks. The last period may differ; and the first,
+    if there is no block before it: behind different blocks, the end of a block's backward may differ.
+    """
     step = plan.run.recompute.block_period
-    for period in range(step, max(step, _LONGEST_PERIOD) + 1, step):
-        later = range(2 * period, len(signatures) - period)
-        if all(signatures[at] == signatures[period + at % period] for at in later):
-            return period
+    periods = range(step, max(step, _LONGEST_PERIOD) + 1, step)
+    choices = sorted(product(range(_LONGEST_PERIOD), periods), key=lambda one: (one[0] + 4 * one[1], one[0]))
+    for first, period in choices:
+        later = range(first or 2 * period, len(signatures) - period)
+        if all(signatures[at] == signatures[first + period + (at - first) % period] for at in later):
+            return first, period
     return None
 
 

@@ -1,0 +1,78 @@
+"""Few of the repeated blocks are kept, also behind other ones; compiled ones are traced if they differ."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from fullshard.planning.describe_run import describe_run
+from fullshard.sharding.units import find_recompute_blocks, find_units
+from fullshard.spec.model import Kernel, MicrobatchTrace, ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.tracing.repeated_blocks import truncate_repeated_blocks
+from tests.fakes.families import MIXTURES
+
+
+class Stack(nn.Module):
+    """Blocks of these widths."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for width in widths)
+
+
+@pytest.mark.parametrize(
+    ("widths", "mode", "kept", "times"),
+    [
+        ([4] * 12, "none", 4, 9),
+        ([8, 8, 8] + [4] * 9, "none", 7, 6),
+        ([8] + [4] * 11, "none", 4, 9),
+        ([8, 4] * 6, "none", 8, 3),
+        ([8, 8, 8] + [4] * 13, "every", 12, 3),
+        ([4, 8, 4], "none", 3, 0),
+    ],
+)
+def test_as_few_blocks_are_kept_as_show_one_between_equal_ones(
+    widths: list[int], mode: str, kept: int, times: int
+) -> None:
+    model, run = Stack(widths), Run.load(overrides=[f"recompute.mode={mode}", "recompute.every=2"])
+    plan = Plan.from_run(run, world_size=1)
+    units = find_units(model, run.sharding.units)
+    blocks = find_recompute_blocks(model, run.sharding.units, units=units)
+    found = truncate_repeated_blocks(model, units, blocks=blocks, plan=plan)
+    assert len(model.blocks) == kept
+    assert [one.times for one in found.repeats] == ([times] if times else [])
+
+
+def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Run:
+    path = directory / "config.json"
+    path.write_text(json.dumps(MIXTURES[name] | sizes))
+    fixed = ["data.sequence_length=16", "precision.mode=bf16", "run.device=cuda"]
+    return Run.load(overrides=[f"model.hf={json.dumps(str(path))}", *fixed, *overrides])
+
+
+@pytest.mark.long
+def test_dense_blocks_before_those_of_a_mixture_do_not_make_all_be_traced(tmp_path: Path) -> None:
+    pins = ("recompute.mode=selective", "run.compile=true")
+    run = mixture_run("deepseek_v3", tmp_path, *pins, num_hidden_layers=12, first_k_dense_replace=3)
+    assert all(trace.repeats for trace in describe_run(run, "cuda", cached=False).traces)
+
+
+def work_of(spec: ModelSpec, trace: MicrobatchTrace) -> list[list[tuple[Kernel, int]]]:
+    return [[(spec.kernels[index], times) for index, times in phase.work] for phase in trace.phases]
+
+
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.long)])
+def test_compiled_blocks_with_experts_are_as_if_they_were_traced_alone(mode: str, tmp_path: Path) -> None:
+    run = mixture_run("granitemoe", tmp_path, f"recompute.mode={mode}")
+    both = describe_run(run.with_overrides(["run.compile=auto"]), "cuda", cached=False)
+    alone = describe_run(run.with_overrides(["run.compile=true"]), "cuda", cached=False)
+    derived = [trace for trace in both.traces if trace.compiled]
+    assert len(derived) == len(alone.traces)
+    for one, other in zip(derived, alone.traces, strict=True):
+        assert work_of(both, one) == work_of(alone, other)
+        assert [p.model_copy(update={"work": ()}) for p in one.phases] == [
+            p.model_copy(update={"work": ()}) for p in other.phases
+        ]
