@@ -131,7 +131,9 @@ def _only_looks_up_rows(unit: Unit) -> bool:
     )
 
 
-def find_recompute_blocks(model: nn.Module, section: UnitSection, *, units: list[Unit]) -> list[nn.Module]:
+def find_recompute_blocks(
+    model: nn.Module, section: UnitSection, *, units: Sequence[Unit]
+) -> list[nn.Module]:
     """Returns the blocks that recompute and compilation apply to: the named blocks, or the repeated blocks.
 
     If the model has neither, these are the outermost modules chosen as units.
