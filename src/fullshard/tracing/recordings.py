@@ -185,10 +185,12 @@ class SettingsRecorder:
                 if same and _has_equal_periods(low.recording, shortened.repeats):
                     found = [keep(low, high)]
                     if self._single_differs.get(compiled, True):
-                        single = record(1)
+                        single = record(1, accumulates=False)
                         self._single_differs[compiled] = not can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
+                        if self._single_differs[compiled]:
+                            single = record(1)
                         found.append(keep(single, single, 1, self._single_differs[compiled]))
                     return found
             own = record(plan.microbatch)
@@ -198,10 +200,11 @@ class SettingsRecorder:
 
     def _make_microbatch_recorder(
         self, plan: Plan, *, short: bool
-    ) -> tuple[Callable[[int], MicrobatchRecording] | None, BlockTruncation]:
+    ) -> tuple[Callable[..., MicrobatchRecording] | None, BlockTruncation]:
         """Returns a function that records a microbatch of a given size on a fake copy of the model.
 
-        It is None if the model should be truncated (`short`) and cannot be.
+        It is None if the model should be truncated (`short`) and cannot be. With `accumulates=False`, it does
+        not record the microbatch with earlier gradients.
         """
         section = plan.run.sharding.units
         fakes = self.programs.fakes
@@ -229,7 +232,7 @@ class SettingsRecorder:
         else:
             recompute()
 
-        def record_microbatch(microbatch: int) -> MicrobatchRecording:
+        def record_microbatch(microbatch: int, *, accumulates: bool = True) -> MicrobatchRecording:
             tracer = MicrobatchTracer(
                 twin, found, plan=plan, fakes=fakes, device=self.device, has_integers=self.keep_integers
             )
@@ -241,7 +244,7 @@ class SettingsRecorder:
             self.loss_chunk = tracer.allocations.loss_chunk
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
             # itself.
-            if plan.precision.param == plan.precision.reduce:
+            if accumulates and plan.precision.param == plan.precision.reduce:
                 tracer.allocate_gradients()
                 accumulating = tracer.trace_microbatch(self.loss, batch)
                 twin.zero_grad(set_to_none=True)
