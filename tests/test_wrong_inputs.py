@@ -275,7 +275,7 @@ def test_a_second_run_in_the_same_directory_is_refused_while_the_first_goes_on(
 
     settings = [part for setting in [*TINY, "run.dir=run"] for part in ("--set", setting)]
     with open_run_directory(Path("run"), resume=False):
-        assert main(["train", *settings]) == 8
+        assert main(["train", "--no-plan", *settings]) == 8
     assert "another run is writing run" in capfd.readouterr().err
 
 

@@ -175,6 +175,7 @@ def test_machines_are_rows_with_their_own_ranks_prices_and_energy(
     assert second["kilowatt_hours"] == pytest.approx(0.4 * 1.38 * 1.5 * second["rank_hours"])
 
 
+@pytest.mark.long
 def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: pytest.CaptureFixture[str]) -> None:
     pins = ("recompute.mode=none", "sharding.strategy=full_shard", "train.microbatch=1", "model.layers=1")
     settings = [part for setting in (*SMALL, *pins) for part in ("--set", setting)]

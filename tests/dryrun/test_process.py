@@ -54,6 +54,7 @@ def test_the_process_finds_what_is_found_here_whatever_the_model_prints_and_make
     assert dry_run(plan, Program(model=f"{HERE}:loud"), rank=1) == here
 
 
+@pytest.mark.long
 def test_an_error_within_backward_is_told():
     with pytest.raises(ShardError, match="did not finish") as ended:
         dry_run(plan_of(2), Program(model=f"{HERE}:two_layers", loss=f"{HERE}:failing", batch=f"{HERE}:rows"))

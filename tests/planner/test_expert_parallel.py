@@ -234,7 +234,7 @@ def test_a_derived_number_of_ranks_is_planned_as_if_it_were_traced(mode: str) ->
         assert found.memory.total == pytest.approx(expected.memory.total, rel=1e-4)
 
 
-@pytest.mark.parametrize("experts", [1, 2, 4])
+@pytest.mark.parametrize("experts", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
 def test_ranks_that_divide_experts_multiply_as_many_rows_by_fewer_matrices(experts: int) -> None:
     """Each matrix gets the rows of all of these ranks."""
     plan = expert_plan(experts)

@@ -34,7 +34,7 @@ def tensor_plan(*overrides: str, tensor: int = RANKS, ranks: int = RANKS) -> Pla
     ("mode", "times"),
     [
         # Forward and backward of a block gather twice and reduce twice; gathered inputs are gathered again.
-        ("none", LAYERS * 10 + 4),
+        pytest.param("none", LAYERS * 10 + 4, marks=pytest.mark.long),
         # Recompute repeats both gathers, and the first reduction; the result of the second is not needed.
         ("full", LAYERS * 11 + 4),
     ],
@@ -57,7 +57,10 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
     "overrides",
     [
         pytest.param(["recompute.mode=none"], marks=pytest.mark.long),
-        ["recompute.mode=selective", "sharding.tensor_parallel=2", "train.loss_chunk=32"],
+        pytest.param(
+            ["recompute.mode=selective", "sharding.tensor_parallel=2", "train.loss_chunk=32"],
+            marks=pytest.mark.long,
+        ),
         [
             "recompute.mode=full",
             "sharding.tensor_parallel=2",

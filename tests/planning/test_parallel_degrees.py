@@ -210,7 +210,8 @@ def test_ranks_may_share_matmuls_where_nodes_wait_for_parameters() -> None:
     assert slow.across is not None
     rate = slow.across.all_gather.model_copy(update={"bytes_per_second": 2e9})
     across = slow.across.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": rate})
-    slow, run = slow.model_copy(update={"across": across}), open_run(batch=32)
+    pins = ("recompute.mode=full", "sharding.strategy=full_shard", "train.microbatch=1")
+    slow, run = slow.model_copy(update={"across": across}), open_run(*pins, batch=32)
     describe = Describing()
     answer = search_parallel_degrees(describe, run, hardware=slow)
     assert describe.tensor_degrees == [1, 2, 4, 8]

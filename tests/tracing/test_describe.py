@@ -113,7 +113,8 @@ def allocated(
 @pytest.mark.parametrize(
     ("recompute", "precision"),
     [
-        *[("none", "fp32"), ("every", "bf16"), ("selective", "fp32"), ("offload", "fp32")],
+        *[("every", "bf16"), ("selective", "fp32"), ("offload", "fp32")],
+        pytest.param("none", "fp32", marks=pytest.mark.long),
         pytest.param("full", "bf16", marks=pytest.mark.long),
         pytest.param("none", "bf16", marks=pytest.mark.long),
         pytest.param("full", "fp32", marks=pytest.mark.long),
@@ -130,7 +131,7 @@ def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_attention_within_documents_is_traced_as_it_allocates(recompute):
     plan = plan_of(f"recompute.mode={recompute}", "data.document_mask=true")
     (trace,) = describe_run(plan, "cpu", cached=False).traces
@@ -245,7 +246,11 @@ def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
 
 @pytest.mark.parametrize(
     ("every", "moving"),
-    [(1, [1, 2, 3, 4, 5]), (2, [1, 3]), pytest.param(3, [1], marks=pytest.mark.long)],
+    [
+        (1, [1, 2, 3, 4, 5]),
+        pytest.param(2, [1, 3], marks=pytest.mark.long),
+        pytest.param(3, [1], marks=pytest.mark.long),
+    ],
 )
 def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[int]) -> None:
     """Of six blocks, units 1 to 6, every k-th moves but for the last of them."""
