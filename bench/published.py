@@ -181,9 +181,8 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
     run = plan.run
     parallel = (run.sharding.context_degree, plan.tensor_parallel, plan.expert_parallel)
-    settings = (run.sharding.units, parallel, run.recompute, run.run.compile)
+    settings = (run.sharding.units, parallel, run.recompute, run.run.compile, row.get("mixture"))
     dropout = row["attention_dropout"] if row["attention"] == "unfused" else None
-    settings += (str(row.get("mixture")),)
     key = str((row["model"], row["sequence_length"], settings, plan.precision, loss, dropout))
     if key not in SPECS:
         with torch.device("meta"):

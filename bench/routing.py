@@ -1,4 +1,4 @@
-"""How unevenly a router of random weights spreads text over experts, layer by layer.
+"""Prints how unevenly a router of random weights spreads text over experts, layer by layer.
 
 KempnerForge's mixture as it begins (kempnerforge/model at 2611fef): 24 layers of width 2,048, 16 heads and
 4 of keys, two of 8 or 16 experts per token, weights of standard deviation 0.02, of attention's output (and,

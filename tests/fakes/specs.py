@@ -115,6 +115,17 @@ def plan_for(shape: Shape, world_size: int, *overrides: str) -> Plan:
     return Plan.from_run(run_for(shape, *overrides), world_size=world_size, device="cuda")
 
 
+def phases_with_kernels(spec: ModelSpec, trace: MicrobatchTrace) -> list[object]:
+    """Returns all phases of a trace, each with the kernels of its launches instead of their indices."""
+    return [
+        (
+            phase.model_copy(update={"work": ()}),
+            [(spec.kernels[launch.kernel], launch.times) for launch in phase.work],
+        )
+        for phase in trace.phases
+    ]
+
+
 def _parameters(shapes: dict[str, tuple[int, ...]], shape: Shape) -> tuple[ParamSpec, ...]:
     return tuple(
         ParamSpec(name=name, shape=own, requires_grad=not shape.frozen or name.startswith("norm"))

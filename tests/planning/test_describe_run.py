@@ -15,10 +15,10 @@ from fullshard.planning.spec_cache import (
     write_cached_spec,
 )
 from fullshard.planning.target import resolve_plan_target
-from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.presets import read_presets
 from fullshard.spec.run import Run
+from tests.fakes.specs import phases_with_kernels
 
 SMALL = (
     "model.layers=2",
@@ -113,20 +113,9 @@ def test_shipped_specs_are_of_this_code() -> None:
     fresh = describe_run(one, "cuda", cached=False)
     (trace,) = fresh.traces
     (same,) = [t for t in shipped.traces if (t.recompute, t.compiled) == (trace.recompute, trace.compiled)]
-    assert kernels_of_launches(shipped, same) == kernels_of_launches(fresh, trace), "bench/preset_specs.py"
+    assert phases_with_kernels(shipped, same) == phases_with_kernels(fresh, trace), "bench/preset_specs.py"
     own = {"kernels": (), "traces": (), "untraced": ()}
     assert shipped.model_copy(update=own) == fresh.model_copy(update=own), "bench/preset_specs.py"
-
-
-def kernels_of_launches(spec: ModelSpec, trace: MicrobatchTrace) -> list[object]:
-    """All phases of a trace, with each launch's kernel in the place of its index in the spec's table."""
-    return [
-        (
-            phase.model_copy(update={"work": ()}),
-            [(spec.kernels[launch.kernel], launch.times) for launch in phase.work],
-        )
-        for phase in trace.phases
-    ]
 
 
 @pytest.mark.long

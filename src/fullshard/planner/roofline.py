@@ -9,9 +9,8 @@ since the rows that come to an expert fill its last tile by half on average. At 
 
     rate = large matmul · part(f)
 
-Elsewhere, and in other dtypes,
-torch multiplies one matrix after the other (`_grouped_mm_fallback`), each in a launch of its own, as sizes of
-single matmuls go.
+Elsewhere, and in other dtypes, torch multiplies one matrix after the other (`_grouped_mm_fallback`): each is
+a launch with the rate of a matmul of its size.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,11 +12,9 @@ with the number that is chosen without them, if it has a plan that fits without 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.advice import NOTABLE
-from fullshard.planner.candidate_costs import step_seconds_with_startup
 from fullshard.planner.candidates import WhatIfSettings, run_with_settings
 from fullshard.planner.search import (
     SearchResult,
@@ -29,6 +27,7 @@ from fullshard.planning.parallel_degrees import (
     Describe,
     choose_fastest,
     search_parallel_degrees,
+    step_seconds_of,
 )
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -51,33 +50,28 @@ def search_expert_degrees(
 
     If no plan fits, the result is that of undivided experts. Raises PlanError as `search` does.
     """
-    if run.sharding.expert_parallel != "auto":
-        return search_parallel_degrees(describe, run, hardware=hardware, with_front=with_front)
-    one_division = partial(
-        search_one_division,
-        describe,
-        describe_degrees=describe_degrees,
-        hardware=hardware,
-        with_front=with_front,
-    )
+
+    def search_one_division(own: Run) -> DegreeSearch:
+        return _search_degrees(
+            own,
+            describe(own),
+            describe_degrees=describe_degrees,
+            hardware=hardware,
+            with_front=with_front,
+        )
+
     return search_parallel_degrees(
-        describe, run, hardware=hardware, with_front=with_front, search_whole=one_division
+        describe, run, hardware=hardware, with_front=with_front, search_whole=search_one_division
     )
 
 
-def search_one_division(
-    describe: Describe,
-    run: Run,
-    *,
-    describe_degrees: DescribeDegrees,
-    hardware: Hardware,
-    with_front: bool = False,
+def _search_degrees(
+    run: Run, spec: ModelSpec, *, describe_degrees: DescribeDegrees, hardware: Hardware, with_front: bool
 ) -> DegreeSearch:
     """Searches over the ranks that divide experts, with the run's division of sequences and matmuls.
 
     The least number of ranks is chosen that no other is notably faster than. See [Note: bounds of degrees].
     """
-    spec = describe(run)
     degrees = list(iterate_expert_degrees(hardware, spec.experts))
     if run.sharding.expert_parallel != "auto" or not degrees:
         return DegreeSearch(run, spec, search(spec, hardware, run, with_front=with_front))
@@ -135,7 +129,7 @@ def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearc
     """Returns whether a number of ranks, whose plans take at least `bound` seconds, may be chosen."""
     if not found:
         return True
-    seconds = {other: _seconds(one) for other, one in found.items()}
+    seconds = {other: step_seconds_of(one) for other, one in found.items()}
     fastest = min(seconds.values())
     chosen = min(other for other in seconds if seconds[other] <= (1 + NOTABLE) * fastest)
     return bound < fastest or (degree < chosen and bound <= (1 + NOTABLE) * fastest)
@@ -152,9 +146,3 @@ def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:
         follows_nodes = node % degree == 0 or degree % node == 0
         if degree > 1 and follows_nodes and hardware.world_size % degree == 0:
             yield degree
-
-
-def _seconds(searched: DegreeSearch) -> float:
-    best = searched.found.best
-    assert best is not None, "only plans that fit are compared"
-    return step_seconds_with_startup(best)

@@ -102,10 +102,10 @@ def choose_fastest(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
     offloads although `run` leaves that open is chosen only if it is notably faster than all others.
     """
     resident = [one for one in searches if not _offloads_by_choice(_fitting_plan(one), run)]
-    fastest = min(map(_seconds, searches))
-    if any(_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
-        searches, fastest = resident, min(map(_seconds, resident))
-    return next(one for one in searches if _seconds(one) <= (1 + NOTABLE) * fastest)
+    fastest = min(map(step_seconds_of, searches))
+    if any(step_seconds_of(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(step_seconds_of, resident))
+    return next(one for one in searches if step_seconds_of(one) <= (1 + NOTABLE) * fastest)
 
 
 def _iterate_context_searches(
@@ -219,5 +219,6 @@ def _fitting_plan(searched: DegreeSearch) -> Plan:
     return best
 
 
-def _seconds(searched: DegreeSearch) -> float:
+def step_seconds_of(searched: DegreeSearch) -> float:
+    """Returns the seconds of a step of the best plan, which fits, with each step's share of compiling."""
     return step_seconds_with_startup(_fitting_plan(searched))

@@ -44,9 +44,8 @@ def _process_events(name: str, spans: Sequence[StepSpan], *, process: int) -> It
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     tracks = sorted({span.track for span in spans}, key=lambda track: (track != "compute", track))
-    threads = {
-        track: process + index for index, track in enumerate(tracks)
-    }  # Perfetto shows tid == pid first
+    # Perfetto shows the thread that has its process's number first.
+    threads = {track: process + index for index, track in enumerate(tracks)}
     for track, thread in threads.items():
         at = {"pid": process, "tid": thread}
         yield {"ph": "M", "name": "thread_name", **at, "args": {"name": track}}

@@ -168,13 +168,13 @@ class _Study:
         table = KernelIndex()
         traces = [(one.build_trace(table), one.kept) for one in recordings.settings]
         flops, active = _flops_and_parameters_per_token(traces[0][0], table.kernels, plan=plan)
-        fp8, divided = recorder.fp8, divided_dims(model, recorder.given, plan=plan, device=recorder.device)
+        fp8 = recorder.fp8
         return ModelSpec(
             name=type(model).__name__,
             device_type=recorder.device,
             sequence_length=plan.run.data.sequence_length,
             precision=plan.precision,
-            units=tuple(unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=divided)),
+            units=tuple(unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
             scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
             buffer_bytes=recorder.buffer_bytes,
             loss_chunk=recorder.loss_chunk,
@@ -197,7 +197,7 @@ class _Study:
         divided = divided_dims(model, given, plan=plan, device=device)
         fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
         loss, batch, units = self.loss, self.batch, self.units
-        return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, self.programs)
+        return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, divided, self.programs)
 
     @contextmanager
     def _tracing(self, device: DeviceType) -> Generator[None]:

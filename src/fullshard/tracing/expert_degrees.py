@@ -24,7 +24,10 @@ Interpolate = Callable[[float, float], int]
 
 @dataclass(frozen=True)
 class ModelRecordings:
-    """All that was recorded of a model. `derived_for`: a plan other than that of `recorder`."""
+    """Holds what was recorded of a model.
+
+    derived_for: the plan that derived recordings are for; None if they are for that of `recorder`
+    """
 
     recorder: SettingsRecorder
     settings: tuple[SettingRecording, ...]

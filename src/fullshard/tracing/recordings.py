@@ -124,6 +124,7 @@ class SettingsRecorder:
     device: DeviceType
     fp8: Fp8Choice | None
     given: Sequence[Unit]
+    divided: Mapping[str, int | None]  # the dim in which ranks divide each parameter, as of `divided_dims`
     programs: CompiledPrograms
     buffer_bytes: int = 0
     loss_chunk: int = 0
@@ -189,7 +190,7 @@ class SettingsRecorder:
                         self._single_differs[compiled] = not can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
-                        if self._single_differs[compiled]:
+                        if self._single_differs[compiled] and low.accumulating:
                             single = record(1)
                         found.append(keep(single, single, 1, self._single_differs[compiled]))
                     return found
