@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ _COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _LEAST_PARAMETERS = 1 << 18
 _WINDOWS, _LEAST_WINDOWS = 8, 2
-_ISSUED = 64  # operations of one chain in `measure_seconds_per_operation`
+_ISSUED, _TURNS = 64, 3  # operations of a chain, and its turns, in `measure_seconds_per_operation`
 
 
 class BenchmarkTask(NamedTuple):
@@ -223,7 +224,8 @@ def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
     """Returns the host seconds that torch and autograd take per operation, over forward and backward.
 
     A chain of small products is timed, each with 2 operations. On the CPU, the time of the products
-    themselves is subtracted.
+    themselves is subtracted. Both are timed in turn, and the median of the differences is taken: a machine
+    may become slower or faster in between. It is 0 if the median is negative.
     """
     start, factor = meter.random_tensor(64).requires_grad_(), meter.random_tensor(64)
 
@@ -239,10 +241,14 @@ def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
             for _ in range(2 * _ISSUED):
                 x = x * factor
 
-    taken = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=seconds / 2)
-    if meter.kind == "cpu":
-        taken -= 1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=seconds / 2)
-    return max(taken, 0.0) / (2 * _ISSUED)
+    def time_once() -> float:
+        taken = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=part)
+        if meter.kind == "cpu":
+            taken -= 1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=part)
+        return taken
+
+    part = seconds / _TURNS / (2 if meter.kind == "cpu" else 1)
+    return max(median(time_once() for _ in range(_TURNS)), 0.0) / (2 * _ISSUED)
 
 
 def measure_round_trip_copy_rate(meter: RateMeter, *, seconds: float) -> float | None:
