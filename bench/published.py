@@ -2,7 +2,7 @@
 
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
-python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-5
+python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-6
 python bench/published.py --mixtures [PART]     # the same of mixtures; with --own, as fullshard computes them
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
@@ -23,6 +23,8 @@ from torch import nn
 
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
+from fullshard.planner.roofline import phase_costs
+from fullshard.planner.schedule import build_schedule
 from fullshard.planner.search import predict
 from fullshard.spec.catalog import find_catalog_entry_of_chip
 from fullshard.spec.certainty import speed_certainty
@@ -36,7 +38,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5")
+BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5", "blind-6")
 BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in BLIND_SETS}
 OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
 ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
@@ -44,6 +46,11 @@ ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
 # Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
 # in Triton". "unfused" attention is not one kernel, but traced operation by operation: see bench/gpt.py.
 KERNELS = {"triton": (1.4, 2.0)}
+# Seconds in which a program's host issues one block's forward and backward, where it is known (`host`).
+# Megatron with modules of Transformer Engine, without CUDA graphs: the least of three microbatches of 36
+# blocks, which take 152, 158 and 162 ms with four or eight ranks per matmul (the page of blind-5.toml's
+# Megatron Bridge). Such modules cost a host 2.7 times those of torch (NVIDIA/TransformerEngine#2053).
+HOST_SECONDS_PER_BLOCK = {"transformer_engine": 0.152 / 36}
 
 
 # What ranks that share matmuls do with the modules of bench/gpt.py and bench/spelled.py.
@@ -103,6 +110,19 @@ def hardware_of(row: dict[str, Any]) -> Hardware:
     if told is None or hardware.across is None:
         return hardware
     return hardware.model_copy(update={"across": slowed(hardware.across, told * 1e9)})
+
+
+def with_host(hardware: Hardware, row: dict[str, Any], *, spec: ModelSpec, plan: Plan) -> Hardware:
+    """The hardware, with the row's host, which launches a microbatch as slowly as the program does."""
+    if "host" not in row:
+        return hardware
+    trace = spec.trace_for_plan(plan)
+    costs = phase_costs(trace.phases, spec.kernels, rates=hardware.rates, microbatch=plan.microbatch)
+    turns = build_schedule(spec, trace, phases=trace.phases).repeats
+    launches = sum(cost.launches * times for cost, times in zip(costs, turns, strict=True))
+    issued = HOST_SECONDS_PER_BLOCK[row["host"]] * row["model"]["layers"]
+    rates = hardware.rates.model_copy(update={"launch_seconds": issued / launches})
+    return hardware.model_copy(update={"rates": rates})
 
 
 def with_kernel(hardware: Hardware, name: str) -> Hardware:
@@ -220,7 +240,9 @@ def tokens_per_second(row: dict[str, Any], *, scale: float = 1.0) -> float:
         for dtype, curve in hardware.rates.matmul.items()
     }
     rates = hardware.rates.model_copy(update={"matmul": matmul})
-    found = predict(spec_of(row, plan), plan, hardware.model_copy(update={"rates": rates})).prediction
+    spec = spec_of(row, plan)
+    hardware = with_host(hardware.model_copy(update={"rates": rates}), row, spec=spec, plan=plan)
+    found = predict(spec, plan, hardware).prediction
     assert found is not None, "predict was asked"
     return found.tokens_per_second / plan.world_size
 
@@ -273,6 +295,7 @@ def main(*arguments: str) -> None:
         plan, hardware = plan_of(row), hardware_of(row)
         try:
             spec = spec_of(row, plan)
+            hardware = with_host(hardware, row, spec=spec, plan=plan)
             prediction = predict(spec, plan, hardware).prediction
         except FullshardError as error:
             print(f"{row['name']}: {error}")
