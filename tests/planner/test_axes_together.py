@@ -85,7 +85,10 @@ def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Callable[..., Any])
     [
         mixed_plan("recompute.mode=none", "model.shared_experts=1", "model.balance_loss=0.01"),
         pytest.param(mixed_plan("recompute.mode=full", expert=1), marks=pytest.mark.long),
-        mixed_plan("recompute.mode=selective", "model.heads=8", context=2, ranks=8),
+        pytest.param(
+            mixed_plan("recompute.mode=selective", "model.heads=8", context=2, ranks=8),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["tensor-expert", "tensor-alone", "all"],
 )

@@ -52,7 +52,12 @@ def keys_bytes(plan: Plan, *, heads: int) -> int:
 
 @pytest.mark.parametrize(
     ("method", "kv_heads"),
-    [("gather", 2), pytest.param("gather", 8, marks=pytest.mark.long), ("ulysses", 2), ("ulysses", 8)],
+    [
+        ("gather", 2),
+        pytest.param("gather", 8, marks=pytest.mark.long),
+        pytest.param("ulysses", 2, marks=pytest.mark.long),
+        ("ulysses", 8),
+    ],
 )
 def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> None:
     plan = context_plan(method, "sharding.strategy=no_shard", f"model.kv_heads={kv_heads}")
