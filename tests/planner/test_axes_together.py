@@ -22,7 +22,7 @@ from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, meta_model, microbatches, plan_of, predicted
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 3, 4, 8, 2, 64
+LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 2, 4, 8, 2, 64
 
 
 def mixed_plan(
@@ -33,7 +33,7 @@ def mixed_plan(
         ranks,
         *(f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"),
         *(f"sharding.{name}={count}" for name, count in axes.items()),
-        *("train.global_batch=8", *overrides),
+        *(f"model.layers={LAYERS}", "train.global_batch=8", *overrides),
     )
 
 

@@ -17,12 +17,13 @@ from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS = 3, 4
+LAYERS, RANKS = 2, 4
 
 
 def context_plan(method: str, *overrides: str, context: int = RANKS, length: int = 64) -> Plan:
     settings = [f"sharding.context_parallel={context}", f"sharding.context_method={method}"]
     sizes = [f"data.sequence_length={length}", f"model.max_sequence={length}", "model.heads=8"]
+    sizes.append(f"model.layers={LAYERS}")
     return plan_of(RANKS, *sizes, *settings, "train.global_batch=8", *overrides)
 
 

@@ -31,11 +31,12 @@ from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS, EXPERTS, CHOICES = 3, 4, 8, 2
+LAYERS, RANKS, EXPERTS, CHOICES = 2, 4, 8, 2
 
 
 def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) -> Plan:
     sizes = [f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"]
+    sizes.append(f"model.layers={LAYERS}")
     return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
 
 

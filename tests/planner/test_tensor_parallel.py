@@ -22,11 +22,12 @@ from tests.planner.measured import described, measured, meta_model, plan_of, pre
 from tests.planner.test_context_parallel import sent_bytes
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS, LENGTH = 3, 4, 256
+LAYERS, RANKS, LENGTH = 2, 4, 256
 
 
 def tensor_plan(*overrides: str, tensor: int = RANKS, ranks: int = RANKS) -> Plan:
     sizes = [f"data.sequence_length={LENGTH}", f"model.max_sequence={LENGTH}", "model.heads=8"]
+    sizes.append(f"model.layers={LAYERS}")
     return plan_of(ranks, *sizes, f"sharding.tensor_parallel={tensor}", "train.global_batch=8", *overrides)
 
 
@@ -86,7 +87,7 @@ def test_activations_without_recompute_are_divided() -> None:
     """All of them: a gathered input is not saved, but gathered again. Tables of positions are whole."""
 
     def saved(tensor: int) -> float:
-        settings = ("recompute.mode=none", "model.kv_heads=8", "precision.mode=bf16")
+        settings = ("recompute.mode=none", "model.kv_heads=8", "precision.mode=bf16", "model.layers=3")
         plan = tensor_plan(*settings, tensor=tensor)
         (end,) = [p.end for p in described(plan).trace_for_plan(plan).phases if p.event == "end_forward"]
         return end.activations.per_sequence
