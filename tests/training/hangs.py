@@ -93,6 +93,8 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
             if harm == "saves_for_long" and (rank, step.index) == (culprit, HANGS_AT):
                 state.phase.enter(RunPhase.SAVING)
                 time.sleep(1.5 * WATCHDOG_SECONDS)
+                state.phase.enter(RunPhase.DATA)
+                time.sleep(1)  # the others see that the slow phase is over, and still wait
 
 
 def hung(harm: str, directory: Path, *, ranks: int, culprit: int) -> list[int | None]:
