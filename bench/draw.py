@@ -46,7 +46,7 @@ def setting(draw: random.Random, ranks: int, *, large: bool) -> tuple[str, list[
     recompute = draw.choice(["none", "full", "every", "selective"])
     prefetch = draw.choice(["implicit", "implicit", "none", "explicit"])
     microbatch, accumulation = draw.choice([1, 2, 3, 5]), draw.choice([1, 1, 2, 3])
-    sequence = draw.choice([128, 256, 512] if large else [32, 64, 128])
+    sequence = draw.choice([64, 128, 256] if large else [32, 64, 128])
     name = f"{model} {strategy} {precision} {recompute} {prefetch} {microbatch}x{accumulation}x{sequence}"
     return name, [
         *(f"model.{one}" for one in models[model].split()),

@@ -31,7 +31,7 @@ from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.ranges import record_ranges
 from fullshard.jobs.straggler_watch import StragglerWatch
 from fullshard.profiler.interruptions import Interruptions
-from fullshard.profiler.span_clock import HostClock
+from fullshard.profiler.span_clock import HostClock, RunQueue
 from fullshard.profiler.step_recorder import StepRecorder
 from fullshard.profiler.unit_hooks import record_units
 from fullshard.sharding.mesh import process_group
@@ -71,6 +71,7 @@ class Delay:
 
     sends: messages that this rank sent since the start
     sends_of_step: messages of a step, over which a slow link divides its delay
+    simulated_ns: a clock of this rank that delays advance, and nothing else; None: they take their time
     """
 
     cause: StragglerCause | None = None
@@ -78,18 +79,29 @@ class Delay:
     sends: int = 0
     sends_of_step: int = 0
     garbage: list[list[int]] = field(default_factory=list[list[int]])
+    simulated_ns: int | None = None
+
+    def now(self) -> int:
+        """The simulated clock, or the host's, in ns."""
+        return time.perf_counter_ns() if self.simulated_ns is None else self.simulated_ns
 
     def burn(self, cause: StragglerCause) -> None:
         """Computes for the delay's processor time, if it is for `cause`."""
-        if self.cause is cause:
+        if self.cause is cause and not self._is_simulated():
             end = time.thread_time() + self.seconds
             a = torch.randn(64, 64)
             while time.thread_time() < end:
                 a = torch.mm(a, a).tanh()
 
     def sleep(self, cause: StragglerCause) -> None:
-        if self.cause is cause:
+        if self.cause is cause and not self._is_simulated():
             time.sleep(self.seconds)
+
+    def _is_simulated(self) -> bool:
+        """Advances the simulated clock by the delay, if there is one."""
+        if self.simulated_ns is not None:
+            self.simulated_ns += round(self.seconds * 1e9)
+        return self.simulated_ns is not None
 
 
 class Layers(nn.Module):
@@ -145,10 +157,14 @@ class SlowSends:
 
 
 def run_windows(
-    schedule: Sequence[Injection], *, settings: Sequence[str] = SETTINGS
+    schedule: Sequence[Injection], *, settings: Sequence[str] = SETTINGS, simulated: bool = False
 ) -> list[list[tuple[int, str]]]:
-    """Returns (rank, cause) of what was named in each window of `schedule`. Collective."""
-    delay, rank = Delay(), dist.get_rank()
+    """Returns (rank, cause) of what was named in each window of `schedule`. Collective.
+
+    simulated: delays pass on a clock of each rank on which nothing else takes time, and links are not probed;
+        for causes that are phases of a step
+    """
+    delay, rank = Delay(simulated_ns=0 if simulated else None), dist.get_rank()
     plan = Plan.from_run(Run.load(overrides=list(settings)), world_size=dist.get_world_size(), device="cpu")
     with torch.device("meta"):
         model = Layers(delay)
@@ -160,12 +176,11 @@ def run_windows(
     named: list[list[tuple[int, str]]] = []
     with ExitStack() as stack:
         stack.enter_context(SlowSends(delay))
-        recorder = StepRecorder(HostClock(), interruptions=stack.enter_context(Interruptions()))
-        stack.callback(recorder.close)
+        recorder = _make_recorder(delay, stack)
         stack.enter_context(record_ranges(recorder))
         stack.enter_context(record_units(model, recorder)).set_detailed(False)  # as between samples
         state.phase.observer = _Phases(recorder)
-        watch = StragglerWatch(every=WINDOW, device=torch.device("cpu"))
+        watch = StragglerWatch(every=WINDOW, device=torch.device("cpu"), probes_links=not simulated)
         stopper = stack.enter_context(_stopper())
         steps, seen = train(state, plan, loss=lambda m, x: m(x).square().mean()), 0
         padded = [None] * WARMUP_WINDOWS + list(schedule) + [None]
@@ -195,6 +210,17 @@ def run_windows(
                 named.append([(one.rank, str(one.cause)) for one in result.stragglers])
         stopper.send_signal(signal.SIGKILL)
     return named[WARMUP_WINDOWS : WARMUP_WINDOWS + len(schedule)]
+
+
+def _make_recorder(delay: Delay, stack: ExitStack) -> StepRecorder:
+    interruptions, queue = None, RunQueue()
+    if delay.simulated_ns is None:
+        interruptions = stack.enter_context(Interruptions())
+    else:
+        queue.close()  # it reads 0
+    recorder = StepRecorder(HostClock(delay.now), interruptions=interruptions, queue=queue)
+    stack.callback(recorder.close)
+    return recorder
 
 
 class _Phases:

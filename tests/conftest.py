@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for, and what holds for all of them: one thread, no deadline."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(mark.kwargs.get("reason") == "no CUDA device" for mark in item.iter_markers("skipif")):
             item.add_marker("cuda")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leaves a million objects of torch and of the tests themselves out of each collection of garbage."""
+    gc.freeze()
+    gc.set_threshold(5_000, 20, 10)
 
 
 # How long an example takes says nothing where others use the machine.

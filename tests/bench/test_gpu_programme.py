@@ -95,13 +95,16 @@ def test_an_item_that_fails_is_recorded_with_its_last_lines(tmp_path: Path) -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the processes")
 def test_an_item_that_hangs_is_killed_with_its_processes_and_keeps_its_figures(tmp_path: Path) -> None:
-    results = run(tmp_path, [*items("hangs", most_seconds=4), *items("a")])
+    results: dict[str, Any] = {}
+    for most_seconds in (4, 30):  # a busy machine may take long to start what hangs
+        results = run(tmp_path / str(most_seconds), [*items("hangs", most_seconds=most_seconds), *items("a")])
+        if results["hangs"]["rows"]:
+            break
     assert [result["status"] for result in results.values()] == ["timed out", "done"]
     assert results["hangs"]["rows"][0]["measured"] == {"step_seconds": 2.0}
     child = int(results["hangs"]["reason"].split()[-1])
-    for _ in range(100):
-        if not is_running(child):
-            break
+    deadline = time.monotonic() + 60
+    while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(child)
 

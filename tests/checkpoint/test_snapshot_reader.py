@@ -64,7 +64,7 @@ def test_nothing_changes_while_it_is_read() -> None:
         training.join(0.1)
         assert torch.equal(found, some()["b"])
         order.append("read")
-    training.join(20)
+    training.join(120)
     assert order == ["read", "settled"]
     assert sorted(copied) == ["a", "c", "d"]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,11 @@ get_or_build_entry(Path(sys.argv[1]), "entry", build=build)
 """
 
 
-def counting(counts: list[int], text: str = "whole", *, seconds: float = 0.0):
+def counting(counts: list[int], *, wait: Callable[[], object] = lambda: None):
     def build(draft: Path) -> dict[str, int]:
         counts.append(1)
-        time.sleep(seconds)
-        (draft / "file").write_text(text)
+        wait()
+        (draft / "file").write_text("whole")
         return {"number": len(counts)}
 
     return build
@@ -53,12 +54,11 @@ def test_an_entry_is_made_once(tmp_path: Path):
 
 def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
     counts: list[int] = []
-    alive: list[int] = []
+    asked = threading.Event()
 
     def want() -> None:
-        get_or_build_entry(
-            tmp_path, "entry", build=counting(counts, seconds=0.5), alive=lambda: alive.append(1)
-        )
+        build = counting(counts, wait=lambda: asked.wait(60))
+        get_or_build_entry(tmp_path, "entry", build=build, alive=asked.set)
 
     threads = [threading.Thread(target=want) for _ in range(3)]
     for thread in threads:
@@ -66,7 +66,7 @@ def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
     for thread in threads:
         thread.join()
     assert len(counts) == 1
-    assert alive
+    assert asked.is_set()
 
 
 def test_what_is_killed_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path):
@@ -125,8 +125,7 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path):
 
 
 def test_a_file_of_this_moment_is_not_remembered(tmp_path: Path):
-    path = tmp_path / "a"
-    path.write_text("one")
+    path = aged(tmp_path / "a", "one", seconds=-3600)  # of this moment, however long the rest takes
     seen = path.stat()
     before = file_digests([path], root=tmp_path / "cache")
     path.write_text("two")

@@ -1,6 +1,7 @@
 """live.json and the file for Prometheus have the state of the run, and no step waits for them."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def heartbeat(rank: int) -> Heartbeat:
     )
 
 
+def close(writer: LiveStatusWriter) -> None:
+    """Closes it, and waits for its thread, which a run does not do for long."""
+    writer.close()
+    for thread in threading.enumerate():
+        if thread.name == "fullshard live status":
+            thread.join(60)
+
+
 def written(directory: Path, *, ranks: int = 2, **log: object) -> LiveStatusWriter:
     """The writer of a run after three steps, closed."""
     run = Run.parse({"run": {"dir": str(directory)}, "train": {"steps": 10}, "log": log}, source="the test")
@@ -37,7 +46,7 @@ def written(directory: Path, *, ranks: int = 2, **log: object) -> LiveStatusWrit
     writer.note_memory({rank: {"host_bytes": 10.0 * rank, "allocator_retries": 1.0} for rank in range(ranks)})
     writer.note_event("save", step=2, details={})
     writer.note_event("straggler", step=3, details={"rank": 1, "cause": "data", "seconds": 0.25})
-    writer.close()
+    close(writer)
     return writer
 
 
@@ -65,7 +74,7 @@ def test_without_a_watchdog_the_rank_that_writes_is_known(tmp_path: Path):
     where = PhaseTracker()
     where.enter(RunPhase.SAVING)
     run = Run.parse({"run": {"dir": str(tmp_path)}}, source="the test")
-    LiveStatusWriter(run, world_size=2, attempt=1, where=where).close()
+    close(LiveStatusWriter(run, world_size=2, attempt=1, where=where))
     status = LiveStatus.read_json(tmp_path / "live.json", what="the state")
     assert [(one.rank, one.phase) for one in status.ranks] == [(0, "saving")]
 

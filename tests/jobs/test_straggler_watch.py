@@ -1,6 +1,4 @@
-"""A rank that holds the others up is named with its cause, in a training whose ranks wait for it."""
-
-import gc
+"""A rank that holds the others up is named with its cause, by clocks that only delays advance."""
 
 from bench.stragglers import run_windows
 from fullshard.spec.straggler import StragglerCause
@@ -15,8 +13,7 @@ SCHEDULE = [
 
 
 def named() -> list[list[tuple[int, str]]]:
-    gc.freeze()
-    return run_windows(SCHEDULE)
+    return run_windows(SCHEDULE, simulated=True)
 
 
 def test_the_rank_and_the_cause_of_a_delay_are_named(ranks):

@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError
@@ -40,6 +40,11 @@ def leave_note(run: Run, text: str) -> None:
     path.with_suffix(".partial").replace(path)
 
 
+def wait_for_note(run: Run, of: int) -> None:
+    while not Path(run.run.dir, f"note-{of}").exists():
+        time.sleep(0.01)
+
+
 def describe(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     threads = os.environ["OMP_NUM_THREADS"]
     leave_note(
@@ -53,8 +58,7 @@ def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started
     with record_signals(signal.SIGTERM):
         leave_note(run, "here")
         if rank() == 1:
-            while not Path(run.run.dir, "note-0").exists():  # or it is ended before it has begun
-                time.sleep(0.01)
+            wait_for_note(run, 0)  # or it is ended before it has begun
             raise DataError("the well is dry.", got="0 documents", fix="another well")
         time.sleep(FOREVER)
 
@@ -76,7 +80,9 @@ def fail_in_user_code(run: Run, *, resume: bool, plan: Plan | None, command_star
 
 
 def leave_early(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    leave_note(run, "here")
     if rank() == 0:
+        wait_for_note(run, 1)
         sys.exit(0)
     time.sleep(FOREVER)
 
@@ -109,17 +115,27 @@ def not_ready(run: Run, *, resume: bool, plan: Plan | None, command_started: flo
 
 def killed_once(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains; rank 1 of the first attempt is killed in the middle of its seventh step."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     from fullshard.jobs.train import run_job  # imports torch
 
     been_here = Path(f"{run.run.dir}-been-here")
     if rank() == 1 and not been_here.exists():
         been_here.touch()
-        threading.Thread(target=_die_after, args=(run, 6), daemon=True).start()
+        register_optimizer_step_pre_hook(_DiesInStep(7, Path(run.run.dir)))
     run_job(run, resume=resume, plan=plan, command_started=command_started)
 
 
-def _die_after(run: Run, steps: int) -> None:
-    metrics = Path(run.run.dir, "metrics.jsonl")
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
+@dataclass
+class _DiesInStep:
+    """Kills its process where that step's update would begin, once the checkpoint before it is there."""
+
+    steps: int
+    directory: Path
+
+    def __call__(self, *_: object) -> None:
+        self.steps -= 1
+        if self.steps == 0:
+            while not list(self.directory.glob("**/step-*4")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -85,13 +85,17 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     return Interrupted(process.returncode, err, notes(directory), addresses, marker.exists())
 
 
+def wait_until(comes: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not comes():
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.02)
+
+
 def notes(directory: Path, *, of: int = 2) -> list[str]:
     """The notes of all ranks, once they are there."""
     paths = [directory / f"note-{rank}" for rank in range(of)]
-    deadline = time.monotonic() + TIMEOUT
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, "the ranks did not come so far"
-        time.sleep(0.02)
+    wait_until(lambda: all(path.exists() for path in paths))
     return [path.read_text() for path in paths]
 
 
@@ -121,8 +125,9 @@ def test_a_killed_rank_is_named_and_not_those_that_lost_it(start: Start) -> None
     assert (process.returncode, err.count("rank ")) == (LaunchError.exit_code, 2)
 
 
-def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start) -> None:
+def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start, tmp_path: Path) -> None:
     process = start("leave_early")
+    notes(tmp_path)
     _, err = process.communicate(timeout=SOONER_THAN_TORCHELASTIC)
     assert err.startswith("rank 0: LaunchError: rank 0 left early.\n  got: sys.exit(0)\n")
     assert process.returncode == LaunchError.exit_code
@@ -160,6 +165,8 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_the_first(start: Start, tmp
     process = start("deaf")
     pids = [int(note) for note in notes(tmp_path)]
     process.send_signal(signal.SIGINT)
+    assert isinstance(process, Command)
+    wait_until(lambda: "SIGINT: the ranks finish this step" in process.error_output())
     time.sleep(0.7)  # the first of two within half a second counts for both
     assert process.poll() is None
     process.send_signal(signal.SIGINT)

@@ -309,7 +309,7 @@ def test_what_failed_when_it_was_read_ahead_is_told_to_who_needs_it(verify: bool
         store.commit_generation(1, b"")
         drive.broken = True
         store.prefetch_first_groups()
-        assert drive.refused.wait(20)
+        assert drive.refused.wait(120)
         drive.broken = False
         through = store.stream_read_only(verify=True) if verify else store.stream_for_update()
         with pytest.raises(OffloadError, match="cannot be read"):

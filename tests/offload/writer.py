@@ -103,7 +103,7 @@ def leave_a_child(directory: Path, ready: Path) -> None:
     if os.fork():
         ready.write_text(str(os.getpid()))
         os._exit(0)
-    time.sleep(3)
+    time.sleep(0.5)
     generations.close()
 
 

@@ -22,7 +22,7 @@ from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, meta_model, microbatches, plan_of, predicted
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 3, 4, 8, 2, 64
+LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 2, 4, 8, 2, 64
 
 
 def mixed_plan(
@@ -33,7 +33,7 @@ def mixed_plan(
         ranks,
         *(f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"),
         *(f"sharding.{name}={count}" for name, count in axes.items()),
-        *("train.global_batch=8", *overrides),
+        *(f"model.layers={LAYERS}", "train.global_batch=8", *overrides),
     )
 
 
@@ -85,7 +85,10 @@ def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Callable[..., Any])
     [
         mixed_plan("recompute.mode=none", "model.shared_experts=1", "model.balance_loss=0.01"),
         pytest.param(mixed_plan("recompute.mode=full", expert=1), marks=pytest.mark.long),
-        mixed_plan("recompute.mode=selective", "model.heads=8", context=2, ranks=8),
+        pytest.param(
+            mixed_plan("recompute.mode=selective", "model.heads=8", context=2, ranks=8),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["tensor-expert", "tensor-alone", "all"],
 )

@@ -31,11 +31,12 @@ from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS, EXPERTS, CHOICES = 3, 4, 8, 2
+LAYERS, RANKS, EXPERTS, CHOICES = 2, 4, 8, 2
 
 
 def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) -> Plan:
     sizes = [f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"]
+    sizes.append(f"model.layers={LAYERS}")
     return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
 
 
@@ -60,7 +61,9 @@ def exchanged_bytes(plan: Plan) -> int:
     return count.rows
 
 
-@pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("full", 6)])
+@pytest.mark.parametrize(
+    ("mode", "exchanges"), [pytest.param("none", 4, marks=pytest.mark.long), ("full", 6)]
+)
 def test_ranks_exchange_the_rows_that_the_plan_counts(mode: str, exchanges: int, ranks: Any) -> None:
     """In all; a single rank gets other numbers of rows than it sends."""
     plan = expert_plan(2, f"recompute.mode={mode}", accumulation=2)
@@ -111,7 +114,7 @@ def label(plan: Plan) -> str:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(plan, marks=() if i < 2 else pytest.mark.long, id=label(plan))
+        pytest.param(plan, marks=() if i == 1 else pytest.mark.long, id=label(plan))
         for i, plan in enumerate(PLANS)
     ],
 )
@@ -237,7 +240,7 @@ def test_a_derived_number_of_ranks_is_planned_as_if_it_were_traced(mode: str) ->
 @pytest.mark.parametrize("experts", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
 def test_ranks_that_divide_experts_multiply_as_many_rows_by_fewer_matrices(experts: int) -> None:
     """Each matrix gets the rows of all of these ranks."""
-    plan = expert_plan(experts)
+    plan = expert_plan(experts, "precision.mode=bf16")
     spec, tokens = described(plan), plan.microbatch * plan.run.data.sequence_length
     assert spec.is_mixture
     used = {index for phase in spec.trace_for_plan(plan).phases for index, _ in phase.work}
@@ -252,7 +255,7 @@ def test_ranks_that_divide_experts_multiply_as_many_rows_by_fewer_matrices(exper
 def test_a_mixture_of_one_expert_computes_as_a_dense_model_and_chooses() -> None:
     """Beside the router, its matmuls are those of a feed-forward layer as wide."""
     dense, one = (
-        described(plan_of(1, *overrides))
+        described(plan_of(1, "precision.mode=bf16", *overrides))
         for overrides in ((), ("model.experts=1", "model.experts_per_token=1"))
     )
     assert not dense.is_mixture

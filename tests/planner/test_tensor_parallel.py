@@ -22,11 +22,12 @@ from tests.planner.measured import described, measured, meta_model, plan_of, pre
 from tests.planner.test_context_parallel import sent_bytes
 from tests.planner.test_search import prediction_of
 
-LAYERS, RANKS, LENGTH = 3, 4, 256
+LAYERS, RANKS, LENGTH = 2, 4, 256
 
 
 def tensor_plan(*overrides: str, tensor: int = RANKS, ranks: int = RANKS) -> Plan:
     sizes = [f"data.sequence_length={LENGTH}", f"model.max_sequence={LENGTH}", "model.heads=8"]
+    sizes.append(f"model.layers={LAYERS}")
     return plan_of(ranks, *sizes, f"sharding.tensor_parallel={tensor}", "train.global_batch=8", *overrides)
 
 
@@ -56,18 +57,21 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["recompute.mode=none"], marks=pytest.mark.long),
+        ["recompute.mode=none"],
         pytest.param(
             ["recompute.mode=selective", "sharding.tensor_parallel=2", "train.loss_chunk=32"],
             marks=pytest.mark.long,
         ),
-        [
-            "recompute.mode=full",
-            "sharding.tensor_parallel=2",
-            "precision.mode=fp8",
-            "precision.fp8_min_features=16",
-            "model.kv_heads=1",
-        ],
+        pytest.param(
+            [
+                "recompute.mode=full",
+                "sharding.tensor_parallel=2",
+                "precision.mode=fp8",
+                "precision.fp8_min_features=16",
+                "model.kv_heads=1",
+            ],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=" ".join,
 )
@@ -83,7 +87,8 @@ def test_activations_without_recompute_are_divided() -> None:
     """All of them: a gathered input is not saved, but gathered again. Tables of positions are whole."""
 
     def saved(tensor: int) -> float:
-        plan = tensor_plan("recompute.mode=none", "model.kv_heads=8", tensor=tensor)
+        settings = ("recompute.mode=none", "model.kv_heads=8", "precision.mode=bf16", "model.layers=3")
+        plan = tensor_plan(*settings, tensor=tensor)
         (end,) = [p.end for p in described(plan).trace_for_plan(plan).phases if p.event == "end_forward"]
         return end.activations.per_sequence
 
@@ -100,7 +105,7 @@ def test_shards_of_matrices_stay_and_vectors_are_on_every_rank() -> None:
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("prefetch", ["none", "implicit"])
 def test_bounds_hold(mode: str, prefetch: str) -> None:
-    more = ("train.microbatch=1", "model.layers=8", "model.kv_heads=8")
+    more = ("train.microbatch=1", "model.layers=8", "model.kv_heads=8", "precision.mode=bf16")
     plan = tensor_plan(f"recompute.mode={mode}", f"prefetch.mode={prefetch}", *more, tensor=2, ranks=8)
     spec = described(plan)
     timer, inline = StepTimePredictor(spec, hardware_of(1, 8)), prefetch == "none"

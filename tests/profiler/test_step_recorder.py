@@ -27,6 +27,7 @@ from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY
+from tests.planner.measured import on_all_ranks
 from tests.report.nesting import overlaps_in_part
 from tests.training.runs import WIDTH, mean_square, run_of, sharded
 from tests.training.same_numbers import build, make_run
@@ -85,7 +86,20 @@ def methods_of_units(model: Any) -> dict[Any, Any]:
     return {(id(one), name): value for one in groups for name, value in vars(one).items() if callable(value)}
 
 
+MOST_DIFFERENCE = 0.02
+
+
 def terms_of_both(settings: tuple[str, ...], profiled: int) -> tuple[list[Any], list[str], set[str]]:
+    """See `terms_of_steps`; of further steps, until one of each rank was quiet enough to agree."""
+    found = terms_of_steps(settings, profiled)
+    for _ in range(100 // profiled):
+        if on_all_ranks(any(largest_difference(*pair) < MOST_DIFFERENCE for pair in found[0])):
+            break
+        found = terms_of_steps(settings, profiled)
+    return found
+
+
+def terms_of_steps(settings: tuple[str, ...], profiled: int) -> tuple[list[Any], list[str], set[str]]:
     """Terms of profiled steps by their spans and by the profiler; spans that overlap; names of spans."""
     steps, traced = recorded(settings, HostClock(), profiled=profiled)
     assert [one.step for one in steps] == list(range(1, 4 + profiled))
@@ -132,7 +146,7 @@ def test_spans_nest_and_their_sums_are_the_terms_of_the_profiler(ranks, count, s
         assert names & TERM_OF_SPAN.keys() >= {"forward", "backward", "data", "update"}
         # The profiler's own work lies between its ranges and ours, and so does the time in which another
         # program has the core: the quietest step counts.
-        assert min(largest_difference(own, traced) for own, traced in pairs) < 0.02, pairs
+        assert min(largest_difference(own, traced) for own, traced in pairs) < MOST_DIFFERENCE, pairs
 
 
 def test_a_step_that_hangs_has_the_collective_that_does_not_end():

@@ -49,6 +49,10 @@ class Command:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
 
+    def error_output(self) -> str:
+        """Returns what it has written to standard error so far."""
+        return self._paths[1].read_text() if self._paths[1].exists() else ""
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Returns what it wrote to standard output and to standard error, once it has ended."""
         self.wait(timeout)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 # A rank that fails mostly takes the others with it at once, for their connections break; they get so long.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,10 @@ def test_settings_of_runs_without_a_plan_are_said_to_be_unknown(tmp_path: Path):
 
 
 def test_a_long_run_has_a_small_page(tmp_path: Path):
-    steps = 100_000
+    steps = 30_000
     runs.write_steps(tmp_path, steps)
-    saves = [("save", 1, step, {"path": "p" * 50}) for step in range(500, steps, 500)]
-    skips = [("skip", 1, step, {"loss": None}) for step in range(40, steps, 900)]
+    saves = [("save", 1, step, {"path": "p" * 50}) for step in range(500, steps, 150)]
+    skips = [("skip", 1, step, {"loss": None}) for step in range(40, steps, 270)]
     told = sorted([*saves, *skips], key=lambda one: one[2])
     runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *told)
     run = read(tmp_path)

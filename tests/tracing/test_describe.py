@@ -468,7 +468,7 @@ def test_casts_to_fp8_are_fused_where_blocks_are_compiled():
     moved: dict[bool, float] = {}
     for compiled in (False, True):
         settings = (
-            *("precision.mode=fp8", "precision.fp8_min_features=16", "model.layers=2"),
+            *("precision.mode=fp8", "precision.fp8_min_features=16", "model.layers=1"),
             *("recompute.mode=none", f"run.compile={str(compiled).lower()}"),
         )
         plan = plan_of(*settings)

@@ -16,17 +16,18 @@ WIDTH, ROWS = 64, 2
 
 
 @cache
-def described(kind: type[nn.RNNBase], length: int) -> ModelSpec:
+def described(kind: type[nn.RNNBase], length: int, *, precision: str = "bf16") -> ModelSpec:
     with torch.device("meta"):
         model = Recurrent(kind, width=WIDTH)
         batch = torch.empty((ROWS, length), dtype=torch.int64)
-    plan = plan_of(1, f"train.global_batch={ROWS}", "recompute.mode=none", f"data.sequence_length={length}")
+    settings = (f"train.global_batch={ROWS}", "recompute.mode=none", f"precision.mode={precision}")
+    plan = plan_of(1, *settings, f"data.sequence_length={length}")
     return describe(model, plan, loss=loss_of, batch=batch)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(nn.RNN, marks=pytest.mark.long), nn.GRU, nn.LSTM])
 def test_flops_and_bytes_are_those_of_the_layer(kind: type[nn.RNNBase]) -> None:
-    spec, length = described(kind, 64), 64
+    spec, length = described(kind, 64, precision="fp32"), 64
     model = Recurrent(kind, width=WIDTH)
     assert spec.active_numel == sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
     assert spec.flops_per_token == 6 * spec.active_numel

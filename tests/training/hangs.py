@@ -23,6 +23,9 @@ from tests.training.runs import Pairs, mean_square, run_of, sharded
 
 FOREVER = 600
 WATCHDOG_SECONDS = 6  # a busy machine may stop a process for a second or two
+PATIENT = {"grace_seconds": 60.0, "slack_seconds": 60.0}  # a machine may stop all of them for some seconds
+SILENT = {harm: {"slack_seconds": 10.0} for harm in ("stops_itself", "holds_the_interpreter")}
+"""Harms after which the culprit reports nothing, however long the others wait, and a timer ends it."""
 HANGS_AT = 2
 """The step, counted from 0, in which something goes wrong on the last rank but one."""
 
@@ -36,6 +39,7 @@ def stops_itself() -> None:
 
 
 def holds_the_interpreter() -> None:
+    time.sleep(1)  # the watchdog sees that the first step is over, and sets its timer to less
     ctypes.PyDLL(None).sleep(FOREVER)  # unlike CDLL, it does not let go of it
 
 
@@ -83,12 +87,14 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
     leave_word = Path(directory, f"last-words-{rank}").write_text
     with (
         call_on_watchdog_exit(lambda error: leave_word(str(error))),
-        watch_for_hangs(state.phase, plan.run.fault_tolerance),
+        watch_for_hangs(state.phase, plan.run.fault_tolerance, **SILENT.get(harm, PATIENT)),
     ):
         for step in train(state, plan, loss=loss):
             if harm == "saves_for_long" and (rank, step.index) == (culprit, HANGS_AT):
                 state.phase.enter(RunPhase.SAVING)
                 time.sleep(1.5 * WATCHDOG_SECONDS)
+                state.phase.enter(RunPhase.DATA)
+                time.sleep(1)  # the others see that the slow phase is over, and still wait
 
 
 def hung(harm: str, directory: Path, *, ranks: int, culprit: int) -> list[int | None]:
@@ -104,7 +110,7 @@ def hung(harm: str, directory: Path, *, ranks: int, culprit: int) -> list[int | 
     codes: list[int | None] = []
     for rank in sorted(range(ranks), key=lambda rank: rank == culprit):  # the culprit last
         process = processes[rank]
-        process.join(timeout=1 if rank == culprit and harm == "stops_itself" else 120)
+        process.join(timeout=1 if rank == culprit and harm == "stops_itself" else 600)
         codes.append(process.exitcode)
         process.kill()
         process.join()

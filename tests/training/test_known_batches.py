@@ -19,8 +19,8 @@ OLMO_1B = {"vocabulary": 100352, "d_model": 2048, "layers": 16, "heads": 16, "kv
 def test_eight_sequences_of_olmo_1b_fit_80_gb(strategy: str):
     sizes = [f"model.{key}={value}" for key, value in (OLMO_1B | {"max_sequence": 4096}).items()]
     settings = ["data.sequence_length=4096", "train.microbatch=8", "train.global_batch=64"]
-    device = ["run.device=cuda", "precision.mode=bf16", "run.compile=true", f"sharding.strategy={strategy}"]
-    run = Run.load(overrides=[*sizes, *settings, *device])
+    settings += ["precision.mode=bf16", "recompute.mode=none", f"sharding.strategy={strategy}"]
+    run = Run.load(overrides=[*sizes, *settings, "run.device=cuda", "run.compile=true"])
     with torch.device("meta"):
         model = DecoderModel(run.decoder_config)
     spec = describe(model, run, loss=choose_loss(run, model), device_type="cuda")

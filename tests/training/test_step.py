@@ -442,17 +442,24 @@ def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
 FOREACH = ("optimizer.name=torch.optim.Adam", "optimizer.options={foreach=true}")
 
 
+def count_live() -> tuple[int, int]:
+    gc.collect()
+    everything = gc.get_objects()
+    return len(everything), sum(issubclass(type(one), Tensor) for one in everything)
+
+
 def live_objects(more: tuple[str, ...]) -> list[tuple[int, int]]:
     """(objects, tensors) after steps 10 and 60."""
     state, plan = sharded(run_of("train.steps=60", "train.microbatch=2", *more))
-    counts = []
+    counts: list[tuple[int, int]] = []
     for step in train(state, plan, loss=mean_square):
         if step.index in (10, 60):
-            time.sleep(0.5)  # gloo's thread may let go of a tensor last
-            gc.collect()
-            everything = gc.get_objects()
-            counts.append((len(everything), sum(issubclass(type(one), Tensor) for one in everything)))
-            del everything
+            time.sleep(0.5)
+            counts.append(count_live())
+    deadline = time.monotonic() + 60
+    while counts[1][1] > counts[0][1] and time.monotonic() < deadline:
+        time.sleep(0.5)  # gloo's thread may let go of a tensor last
+        counts[1] = count_live()
     return counts
 
 

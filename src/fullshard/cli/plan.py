@@ -227,7 +227,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         question = _fewest_gpus(question, fewest_gpus_in_days, budget=spend, own_batch=own)
     if ladder or scaling is not None:
         return _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
-    answer = _choose_plan(question, largest)
+    answer = _choose_plan(question, largest, dry_run=dry_run)
     _save_answer(answer, plan=save, trace=trace)
     answer = _with_details(answer, sensitivity=sensitivity, mtbf=mtbf, dry_run=dry_run)
     if as_json:
@@ -240,9 +240,13 @@ def _settings_of_options(sequence_length: int | None, precision: str | None) -> 
     return [f"{key}={value}" for key, value in settings.items() if value]
 
 
-def _choose_plan(question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None) -> "PlanResult":
-    from fullshard.planning.result import choose_fastest_plan, plan_largest_input
+def _choose_plan(
+    question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None, *, dry_run: bool
+) -> "PlanResult":
+    from fullshard.planning.result import check_can_run_dry, choose_fastest_plan, plan_largest_input
 
+    if dry_run:
+        check_can_run_dry(question)  # before the time that a search takes
     return choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
 
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 def check_outputs_replaceable(
     plan: Path | None, spec: Path | None, *, trace: Path | None, force: bool
 ) -> None:
-    """Raises SpecError if an output file must not be replaced. This is checked before anything is planned."""
+    """Raises SpecError if an output file must not be replaced, or has no directory.
+
+    This is checked before anything is planned.
+    """
     from fullshard.report.trace import check_is_trace
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
@@ -22,6 +25,8 @@ def check_outputs_replaceable(
 
     for path, load in ((plan, Plan.load), (spec, ModelSpec.load), (trace, check_is_trace)):
         if path is not None:
+            with _convert_write_errors(path):
+                path.parent.stat()
             check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
 
 

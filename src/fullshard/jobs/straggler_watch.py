@@ -53,13 +53,14 @@ class StragglerWatch:
 
     every: steps of a window, which is at least LEAST_WINDOW
     device: of the ranks; links are probed there
+    probes_links: whether links are probed where no rank has a reason for slow steps
 
     The gathering runs beside the next step: no rank waits for it. All ranks judge alike.
     """
 
-    def __init__(self, *, every: int, device: torch.device) -> None:
+    def __init__(self, *, every: int, device: torch.device, probes_links: bool = True) -> None:
         self.every = min(max(every, LEAST_WINDOW), MOST_WINDOW)
-        self._device, self._host = device, boot_id()
+        self._device, self._host, self._probes_links = device, boot_id(), probes_links
         self._recent: deque[tuple[float, OwnSeconds]] = deque(maxlen=self.every)
         self._saves: deque[float] = deque(maxlen=_SAVES)
         self._has_new_save = False
@@ -118,7 +119,9 @@ class StragglerWatch:
         if work is not None:
             work.wait()
         windows = [RankWindow.from_figures(one.tolist()) for one in figures]
-        found = find_stragglers(windows) or self._find_slow_links(windows)
+        found = find_stragglers(windows)
+        if not found and self._probes_links:
+            found = self._find_slow_links(windows)
         return WindowResult(
             last_step=step,
             waiting_seconds=median(one.waiting_seconds for one in windows),

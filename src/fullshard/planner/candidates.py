@@ -129,7 +129,7 @@ def _iterate_for_target(
         divided = [m for m in meshes if groups[m] % experts == 0 or experts % groups[m] == 0]
         meshes = divided or meshes[:1]
     # Building a plan with all pinned settings raises early if they are impossible.
-    pinned = _run_with_sharding(run, meshes[0])
+    pinned = run_with_settings(run, {"sharding": _sharding_settings(meshes[0])})
     plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
     if plan.expert_parallel > 1 and (not spec.experts or spec.experts % plan.expert_parallel):
         key = f"experts of {spec.name}"
@@ -171,12 +171,16 @@ def _run_with_offload_and_tp(run: Run, apart: OffloadAndTensorParallel) -> Run:
 
 def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """Returns the plan of `run` with all settings of `candidate`."""
-    mesh, batch = candidate.mesh, candidate.batch
-    placed = _run_with_sharding(_run_with_offload_and_tp(run, candidate.apart), mesh)
-    train = {"microbatch": batch.microbatch, "gradient_sync": batch.sync}
-    settled = run_with_settings(placed, {"train": train, "run": {"compile": candidate.compiled}})
+    batch, apart = candidate.batch, candidate.apart
+    settings = {
+        "sharding": {"tensor_parallel": apart.tensor, **_sharding_settings(candidate.mesh)},
+        "offload": {"tier": apart.tier},
+        "train": {"microbatch": batch.microbatch, "gradient_sync": batch.sync},
+        "run": {"compile": candidate.compiled},
+    }
+    whole = {"recompute": candidate.recompute, "prefetch": candidate.prefetch}
     plan = Plan.from_run_for_prediction(
-        settled.model_copy(update={"recompute": candidate.recompute, "prefetch": candidate.prefetch}),
+        run_with_settings(run, settings).model_copy(update=whole),
         world_size=hardware.world_size,
         device=hardware.device,
         bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
@@ -187,13 +191,12 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     return plan.model_copy(update={"run": run_with_settings(plan.run, {"offload": update})})
 
 
-def _run_with_sharding(run: Run, mesh: ShardingChoice) -> Run:
-    sharding = {
+def _sharding_settings(mesh: ShardingChoice) -> dict[str, object]:
+    return {
         "strategy": mesh.strategy,
         "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
         "reshard_after_forward": mesh.reshard_after_forward,
     }
-    return run_with_settings(run, {"sharding": sharding})
 
 
 def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[ShardingChoice]:

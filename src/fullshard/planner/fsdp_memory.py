@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from fullshard.planner.trace_memory import LiveBytes
@@ -30,6 +31,9 @@ class FsdpBytes(NamedTuple):
         return self.in_flight + self.buffers + self.reduced
 
 
+_FSDP_BYTES = attrgetter(*FsdpBytes._fields)
+
+
 class MemoryLedger:
     """Bytes that FSDP2 has allocated now and at the highest moment, and the peak of each stream.
 
@@ -52,15 +56,16 @@ class MemoryLedger:
         held = computed + self.buffers + reduced
         if self.reduces_on_compute_stream:
             computed, reduced = computed + reduced, 0
-        self.compute_pool = max(self.compute_pool, computed)
-        self.gather_pool = max(self.gather_pool, self.buffers)
-        self.reduce_pool = max(self.reduce_pool, reduced)
+        # A search comes here millions of times, and `max` takes three times as long.
+        self.compute_pool = computed if computed > self.compute_pool else self.compute_pool
+        self.gather_pool = self.buffers if self.buffers > self.gather_pool else self.gather_pool
+        self.reduce_pool = reduced if reduced > self.reduce_pool else self.reduce_pool
         if held > self.highest:
             self.highest = held
             self.best = (self.moment, self.current_bytes_by_purpose(), live)
 
     def current_bytes_by_purpose(self) -> FsdpBytes:
-        return FsdpBytes(*(getattr(self, name) for name in FsdpBytes._fields))
+        return FsdpBytes(*_FSDP_BYTES(self))
 
     def repeat_change(self, before: FsdpBytes, times: int) -> None:
         """Adds the change since `before` another `times` times."""

@@ -31,7 +31,7 @@ Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's a
 CPU) is not counted.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
 from fullshard.planner.fsdp_memory import GradientMemoryReplay, MemoryLedger, UnshardMemoryReplay
@@ -81,9 +81,27 @@ def check_length_and_precision(spec: ModelSpec, plan: Plan) -> None:
 
 
 def bytes_by_unit_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
-    """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind)."""
-    kinds = set(spec.first_identical_unit_indices)
-    return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in kinds}
+    """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind).
+
+    They are cached on `spec` by all that `unit_bytes` depends on.
+    """
+    run, cache = plan.run, spec.derived_value_cache
+    degrees = (plan.replicate_degree, plan.shard_degree, plan.tensor_parallel, plan.expert_parallel)
+    dtypes = (plan.precision, run.precision)
+    settings = (
+        plan.has_expert_mesh,
+        plan.strategy,
+        plan.reshard_after_forward,
+        run.offload,
+        run.optimizer.in_backward,
+    )
+    key = ("bytes by unit kind", rank, plan.device, *degrees, *dtypes, *settings)
+    found = cast(dict[int, UnitBytes] | None, cache.get(key))
+    if found is None:
+        kinds = set(spec.first_identical_unit_indices)
+        found = {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in kinds}
+        cache[key] = found
+    return found
 
 
 class _StepMemoryReplay:

@@ -316,18 +316,25 @@ def with_goodput(answer: PlanResult, *, rank_failure_hours: float) -> PlanResult
     return replace(answer, goodput=found)
 
 
-def with_dry_run(answer: PlanResult) -> PlanResult:
-    """Runs the plan's real step dry, without data or devices. Returns `answer` with its memory."""
-    from fullshard.dryrun.process import dry_run
-    from fullshard.dryrun.values import Program
-
-    question = answer.question
+def check_can_run_dry(question: PlanRequest) -> None:
+    """Raises SpecError for a question of a saved spec, whose model is not there to run."""
     if question.subject.spec is not None:
         raise SpecError(
             "--dry-run needs the model itself, not only its spec.",
             got=question.subject.name,
             fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
         )
+
+
+def with_dry_run(answer: PlanResult) -> PlanResult:
+    """Runs the plan's real step dry, without data or devices. Returns `answer` with its memory.
+
+    Raises what `check_can_run_dry` does.
+    """
+    from fullshard.dryrun.process import dry_run
+    from fullshard.dryrun.values import Program
+
+    check_can_run_dry(answer.question)
     print("note: running the real step dry, which takes a minute or more", file=sys.stderr)
     program = Program(batch="fullshard.planning.describe_run:dry_run_batch")
     return replace(answer, dry=dry_run(answer.best, program))

@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class LiveMemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._malloc, self._read_again_at = _find_mallinfo2(), 0.0
+        self._malloc_costs = deque[float](maxlen=4)  # processor seconds of the last readings
         self._host_bytes: int | None = None
         self._page = os.sysconf("SC_PAGE_SIZE")
         statm = "/proc/self/statm"
@@ -96,7 +98,9 @@ class LiveMemoryMeter:
         started = time.thread_time()
         figures = self._malloc()
         self._host_bytes = figures.uordblks + figures.hblkhd
-        self._read_again_at = time.monotonic() + (time.thread_time() - started) / _MALLOC_SHARE
+        # The least of the last few: a single one may be dear, because other programs had the caches.
+        self._malloc_costs.append(time.thread_time() - started)
+        self._read_again_at = time.monotonic() + min(self._malloc_costs) / _MALLOC_SHARE
         return self._host_bytes
 
     def _read_resident(self) -> int | None:

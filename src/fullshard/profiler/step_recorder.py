@@ -26,9 +26,16 @@ class StepRecorder:
     follows it. On a device, a step is closed when all of its marks have passed.
 
     closed: the last steps, oldest first, whose marks are ns
+    queue: the time without a core, which is left out of a rank's own; None: that of the calling thread
     """
 
-    def __init__(self, clock: SpanClock, *, interruptions: Interruptions | None = None) -> None:
+    def __init__(
+        self,
+        clock: SpanClock,
+        *,
+        interruptions: Interruptions | None = None,
+        queue: RunQueue | None = None,
+    ) -> None:
         self.clock, self._interruptions = clock, interruptions
         self.mark = clock.mark
         self.unit: str | None = None  # whose collectives and copies are made now
@@ -37,7 +44,7 @@ class StepRecorder:
         self._unresolved: deque[RecordedStep] = deque()
         self._open: RecordedStep | None = None
         self._ranges: list[RangeMark] = []  # of the open step
-        self._queue, self._queued_in_waits, self._queued_before_wait = RunQueue(), 0, 0
+        self._queue, self._queued_in_waits, self._queued_before_wait = queue or RunQueue(), 0, 0
         self._wait: tuple[str, Any] | None = None  # kind and begin of the collective that is open
         self._trainer = threading.get_ident()
 

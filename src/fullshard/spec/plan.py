@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from fullshard.errors import PlanError
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run import PrecisionMode, Run, Strategy, UnitOverride
+from fullshard.spec.run import PrecisionMode, PrecisionSection, Run, Strategy, UnitOverride
 from fullshard.spec.run_checks import (
     check_experts_are_divisible,
     check_offload_supports_optimizer,
@@ -67,7 +67,7 @@ class Precision(FrozenModel):
     def from_mode(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
         """Returns the dtypes of a precision mode, with the output and buffer dtypes of `run`."""
         param, reduce, master = _MODES[mode]
-        section = (run or Run()).precision
+        section = PrecisionSection() if run is None else run.precision
         return cls(
             param=param,
             reduce=reduce,
@@ -321,8 +321,8 @@ def _resolve_auto_settings(run: Run) -> Run:
     }
     for name, defaults in plain.items():
         section: FrozenModel = getattr(run, name)
-        settled = {key: value for key, value in defaults.items() if getattr(section, key) == "auto"}
-        run = run.model_copy(update={name: section.model_copy(update=settled)})
+        if settled := {key: value for key, value in defaults.items() if getattr(section, key) == "auto"}:
+            run = run.model_copy(update={name: section.model_copy(update=settled)})
     return run
 
 

@@ -57,8 +57,18 @@ _LEAVE_SECONDS = 1.0
 
 
 @contextmanager
-def watch_for_hangs(where: PhaseTracker, section: FaultToleranceSection) -> Generator[None]:
+def watch_for_hangs(
+    where: PhaseTracker,
+    section: FaultToleranceSection,
+    *,
+    grace_seconds: float | None = None,
+    slack_seconds: float = 0.0,
+) -> Generator[None]:
     """Context in which a watchdog watches this thread, whose phase `where` holds, and the other ranks.
+
+    grace_seconds: how long to wait for the reports of other ranks; None: an eighth of the limit, 1 to 10
+    slack_seconds: further seconds for all that should come at once, where a machine stops processes for long:
+        the store's answers, heartbeats, the verdict, and the ticks of this thread
 
     If the run hangs, prints the diagnosis to standard error and exits with TrainError's exit code, or with 1
     if native code holds the interpreter. All ranks open the context with the same settings. Does nothing if
@@ -67,7 +77,9 @@ def watch_for_hangs(where: PhaseTracker, section: FaultToleranceSection) -> Gene
     if section.watchdog_timeout_seconds == 0:
         yield
         return
-    watchdog = _Watchdog(where, section)
+    if grace_seconds is None:
+        grace_seconds = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
+    watchdog = _Watchdog(where, section, grace_seconds=grace_seconds, slack_seconds=slack_seconds)
     watchdog.start()
     try:
         yield
@@ -168,15 +180,23 @@ class _StatusBoard:
 class _Watchdog:
     """Watches the thread that creates it, from a thread of its own. See [Note: how a hang is detected]."""
 
-    def __init__(self, where: PhaseTracker, section: FaultToleranceSection) -> None:
+    def __init__(
+        self,
+        where: PhaseTracker,
+        section: FaultToleranceSection,
+        *,
+        grace_seconds: float,
+        slack_seconds: float,
+    ) -> None:
         self._where, self._section = where, section
+        self._grace, self._slack = grace_seconds, slack_seconds
         answer_seconds = _clamp(_STORE * section.watchdog_timeout_seconds, _STORE_SECONDS)
-        self._board = _StatusBoard(answer_seconds=answer_seconds)
+        self._board = _StatusBoard(answer_seconds=answer_seconds + slack_seconds)
         self._tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
-        self._grace = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
         self._trainer = threading.get_ident()
         self._host = host_and_namespace_id()
         self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
+        self._excused = 0.0  # of the unmoved seconds, those in which another rank was in a slow phase
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch_until_stop, name="fullshard watchdog", daemon=True)
 
@@ -211,6 +231,7 @@ class _Watchdog:
         # Time in which this process did not run (it was stopped, or the machine slept) does not count.
         passed = min(now - self._looked_at, 4 * self._tick)
         self._unmoved = self._unmoved + passed if moves == self._moves else 0.0
+        self._excused = min(self._excused, self._unmoved)
         self._moves, self._looked_at = moves, now
 
     def _phase_limit_seconds(self) -> float:
@@ -220,20 +241,24 @@ class _Watchdog:
     def _postpone_forced_exit(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""
         # After the limit, so that the other ranks act first.
-        seconds = self._phase_limit_seconds() + 2 * self._grace
+        seconds = self._phase_limit_seconds() + 2 * self._grace + self._slack
         with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _is_hanging(self) -> bool:
         turn = min(self._board.rank, _IN_TURN) * self._tick
         now, own = time.time(), self._phase_limit_seconds()
-        if self._unmoved <= own + turn:
+        if self._unmoved - self._excused <= own + turn:
             return False
         with suppress(RuntimeError):  # a healthy rank may be in a phase with a longer limit, such as saving
-            return not any(
-                own < one.limit_seconds > one.unmoved_seconds and now - one.at < 5 * self._tick + 1
+            if any(
+                own < one.limit_seconds > one.unmoved_seconds
+                and now - one.at < 5 * self._tick + 1 + self._slack
                 for one in self._board.read_heartbeats().values()
-            )
+            ):
+                # That rank's next phase has its whole limit, too, before it comes to where this one waits.
+                self._excused = self._unmoved
+                return False
         return True
 
     def _make_heartbeat(self) -> Heartbeat:
@@ -306,7 +331,7 @@ class _Watchdog:
         return diagnose_hang(known, silent, now=time.time())
 
     def _wait_for_verdict(self) -> TrainError | None:
-        deadline = time.monotonic() + 2 * self._grace
+        deadline = time.monotonic() + 2 * self._grace + self._slack
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
                 if (error := self._board.find_verdict()) is not None:

@@ -44,7 +44,11 @@ class ProcessorSeconds(NamedTuple):
         return cls(sum(seconds) - idle, sum(seconds), sum(own[:4]))
 
     def since(self, earlier: "ProcessorSeconds") -> "ProcessorSeconds":
-        return ProcessorSeconds(*(now - before for now, before in zip(self, earlier, strict=True)))
+        """Returns the seconds since `earlier`; none is negative, though the system's idle time may be."""
+        machine, available, process = (
+            max(0.0, now - before) for now, before in zip(self, earlier, strict=True)
+        )
+        return ProcessorSeconds(min(machine, available), available, process)
 
 
 def other_programs_fraction(processes: list[ProcessorSeconds]) -> float:

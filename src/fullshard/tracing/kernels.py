@@ -118,8 +118,8 @@ def count_cpu_launches(call: OpCall) -> int:
     Each row is assumed to be one document. A rank with a part of it computes its first piece in one launch,
     and its second in two: see `fullshard.models.document_attention_cpu`.
     """
-    named, name = call.arguments_by_name(), call.bare_operator_name
-    if name.startswith(_DOCUMENTS):
+    if call.bare_operator_name.startswith(_DOCUMENTS):
+        named = call.arguments_by_name()
         query, key = named["query"], named["key"]
         return query.shape[0] * (1 if query.shape[-2] == key.shape[-2] else 3)
     return 1
@@ -259,6 +259,8 @@ def _grouped_matmul_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> K
 
 def list_tensors(nest: Any) -> list[Tensor]:
     """Returns the tensors in any nest of containers."""
+    if isinstance(nest, Tensor):
+        return [nest]
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
