@@ -13,8 +13,8 @@ from fullshard.spec.hardware_text import hardware_on
 from tests.fakes.hardware import cpu_of
 
 BENCH = Path(__file__).parents[2] / "bench"
-FILES = ("published.toml", "blind.toml", "blind-2.toml", "blind-3.toml", "blind-4.toml")
-PAGE = BENCH / "results" / "2026-11-25-blind-4.md"
+FILES = ("published.toml", "blind.toml", *(f"blind-{number}.toml" for number in range(2, 7)))
+PAGES = [BENCH / "results" / f"2026-11-25-blind-{number}.md" for number in (4, 5, 6)]
 MIXTURES = BENCH / "results" / "2026-11-25-mixtures.md"
 ROW = re.compile(r"\| test \| (.*?) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) %")
 
@@ -22,11 +22,12 @@ ROW = re.compile(r"\| test \| (.*?) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) %")
 def deviations() -> list[tuple[int, int, str, float]]:
     """Parameters, nodes, chip and deviation of each row that sets no rate."""
     found: list[tuple[int, int, str, float]] = []
-    errors = dict(ROW.findall(PAGE.read_text()))
+    errors = {name: error for page in PAGES for name, error in ROW.findall(page.read_text())}
     for file in FILES:
         table = tomllib.loads((BENCH / file).read_text())
         series = table.get("series", {})
         rows = {row["name"]: series.get(row.get("series"), {}) | row for row in table["row"]}
+        rows = {name: row for name, row in rows.items() if "mixture" not in row}
         for name, error in ((name, errors[name]) for name in rows if name in errors):
             row = rows[name]
             sizes = row["model"]
