@@ -159,11 +159,11 @@ class FusedExperts(nn.Module):
         ranks = self.all // self.num_experts
         sizes = torch.zeros(2, ranks, dtype=torch.int64, device="cpu")
         sent = x if self.copies == 1 else move_rows(x, int(len(x) * self.copies))
-        rows = move_rows(exchange_rows(sent, sizes, 1.0, 1.0, "expert"), index.numel())
+        rows = move_rows(exchange_rows(sent, sizes, 1.0, 1.0, "expert", returns=False), index.numel())
         ends = torch.zeros(len(self.down), dtype=torch.int32, device=x.device)
         inner = swiglu(multiply_groups(rows, self.gate_up, ends=ends), weights.flatten())
         y = move_rows(multiply_groups(inner, self.down, ends=ends), len(sent))
-        y = exchange_rows(y, sizes, 1.0, 1.0, "expert")
+        y = exchange_rows(y, sizes, 1.0, 1.0, "expert", returns=True)
         return y if self.copies == 1 else move_rows(y, len(x))
 
 

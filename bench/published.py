@@ -122,14 +122,8 @@ def slowed(link: Link, bytes_per_second: float) -> Link:
     def rate(old: CollectiveRate) -> CollectiveRate:
         return old.model_copy(update={"bytes_per_second": old.bytes_per_second * part})
 
-    return link.model_copy(
-        update={
-            "bytes_per_second": bytes_per_second,
-            "all_gather": rate(link.all_gather),
-            "reduce_scatter": rate(link.reduce_scatter),
-            "all_reduce": rate(link.all_reduce),
-        }
-    )
+    rates = {kind: rate(old) for kind, old in link.known_rates.items()}
+    return link.model_copy(update={"bytes_per_second": bytes_per_second, **rates})
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
@@ -149,6 +143,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
         f"sharding.context_parallel={row.get('context_parallel', 1)}",
         f"sharding.expert_parallel={row.get('expert_parallel', 1)}",
+        *(["plan.routing_spread=0"] if row.get("mixture", {}).get("balanced") else []),
         *(
             [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
             if "hybrid" in strategy
