@@ -190,7 +190,7 @@ def test_the_excess_of_the_fullest_rank_is_that_of_random_ranks() -> None:
         assert found == pytest.approx(loads.max(1).values.mean().item(), rel=0.05)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.long)])
 def test_uneven_routing_lengthens_what_is_done_with_rows_of_other_ranks(mode: str) -> None:
     """Their exchanges, and the work of experts; attention, the router and the loss stay as they are."""
     even = open_plan(mode, spread=0.0)
@@ -204,7 +204,7 @@ def test_uneven_routing_lengthens_what_is_done_with_rows_of_other_ranks(mode: st
     for term in ("compute", "model_parallel"):  # latency and other work take as long as with even routing
         first, second, third = (one.terms()[term] for one in times)
         assert first < second < factor * first
-        assert third - second == pytest.approx(second - first, rel=1e-6)
+        assert third - second == pytest.approx(second - first, rel=1e-4)
     assert memories[0].uneven_rows == 0 < memories[1].uneven_rows < memories[2].uneven_rows
     assert memories[1].total - memories[1].uneven_rows == memories[0].total
 
