@@ -23,7 +23,7 @@ from spelled import SpelledBlock, SpelledModel
 from torch import Tensor, nn
 
 from fullshard.distributed.row_exchange import exchange_rows
-from fullshard.models.decoder import Attention, DecoderModel, RotateByPosition
+from fullshard.models.decoder import Attention, DecoderModel, Mixture, RotateByPosition
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.models.experts import multiply_groups
 from fullshard.spec.model_section import DecoderConfig
@@ -126,10 +126,17 @@ class FusedModel(WideModel):
             block.feed_forward = FusedMixture(config, copies)
 
 
-class FusedMixture(nn.Module):
+class PlainRouter(nn.Linear):
+    """Scores of each rank's own tokens, which also ranks that share matmuls need not share."""
+
+    def share_sequences(self, ranks: int, *, tensor_group: str = "", context_group: str = "") -> None:
+        pass
+
+
+class FusedMixture(Mixture):
     def __init__(self, config: DecoderConfig, copies: float) -> None:
-        super().__init__()
-        self.router = nn.Linear(config.d_model, config.experts, bias=False)
+        nn.Module.__init__(self)
+        self.router, self.shared = PlainRouter(config.d_model, config.experts, bias=False), None
         self.experts = FusedExperts(config, copies)
         self.chosen = config.experts_per_token
 
@@ -159,11 +166,11 @@ class FusedExperts(nn.Module):
         ranks = self.all // self.num_experts
         sizes = torch.zeros(2, ranks, dtype=torch.int64, device="cpu")
         sent = x if self.copies == 1 else move_rows(x, int(len(x) * self.copies))
-        rows = move_rows(exchange_rows(sent, sizes, 1.0, 1.0, "expert"), index.numel())
+        rows = move_rows(exchange_rows(sent, sizes, 1.0, 1.0, "expert", returns=False), index.numel())
         ends = torch.zeros(len(self.down), dtype=torch.int32, device=x.device)
         inner = swiglu(multiply_groups(rows, self.gate_up, ends=ends), weights.flatten())
         y = move_rows(multiply_groups(inner, self.down, ends=ends), len(sent))
-        y = exchange_rows(y, sizes, 1.0, 1.0, "expert")
+        y = exchange_rows(y, sizes, 1.0, 1.0, "expert", returns=True)
         return y if self.copies == 1 else move_rows(y, len(x))
 
 

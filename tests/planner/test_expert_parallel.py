@@ -13,10 +13,13 @@ from fullshard.dryrun.step import run_dry_step
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import CollectiveLayout, all_to_all_seconds
 from fullshard.planner.search import predict, search
+from fullshard.planner.uneven_routing import fullest_rank_excess
 from fullshard.planner.unit_bytes import unit_bytes
 from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
 from fullshard.planning.parallel_degrees import DegreeSearch, choose_fastest, search_parallel_degrees
+from fullshard.spec.catalog import link_from_catalog, read_catalog_links
 from fullshard.spec.hardware import CollectiveRate
+from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -36,7 +39,7 @@ LAYERS, RANKS, EXPERTS, CHOICES = 2, 4, 8, 2
 
 def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) -> Plan:
     sizes = [f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"]
-    sizes.append(f"model.layers={LAYERS}")
+    sizes += [f"model.layers={LAYERS}", "plan.routing_spread=0"]
     return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
 
 
@@ -153,6 +156,67 @@ def test_an_exchange_between_nodes_uses_each_rank_its_own_share_of_the_network()
         all_to_all_seconds(16, group=CollectiveLayout(16, 8, 2), hardware=alone)
 
 
+@pytest.mark.parametrize("size", [2**20, 2**30])
+def test_an_exchange_over_more_nodes_takes_longer(size: int) -> None:
+    """For as many bytes per rank: more of them cross, to more ranks."""
+    hardware = hardware_on("16x8xH100")
+    groups = [CollectiveLayout(8 * nodes, 8, nodes) for nodes in (1, 2, 4, 8, 16)]
+    seconds = [all_to_all_seconds(size, group=group, hardware=hardware) for group in groups]
+    assert seconds == sorted(seconds)
+
+
+def test_no_link_of_the_catalog_exchanges_faster_than_it_gathers() -> None:
+    for name in read_catalog_links():
+        link = link_from_catalog(name)
+        assert link.all_to_all is not None
+        assert link.all_to_all.bytes_per_second <= link.all_gather.bytes_per_second
+
+
+def test_the_fullest_rank_has_more_with_more_ranks_and_fewer_experts_each() -> None:
+    def excess(ranks: int, experts: int, layers: int = 1) -> float:
+        return fullest_rank_excess(0.2, ranks=ranks, experts_per_rank=experts, layers=layers)
+
+    assert excess(1, 8) == excess(1, 8, layers=4) == 0
+    by_ranks = [excess(ranks, 4) for ranks in (1, 2, 8, 64, 1024)]
+    assert by_ranks == sorted(set(by_ranks))
+    assert excess(8, 1) > excess(8, 4) == pytest.approx(excess(8, 1) / 2)
+    assert excess(8, 4, layers=16) > excess(8, 4)
+
+
+def test_the_excess_of_the_fullest_rank_is_that_of_random_ranks() -> None:
+    """Within 5 % from four ranks on."""
+    torch.manual_seed(0)
+    for ranks in (4, 32):
+        loads = (0.2 * torch.randn(20_000, ranks, 2)).mean(-1)
+        found = fullest_rank_excess(0.2, ranks=ranks, experts_per_rank=2)
+        assert found == pytest.approx(loads.max(1).values.mean().item(), rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.long)])
+def test_uneven_routing_lengthens_what_is_done_with_rows_of_other_ranks(mode: str) -> None:
+    """Their exchanges, and the work of experts; attention, the router and the loss stay as they are."""
+    even = open_plan(mode, spread=0.0)
+    times = [prediction_of(predict(traced_spec(mode, 4), even, cpu_of(8))).time]
+    memories = [prediction_of(predict(traced_spec(mode, 4), even, cpu_of(8))).memory]
+    for spread in (0.2, 0.4):
+        found = prediction_of(predict(traced_spec(mode, 4), open_plan(mode, spread=spread), cpu_of(8)))
+        times.append(found.time)
+        memories.append(found.memory)
+    factor = 1 + fullest_rank_excess(0.2, ranks=4, experts_per_rank=EXPERTS / 4)
+    for term in ("compute", "model_parallel"):  # latency and other work take as long as with even routing
+        first, second, third = (one.terms()[term] for one in times)
+        assert first < second < factor * first
+        assert third - second == pytest.approx(second - first, rel=1e-4)
+    assert memories[0].uneven_rows == 0 < memories[1].uneven_rows < memories[2].uneven_rows
+    assert memories[1].total - memories[1].uneven_rows == memories[0].total
+
+
+def test_whole_experts_do_not_wait_for_uneven_routing() -> None:
+    even, uneven = (expert_plan(1, f"plan.routing_spread={spread}") for spread in (0, 0.5))
+    found = [prediction_of(predict(described(even), plan, cpu_of(RANKS))) for plan in (even, uneven)]
+    assert found[0] == found[1]
+
+
 def test_numbers_of_ranks_follow_nodes_and_divide_the_experts() -> None:
     assert list(iterate_expert_degrees(hardware_of(4, 8), 16)) == [2, 4, 8, 16]
     assert list(iterate_expert_degrees(hardware_of(1, 8), 12)) == [2, 4]
@@ -178,6 +242,12 @@ def derived_specs(mode: str) -> dict[int, ModelSpec]:
 def traced_spec(mode: str, degree: int) -> ModelSpec:
     run = open_run(f"recompute.mode={mode}", f"sharding.expert_parallel={degree}")
     return describe(meta_model(expert_plan(1)), run, loss=next_token_loss)
+
+
+def open_plan(mode: str, *, spread: float) -> Plan:
+    batch = ["train.microbatch=2", "train.global_batch=64", "sharding.strategy=full_shard"]
+    own = [f"recompute.mode={mode}", "sharding.expert_parallel=4", f"plan.routing_spread={spread}"]
+    return Plan.from_run(open_run(*own, *batch), world_size=8)
 
 
 @pytest.mark.parametrize(("nodes", "scale"), [(1, 1.0), (2, 0.02), (2, 20.0)])

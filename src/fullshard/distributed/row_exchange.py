@@ -34,13 +34,14 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
 
 @torch.library.custom_op(f"fullshard::{EXCHANGE_ROWS}", mutates_args=())
 def exchange_rows(  # signature: torch's
-    rows: Tensor, sizes: Tensor, scale: float, gradient_scale: float, group: str
+    rows: Tensor, sizes: Tensor, scale: float, gradient_scale: float, group: str, *, returns: bool
 ) -> Tensor:
     """Returns the rows that all ranks sent this one, in the order of ranks. Collective.
 
     rows: (rows, channels), those for each rank in turn
     sizes: int64 (2, ranks) on the CPU: the number of rows that go to each rank, and that come from each
     scale, gradient_scale: factors of the result, and of the gradient of `rows`
+    returns: False for rows on their way to their experts, True for rows on their way back
     """
     sent, received = (list(map(int, one.tolist())) for one in sizes)
     with TimedRange(MODEL_PARALLEL_RANGE, operation=EXCHANGE_ROWS):
@@ -60,16 +61,20 @@ def _counts_shape(counts: Tensor, group: str) -> Tensor:  # signature: torch's
 
 @exchange_rows.register_fake
 def _balanced_shape(  # signature: torch's
-    rows: Tensor, sizes: Tensor, scale: float, gradient_scale: float, group: str
+    rows: Tensor, sizes: Tensor, scale: float, gradient_scale: float, group: str, *, returns: bool
 ) -> Tensor:
     return torch.empty_like(rows)
 
 
-def _save_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # signature: torch's
+def _save_sizes(  # signature: torch's
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
     _, ctx.sizes, _, ctx.scale, ctx.group = inputs
+    ctx.returns = keyword_only_inputs["returns"]
 
 
 @partial(exchange_rows.register_autograd, setup_context=_save_sizes)
 def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
-    back = exchange_rows(gradient.contiguous(), ctx.sizes.flip(0), ctx.scale, 1.0, ctx.group)
+    sizes = ctx.sizes.flip(0)
+    back = exchange_rows(gradient.contiguous(), sizes, ctx.scale, 1.0, ctx.group, returns=not ctx.returns)
     return back, None, None, None, None

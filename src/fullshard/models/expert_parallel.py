@@ -95,10 +95,11 @@ class _DividedExperts:
         received = exchange_counts(sent, self.group)
         # Copied to the host once, which waits for the device: exchanges need the sizes there.
         sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
-        rows = exchange_rows(hidden_states[order // top_k_index.shape[1]], sizes, 1.0, self.scale, self.group)
+        rows = hidden_states[order // top_k_index.shape[1]]
+        rows = exchange_rows(rows, sizes, 1.0, self.scale, self.group, returns=False)
         y = self._compute_own(rows, received)
         del rows
-        y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group)
+        y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group, returns=True)
         return sum_choices(y, order, weights=top_k_weights)
 
     def _compute_own(self, rows: Tensor, received: Tensor) -> Tensor:

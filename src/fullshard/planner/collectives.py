@@ -86,13 +86,15 @@ def all_to_all_seconds(count: float, *, group: CollectiveLayout, hardware: Hardw
 
     Where it was not measured, it is assumed to take as long as an all-gather whose result has this size. To
     other nodes, each rank sends (n - p) / n of its bytes over its own share of the NICs, for p of the n ranks
-    in a node. Raises PlanError as `collective_seconds` does.
+    in a node, with the latency of n - p messages. Raises PlanError as `collective_seconds` does.
     """
     if group.nodes == 1 or group.ranks <= 1:
         return collective_seconds("all_to_all", count, group=group, hardware=hardware)
     across = _rate_of(_require_link_between_nodes(hardware, group), "all_to_all")
-    far = count * (group.ranks - group.in_node) / group.ranks
-    seconds = across.predict_seconds(far * group.nodes / (group.nodes - 1), group.nodes)
+    peers = group.ranks - group.in_node
+    far = count * peers / group.ranks
+    # `predict_seconds` takes the bytes of all ranks of which each but one gets a part.
+    seconds = across.predict_seconds(far * (peers + 1) / peers, peers + 1)
     near = count * (group.in_node - 1) / group.ranks
     return max(seconds, near / _rate_of(hardware.within, "all_to_all").bytes_per_second)
 

@@ -37,6 +37,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.fsdp_memory import GradientMemoryReplay, MemoryLedger, UnshardMemoryReplay
 from fullshard.planner.offload import device_update_buffer_bytes
 from fullshard.planner.trace_memory import LiveBytes, PhaseBytes, memory_trace
+from fullshard.planner.uneven_routing import uneven_rows_bytes
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_state_bytes, unit_bytes, update_temporary_bytes
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -155,7 +156,8 @@ class _StepMemoryReplay:
             "buffers": self.spec.buffer_bytes,
             "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
         }
-        pools = (ledger.compute_pool + sum(lasting.values()), ledger.gather_pool, ledger.reduce_pool)
+        uneven = uneven_rows_bytes(self.spec, self.plan)
+        compute_pool = ledger.compute_pool + sum(lasting.values()) + uneven
         return MemoryTerms(
             moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,
             **lasting,
@@ -165,7 +167,8 @@ class _StepMemoryReplay:
             activations=live.activations,
             loss=live.loss,
             backward=live.backward,
-            stream_pools=pools,
+            uneven_rows=uneven,
+            stream_pools=(compute_pool, ledger.gather_pool, ledger.reduce_pool),
         )
 
     def _replay_fsdp_event(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:

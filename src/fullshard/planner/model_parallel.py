@@ -16,8 +16,8 @@ parameters    each rank has 1/E of the experts, sharded over the world / E ranks
 exchanges     k b s d values per layer, which a rank sends and receives twice in forward and twice in
               backward, and twice more if forward is recomputed; (E - 1) / E of them go to other ranks.
               Before them, one per forward of a few numbers. Computing waits for each.
-computing     as with E = 1: ranks are assumed to get as many rows as they send. A rank that gets more
-              computes longer, and needs more memory, in proportion.
+              E ranks wait for the fullest of them: see [Note: uneven routing] in `planner.uneven_routing`.
+computing     as with E = 1, but for rows that come to the fullest rank.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from fullshard.planner.collectives import (
     replicate_group_layout,
 )
 from fullshard.planner.collectives import shard_group_layout as consecutive_group_layout
+from fullshard.planner.uneven_routing import fullest_rank_factor
 from fullshard.planner.unit_costs import to_ticks
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import KernelKind, ModelSpec, SharedAxis, TracePhase
@@ -48,6 +49,7 @@ def model_parallel_ticks(
 ) -> tuple[int, ...]:
     """Returns the ticks of the collectives among ranks that share work, in each phase."""
     groups, without_waits = _layouts_by_axis(plan, hardware), hardware.without_waits
+    received = fullest_rank_factor(spec, plan)
 
     def seconds(index: int) -> float:
         kernel = spec.kernels[index]
@@ -55,7 +57,7 @@ def model_parallel_ticks(
             return 0.0
         size, group = kernel.bytes.value_at(plan.microbatch), groups[kernel.axis]
         if kernel.kind == "row_exchange":
-            return all_to_all_seconds(size, group=group, hardware=without_waits)
+            return all_to_all_seconds(received * size, group=group, hardware=without_waits)
         return collective_seconds(_RATES[kernel.kind], size, group=group, hardware=without_waits)
 
     return tuple(to_ticks(sum(times * seconds(index) for index, times in phase.work)) for phase in phases)

@@ -135,15 +135,17 @@ def phase_costs(
     *,
     rates: Rates,
     microbatch: int,
+    received: float = 1.0,
 ) -> tuple[PhaseSecondsAndLaunches, ...]:
-    """Returns the cost of each phase."""
+    """Returns the cost of each phase. `received`: rows that come to this rank's experts, over the mean."""
     seconds: dict[int, float] = {}
     costs: list[PhaseSecondsAndLaunches] = []
     for phase in phases:
         total, launches, exchanges = 0.0, 0.0, 0
         for index, times in phase.work:
             if index not in seconds:
-                seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch)
+                factor = received if kernels[index].received else 1.0
+                seconds[index] = factor * kernel_seconds(kernels[index], rates, microbatch=microbatch)
             total += seconds[index] * times
             launches += times * count_pieces(kernels[index], rates, microbatch=microbatch)
             exchanges += times if kernels[index].axis is not None else 0

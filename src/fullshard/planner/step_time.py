@@ -47,6 +47,7 @@ from fullshard.planner.simulate import (
     simulate_second_step,
 )
 from fullshard.planner.streams import StreamClocks
+from fullshard.planner.uneven_routing import fullest_rank_factor
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, is_summed_in_host_memory, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
@@ -103,7 +104,7 @@ class DeviceHostTicks(NamedTuple):
     issue: int  # ticks of the host's launches
 
 
-WorkKey = tuple[int, int, bool]
+WorkKey = tuple[int, int, bool, float]
 
 
 @dataclass
@@ -263,10 +264,11 @@ class StepTimePredictor:
         return first, self._microbatch_work(plan, trace, adds=adds)
 
     def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
-        key = (id(trace), plan.microbatch, adds)
+        key = (id(trace), plan.microbatch, adds, plan.run.plan.routing_spread)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
-            costs = phase_costs(phases, self.spec.kernels, rates=rates, microbatch=plan.microbatch)
+            kernels, received = self.spec.kernels, fullest_rank_factor(self.spec, plan)
+            costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
             sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
             lengths = tuple(

@@ -86,6 +86,15 @@ def normalized_chip_name(name: str) -> str:
     return key
 
 
+class AllToAllFigures(FrozenModel):
+    """Figures of a link's all-to-all; those that are not known are as of an all-gather."""
+
+    efficiency: float | None = Field(default=None, gt=0, le=1)
+    base_seconds: NonNegativeFloat | None = None
+    hop_seconds: NonNegativeFloat | None = None
+    source: str = ""
+
+
 class CatalogLink(FrozenModel):
     """A link in `links.toml`, whose head explains each field."""
 
@@ -93,6 +102,7 @@ class CatalogLink(FrozenModel):
     efficiency: float = Field(gt=0, le=1)
     base_seconds: NonNegativeFloat
     hop_seconds: NonNegativeFloat
+    all_to_all: AllToAllFigures = AllToAllFigures()
     source: str
 
 
@@ -114,5 +124,9 @@ def link_from_catalog(name: str) -> Link:
     base, hop = entry.base_seconds, entry.hop_seconds
     once = CollectiveRate(base_seconds=base, hop_seconds=hop, bytes_per_second=rate)
     twice = CollectiveRate(base_seconds=base, hop_seconds=2 * hop, bytes_per_second=rate / 2)
-    collectives = {"all_gather": once, "reduce_scatter": once, "all_reduce": twice}
+    own = entry.all_to_all.model_dump(include={"base_seconds", "hop_seconds"}, exclude_none=True)
+    if entry.all_to_all.efficiency is not None:
+        own["bytes_per_second"] = entry.bytes_per_second * entry.all_to_all.efficiency
+    exchange = once.model_copy(update=own)
+    collectives = {"all_gather": once, "reduce_scatter": once, "all_reduce": twice, "all_to_all": exchange}
     return Link(name=name, bytes_per_second=entry.bytes_per_second, source=entry.source, **collectives)

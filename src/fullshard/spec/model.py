@@ -119,6 +119,7 @@ class Kernel(FrozenModel):
     pieces: number of launches among which the FLOP and bytes of one are divided: the matrices of a grouped
         matmul, where the device multiplies them in turn, and on the CPU chunks of the loss and documents
     rows: rows that each matrix of a grouped matmul multiplies, on average; 0 for other kernels
+    received: True if it works on rows that ranks sent to the experts of this one, or brings them
     """
 
     kind: KernelKind
@@ -132,6 +133,7 @@ class Kernel(FrozenModel):
     head_dim: NonNegativeInt = 0
     pieces: LinearInMicrobatch = LinearInMicrobatch(1.0)
     rows: LinearInMicrobatch = LinearInMicrobatch()
+    received: bool = False
 
 
 class KernelIndexAndCount(NamedTuple):

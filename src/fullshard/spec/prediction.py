@@ -28,6 +28,7 @@ class MemoryTerms(FrozenModel):
     activations          results of the units' forward passes that backward still needs
     loss                 results of the loss (fp32 logits are most of it)
     backward             gradients of activations, and recomputed activations
+    uneven_rows          rows beyond the mean that come to the experts of the fullest rank
     """
 
     moment: str
@@ -41,6 +42,7 @@ class MemoryTerms(FrozenModel):
     activations: int = 0
     loss: int = 0
     backward: int = 0
+    uneven_rows: int = 0
     workspace: int = 0
     stream_pools: tuple[int, int, int] = (0, 0, 0)
 

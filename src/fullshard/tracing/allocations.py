@@ -88,6 +88,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._fusing = _FusedElementwiseKernel(0)
         self._is_compiled, self._unwritten = False, dict[int, None]()  # keys of storages not yet in memory
         self._work_factor, self._is_backward = 1.0, False
+        self._has_received_rows = False  # between the exchanges to the experts and back
         self.loss_chunk = 0  # rows of logits that the loss computed at once; 0 for all
         # keys of the two gradients that the latest operation added; empty after another operation
         self._added_gradients: set[int] = set()
@@ -164,10 +165,13 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _record_launch(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         factor = self._work_factor
+        if launch.kind == "row_exchange":
+            self._has_received_rows = launch.received
         launch = launch._replace(
             flops=round(factor * launch.flops),
             bytes=round(factor * launch.bytes),
             backward=self._is_backward,
+            received=self._has_received_rows,
             unaligned=launch.unaligned and not self._is_compiled,  # Inductor pads such matrices
         )
         self.recorded[-1].work.append(launch)

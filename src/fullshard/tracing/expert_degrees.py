@@ -107,7 +107,7 @@ def _derive_phase(
                 flops=a.flops + interpolate(b.flops, c.flops) - b.flops,
                 bytes=a.bytes + interpolate(b.bytes, c.bytes) - b.bytes,
                 pieces=a.pieces + interpolate(b.pieces, c.pieces) - b.pieces,
-                rows=a.rows + interpolate(b.rows, c.rows) - b.rows,
+                rows=a.rows * interpolate(b.rows, c.rows) / b.rows if b.rows else 0.0,
             )
             for a, b, c in zip(*of, strict=True)
         ]

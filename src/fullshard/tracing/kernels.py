@@ -70,6 +70,7 @@ class KernelLaunch(NamedTuple):
     head_dim: width of the queries of one head of attention
     pieces: number of launches that it is where matrices of experts are multiplied in turn, or on the CPU
     rows: rows of each matrix of a grouped matmul, on average
+    received: True if it works on rows that ranks sent to the experts of this one, or brings them
     """
 
     kind: KernelKind
@@ -83,6 +84,7 @@ class KernelLaunch(NamedTuple):
     head_dim: int = 0
     pieces: float = 1.0
     rows: float = 0.0
+    received: bool = False
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -109,7 +111,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     if name in _COLLECTIVES:
         kind, axis = _COLLECTIVES[name][0], call.arguments_by_name()["group"]
         moved = max(map(readable_tensor_bytes, (*read, *written)))
-    return KernelLaunch(kind, dtype, 0, moved, axis=axis)
+    received = name == EXCHANGE_ROWS and not call.arguments_by_name()["returns"]
+    return KernelLaunch(kind, dtype, 0, moved, axis=axis, received=received)
 
 
 def count_cpu_launches(call: OpCall) -> int:

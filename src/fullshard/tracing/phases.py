@@ -47,6 +47,7 @@ class KernelIndex:
                 head_dim=a.head_dim,
                 pieces=_line_over_microbatch(a.pieces, b.pieces, microbatch=microbatch),
                 rows=_line_over_microbatch(a.rows, b.rows, microbatch=microbatch),
+                received=a.received,
             )
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
