@@ -34,7 +34,7 @@ def test_steps_that_are_as_predicted_change_nothing():
     "factors",
     [
         RateSlowdowns(collective=3.0),
-        RateSlowdowns(compute=1.7, memory=1.7),
+        pytest.param(RateSlowdowns(compute=1.7, memory=1.7), marks=pytest.mark.long),
         pytest.param(RateSlowdowns(unit=4), marks=pytest.mark.long),
     ],
 )

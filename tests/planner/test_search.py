@@ -78,7 +78,7 @@ def best_by_rule(known: list[Known], run: Run, *, capacity: int) -> Known | None
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_the_search_equals_brute_force(data: st.DataObject):
     assert_the_search_equals_brute_force(data)

@@ -83,12 +83,15 @@ def test_a_rank_holds_what_the_plan_and_the_dry_run_say(overrides: list[str], ra
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
 
 
+# Described once for both tests.
+HALF = ("recompute.mode=none", "model.kv_heads=8", "precision.mode=bf16", "model.layers=3")
+
+
 def test_activations_without_recompute_are_divided() -> None:
     """All of them: a gathered input is not saved, but gathered again. Tables of positions are whole."""
 
     def saved(tensor: int) -> float:
-        settings = ("recompute.mode=none", "model.kv_heads=8", "precision.mode=bf16", "model.layers=3")
-        plan = tensor_plan(*settings, tensor=tensor)
+        plan = tensor_plan(*HALF, tensor=tensor)
         (end,) = [p.end for p in described(plan).trace_for_plan(plan).phases if p.event == "end_forward"]
         return end.activations.per_sequence
 
@@ -96,7 +99,7 @@ def test_activations_without_recompute_are_divided() -> None:
 
 
 def test_shards_of_matrices_stay_and_vectors_are_on_every_rank() -> None:
-    plans = [tensor_plan("model.kv_heads=8", tensor=t) for t in (1, RANKS)]
+    plans = [tensor_plan(*HALF, tensor=t) for t in (1, RANKS)]
     one, divided = (predicted(plan).parameter_shards for plan in plans)
     vectors = sum(p.numel for unit in described(plans[0]).units for p in unit.parameters if len(p.shape) == 1)
     assert divided - one == 4 * vectors * (RANKS - 1) // RANKS
