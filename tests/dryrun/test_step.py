@@ -43,7 +43,7 @@ def of_two() -> DryRunMemory:
             marks=pytest.mark.long,
         ),
         (2, 1, ["recompute.mode=offload"]),
-        (4, 1, ["sharding.tensor_parallel=2", "train.loss_chunk=32"]),
+        pytest.param(4, 1, ["sharding.tensor_parallel=2", "train.loss_chunk=32"], marks=pytest.mark.long),
         (2, 1, ["model.hf=llama"]),
         pytest.param(2, 1, ["model.hf=llama", "sharding.tensor_parallel=2"], marks=pytest.mark.long),
     ],

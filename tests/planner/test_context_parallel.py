@@ -93,7 +93,8 @@ def test_a_rank_holds_what_the_plan_and_the_dry_run_say(method: str, overrides: 
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("kv_heads", [2, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kv_heads", [2, 8])
 def test_activations_are_divided_but_for_gathered_keys(kv_heads: int) -> None:
     """A quarter, to a few percent: attention within documents keeps other small tensors than torch's own."""
 

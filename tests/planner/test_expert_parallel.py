@@ -121,12 +121,10 @@ def label(plan: Plan) -> str:
     return "-".join(map(str, (*parts, plan.run.prefetch.mode, plan.precision.param, plan.accumulation)))
 
 
+@pytest.mark.long  # `tests.planner.test_axes_together` has one beside other axes
 @pytest.mark.parametrize(
     "plan",
-    [
-        pytest.param(plan, marks=() if i == 1 else pytest.mark.long, id=label(plan))
-        for i, plan in enumerate(PLANS)
-    ],
+    [pytest.param(plan, id=label(plan)) for plan in PLANS],
 )
 def test_a_rank_holds_what_the_plan_says(plan: Plan) -> None:
     """As the dry run, which runs the same code as training, if rows are balanced."""

@@ -260,7 +260,7 @@ def test_what_lasts_is_sixteen_bytes_a_parameter_over_the_ranks():
         assert terms.optimizer_state == 8 * parameters(plan) // n + steps
 
 
-@pytest.mark.parametrize(("mode", "wire"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("mode", "wire"), [pytest.param("fp32", 4, marks=pytest.mark.long), ("bf16", 2)])
 def test_at_the_loss_only_the_unit_of_the_head_is_in_flight(mode, wire):
     """It is kept for its backward, which comes next; its all-gather buffer is freed when forward ends."""
     plan = plan_of(2, f"precision.mode={mode}", "model.vocabulary=16384", "recompute.mode=full")

@@ -247,7 +247,9 @@ def test_an_update_on_the_device_is_copies_and_two_pieces_of_its_memory():
     assert (device.host_bytes, device.disk_bytes) == (host.host_bytes, host.disk_bytes)
 
 
-@pytest.mark.parametrize("tier", ["params+optimizer:cpu", "optimizer:nvme"])
+@pytest.mark.parametrize(
+    "tier", [pytest.param("params+optimizer:cpu", marks=pytest.mark.long), "optimizer:nvme"]
+)
 def test_what_is_updated_where_it_is_faster(tier: Tier):
     """16 bytes a parameter at 5e10 a second are 3.1e9 parameters a second, without the update itself."""
     pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", f"offload.tier={tier}")

@@ -118,7 +118,7 @@ SETTINGS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "state alone": (2, 1, "", ("offload.tier=optimizer:nvme",)),
     "bf16": (2, 2, "", ("precision.mode=bf16", "offload.moments=bf16")),
 }
-QUICK_SETTINGS = {"one group", "accumulated", "frozen base"}
+QUICK_SETTINGS = {"accumulated", "frozen base"}
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_shards_of_matrices_stay_and_vectors_are_on_every_rank() -> None:
     assert divided - one == 4 * vectors * (RANKS - 1) // RANKS
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.long), "full"])
 @pytest.mark.parametrize("prefetch", ["none", "implicit"])
 def test_bounds_hold(mode: str, prefetch: str) -> None:
     more = ("train.microbatch=1", "model.layers=8", "model.kv_heads=8", "precision.mode=bf16")

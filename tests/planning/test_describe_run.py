@@ -74,6 +74,7 @@ def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
     assert cached.model_dump_json() == fresh.model_dump_json()
 
 
+@pytest.mark.long
 def test_a_cached_spec_without_compiled_traces_is_not_taken_for_a_compiled_run() -> None:
     auto = Run.load(overrides=[*SMALL, "recompute.mode=none"])
     assert not any(trace.compiled for trace in describe_run(auto, "cpu").traces)

@@ -109,7 +109,8 @@ def allocated(
 @pytest.mark.parametrize(
     ("recompute", "precision"),
     [
-        *[("every", "bf16"), ("selective", "bf16"), ("offload", "fp32")],
+        *[("every", "bf16"), ("selective", "bf16")],
+        pytest.param("offload", "fp32", marks=pytest.mark.long),
         pytest.param("none", "fp32", marks=pytest.mark.long),
         pytest.param("full", "bf16", marks=pytest.mark.long),
         pytest.param("none", "bf16", marks=pytest.mark.long),
@@ -431,7 +432,7 @@ def only_trace_of(spec: ModelSpec, plan: Plan) -> MicrobatchTrace:
     return spec.choose_trace(plan.run.recompute, plan.microbatch)
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8_rowwise"])
+@pytest.mark.parametrize("mode", ["fp8", pytest.param("fp8_rowwise", marks=pytest.mark.long)])
 def test_matmuls_in_fp8_are_those_of_the_blocks(mode: str):
     pytest.importorskip("torchao")
     spec, flops = matmuls_of_a_gpu(f"precision.mode={mode}", "precision.fp8_min_features=16")

@@ -1,5 +1,6 @@
 """Dropout is traced as it trains: its masks are counted, whatever mode the model came in."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +31,7 @@ def dropout_model(rate: float, *, width: int = 64, layers: int = 4) -> nn.Module
     return nn.Sequential(nn.Embedding(256, width), *blocks, nn.Linear(width, 256))
 
 
+@pytest.mark.long
 def test_dropout_is_traced_as_it_trains_though_the_model_is_in_evaluation_mode():
     plan = plan_of("recompute.mode=none", "sharding.units.min_parameters=1", "sharding.units.policy=size")
     model = dropout_model(0.1)

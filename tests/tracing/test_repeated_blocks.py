@@ -60,7 +60,8 @@ def test_dense_blocks_before_those_of_a_mixture_do_not_make_all_be_traced(tmp_pa
     assert all(trace.repeats for trace in describe_run(run, "cuda", cached=False).traces)
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_blocks_with_experts_are_as_if_they_were_traced_alone(mode: str, tmp_path: Path) -> None:
     run = mixture_run("granitemoe", tmp_path, f"recompute.mode={mode}")
     both = describe_run(run.with_overrides(["run.compile=auto"]), "cuda", cached=False)
