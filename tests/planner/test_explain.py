@@ -31,7 +31,7 @@ def test_slow_links_bind():
 def test_memory_binds_where_more_of_it_would_be_faster():
     found = explained(hardware_of(1, 8, gib=60))
     assert found.binds == "memory"
-    assert "more per rank: " in found.because
+    assert re.search(r"with .* more than the .* per rank: ", found.because)
     assert found.runners_up[0].lacks_bytes > 0
 
 

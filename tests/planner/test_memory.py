@@ -99,12 +99,14 @@ def test_peak_is_the_sum_of_its_terms(ranks, strategy, precision):
         pytest.param("full_shard", "fp32", "full", marks=pytest.mark.long),
         pytest.param("no_shard", "bf16_reduce", "every", marks=pytest.mark.long),
         ("full_shard", "bf16", "offload"),
+        pytest.param("full_shard", "fp32", "full recompute.blocks=2", marks=pytest.mark.long),
         pytest.param("full_shard", "bf16_pure", "full", marks=pytest.mark.long),
         ("zero1", "bf16", "selective"),
     ],
 )
 def test_peak_under_recompute(ranks, strategy, precision, recompute):
-    plan = plan_of(2, *STRATEGIES[strategy], f"precision.mode={precision}", f"recompute.mode={recompute}")
+    settings = (*STRATEGIES[strategy], f"precision.mode={precision}")
+    plan = plan_of(2, *settings, *f"recompute.mode={recompute}".split())
     check(plan, ranks(2).run(measured, plan))
 
 

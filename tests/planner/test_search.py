@@ -13,10 +13,10 @@ from fullshard.planner.candidates import build_plan, iterate_candidates
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.search import SAME_MEMORY, SAME_SPEED, SearchResult, plan, predict, search
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec
+from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, RepeatedUnits
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run import Run, Strategy
+from fullshard.spec.run import RecomputeSection, Run, Strategy
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import LLAMA_8B, LLAMA_405B, Shape, decoder_spec, run_for
 
@@ -201,6 +201,17 @@ def test_a_spec_that_holds_for_one_microbatch_is_planned_for_that():
     for pins in ((), ("recompute.mode=full",)):
         found = search(alone, hardware_of(1, 2), run_for(SMALL, "train.global_batch=8", *pins))
         assert {plan.microbatch for plan in found.by_strategy.values()} == {1}
+
+
+def test_quarters_of_the_blocks_are_tried_where_a_trace_tells_of_any_number():
+    kinds = (RepeatedUnits(first=2, units=1, times=13), RepeatedUnits(first=6, units=1, times=13))
+    section, none = RecomputeSection(mode="full", blocks=16), LinearInMicrobatch()
+    some = MicrobatchTrace(recompute=section, batch_bytes=none, phases=(), repeats=kinds, blocks=32, border=0)
+    assert some.recomputed_block_counts() == range(4, 29)
+    assert [one.times for one in some.with_recomputed_blocks(20).repeats] == [17, 9]
+    spec = decoder_spec(SMALL).model_copy(update={"traces": (some,)})
+    candidates = iterate_candidates(spec, hardware_of(1, 8), run=run_for(SMALL, "train.global_batch=8"))
+    assert {candidate.recompute.blocks for candidate in candidates} == {8, 16, 24}
 
 
 def test_the_plainer_of_two_that_are_as_fast_is_taken():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard.errors import ShardError
 from fullshard.sharding.materialize import materialize
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.spec.run import RecomputeSection
@@ -125,21 +126,30 @@ def test_what_selective_saved_must_not_be_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "every", "taken"),
+    ("mode", "settings", "taken"),
     [
-        ("every", None, [0, 2]),
-        ("every", 3, [0, 3]),
-        ("offload", None, [0, 1, 2, 3]),
-        ("offload", 2, [0, 2]),
-        ("full", 3, [0, 1, 2, 3]),
+        ("every", {}, [0, 2]),
+        ("every", {"every": 3}, [0, 3]),
+        ("offload", {}, [0, 1, 2, 3]),
+        ("offload", {"every": 2}, [0, 2]),
+        ("full", {"every": 3}, [0, 1, 2, 3]),
+        ("full", {"blocks": 3}, [0, 1, 2]),
+        ("selective", {"blocks": 1}, [0]),
     ],
 )
-def test_of_so_many_blocks_the_first_is_taken(mode: str, every: int | None, taken: list[int]) -> None:
+def test_the_blocks_that_are_asked_for_are_taken(
+    mode: str, settings: dict[str, int], taken: list[int]
+) -> None:
     model = blocks()
     forwards = [block.forward for block in model]
-    apply_recompute(list(model), RecomputeSection(mode=mode, every=every))
+    apply_recompute(list(model), RecomputeSection(mode=mode, **settings))
     changed = [at for at, block in enumerate(model) if block.forward != forwards[at]]
     assert changed == taken
+
+
+def test_more_blocks_than_there_are_cannot_recompute() -> None:
+    with pytest.raises(ShardError, match="only 4 of 5 blocks"):
+        apply_recompute(list(blocks()), RecomputeSection(mode="full", blocks=5))
 
 
 @pytest.mark.parametrize("mode", ["full", "offload"])

@@ -172,6 +172,7 @@ def test_an_earlier_name_of_a_key_leads_to_a_present_one():
         ("[sharding]\nstrategy = 'zero2'\nreshard_after_forward = 2", "sharding", "not shard_grad_op"),
         ("[sharding.units]\npolicy = 'names'", "sharding.units", 'names = ["blocks.*"]'),
         ("[precision]\nmode = 'int8'", "precision.mode", "bf16"),
+        ("[recompute]\nmode = 'none'\nblocks = 2", "recompute", 'needs mode = "full" or "selective"'),
         (
             "[[sharding.units.overrides]]\nmatch = 'x'\nreshard_after_forward = 'no way'",
             _OVERRIDE,

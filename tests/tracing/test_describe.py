@@ -9,6 +9,7 @@ from torch import nn
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
+from fullshard.planner.step_time import StepTimePredictor
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.memory import measure_peak_memory
 from fullshard.sharding.precision import TORCH_DTYPE
@@ -21,6 +22,7 @@ from fullshard.spec.run import RecomputeSection, Run
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import choose_loss, next_token_loss
 from tests.fakes.architectures import LENGTH, loss_of, on_meta
+from tests.fakes.hardware import hardware_of
 from tests.fakes.models import VOCABULARY, OddModel
 
 CPU = torch.device("cpu")
@@ -110,6 +112,7 @@ def allocated(
     ("recompute", "precision"),
     [
         *[("every", "bf16"), ("selective", "bf16")],
+        pytest.param("full recompute.blocks=2", "fp32", marks=pytest.mark.long),
         pytest.param("offload", "fp32", marks=pytest.mark.long),
         pytest.param("none", "fp32", marks=pytest.mark.long),
         pytest.param("full", "bf16", marks=pytest.mark.long),
@@ -120,10 +123,10 @@ def allocated(
     ],
 )
 def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
-    plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
+    plan = plan_of(*f"recompute.mode={recompute}".split(), f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
-    blocks = {"none": 0, "every": 2, "offload": 0}.get(recompute, 3)
+    blocks = {"none": 0, "every": 2, "offload": 0, "full recompute.blocks=2": 2}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
 
@@ -311,6 +314,8 @@ def pins(plan: Plan) -> list[str]:
         *SHAPES[4:],
         *batch,
         f"recompute.mode={plan.run.recompute.mode}",
+        *([f"recompute.blocks={blocks}"] if (blocks := plan.run.recompute.blocks) else []),
+        f"run.compile={plan.run.run.compile}",
     ]
 
 
@@ -327,7 +332,7 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
     ("recompute", "vocabulary"),
     [
         pytest.param("selective", 2048, marks=pytest.mark.long),
-        ("full", 16),
+        pytest.param("full", 16, marks=pytest.mark.long),
         pytest.param("none", 16, marks=pytest.mark.long),
         pytest.param("none", 2048, marks=pytest.mark.long),
         pytest.param("every", 16, marks=pytest.mark.long),
@@ -348,6 +353,24 @@ def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
         assert peak_bytes(short, other) == peak_bytes(whole, other)
     assert short.flops_per_token == whole.flops_per_token
     assert short.active_numel == whole.active_numel
+
+
+@pytest.mark.parametrize("vocabulary", [16, pytest.param(2048, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_half_of_the_blocks_recomputed_tells_of_other_numbers(vocabulary, compiled):
+    settings = ("model.layers=11", f"model.vocabulary={vocabulary}", "precision.mode=bf16")
+    settings += (f"run.compile={compiled}", "recompute.mode=full")
+    device = "cuda" if compiled else "cpu"
+    half = plan_of(*settings, "recompute.blocks=5")
+    short = describe(decoder(half), half, loss=next_token_loss, device_type=device)
+    model, plan = distinct_blocks(*settings, "recompute.blocks=6")
+    whole = describe(model, plan, loss=next_token_loss, device_type=device)
+    assert list(short.traces[0].recomputed_block_counts()) == [4, 5, 6, 7]
+    for overrides in ([], ["sharding.strategy=zero1"], ["prefetch.mode=explicit", "prefetch.backward=3"]):
+        other = Plan.from_run(Run.load(overrides=[*overrides, *pins(plan)]), world_size=4)
+        assert peak_bytes(short, other) == peak_bytes(whole, other)
+    ours, theirs = (StepTimePredictor(one, hardware_of(1, 4)) for one in (short, whole))
+    assert ours.compute_ticks(other) == theirs.compute_ticks(other)
 
 
 @pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.long), 5])

@@ -10,7 +10,7 @@ from fullshard.planning.describe_run import describe_run
 from fullshard.sharding.units import find_recompute_blocks, find_units
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.repeated_blocks import truncate_repeated_blocks
+from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
 from tests.fakes.families import MIXTURES
 from tests.fakes.specs import phases_with_kernels
 
@@ -21,6 +21,14 @@ class Stack(nn.Module):
     def __init__(self, widths: list[int]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for width in widths)
+
+
+def shorten(widths: list[int], *settings: str) -> tuple[Stack, BlockTruncation]:
+    model, run = Stack(widths), Run.load(overrides=settings)
+    units = find_units(model, run.sharding.units)
+    blocks = find_recompute_blocks(model, run.sharding.units, units=units)
+    plan = Plan.from_run(run, world_size=1)
+    return model, truncate_repeated_blocks(model, units, blocks=blocks, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +45,27 @@ class Stack(nn.Module):
 def test_as_few_blocks_are_kept_as_show_one_between_equal_ones(
     widths: list[int], mode: str, kept: int, times: int
 ) -> None:
-    model, run = Stack(widths), Run.load(overrides=[f"recompute.mode={mode}", "recompute.every=2"])
-    plan = Plan.from_run(run, world_size=1)
-    units = find_units(model, run.sharding.units)
-    blocks = find_recompute_blocks(model, run.sharding.units, units=units)
-    found = truncate_repeated_blocks(model, units, blocks=blocks, plan=plan)
+    model, found = shorten(widths, f"recompute.mode={mode}", "recompute.every=2")
     assert len(model.blocks) == kept
     assert [one.times for one in found.repeats] == ([times] if times else [])
+
+
+@pytest.mark.parametrize(
+    ("widths", "first", "kept", "times", "border"),
+    [
+        ([4] * 14, 6, (4, 4), [3, 5], 0),
+        ([8, 8] + [4] * 12, 7, (6, 4), [2, 4], 0),
+        ([8, 4] * 10, 10, (8, 8), [2, 2], 0),
+        ([4] * 8 + [8] * 8, 8, (4, 4), [5, 5], None),  # others follow
+        ([4] * 12, 2, (2, 4), [7], None),
+    ],
+)
+def test_first_blocks_that_recompute_are_shortened_on_their_own(
+    widths: list[int], first: int, kept: tuple[int, int], times: list[int], border: int | None
+) -> None:
+    model, found = shorten(widths, "recompute.mode=full", f"recompute.blocks={first}")
+    assert (found.recomputed, len(model.blocks)) == (kept[0], sum(kept))
+    assert ([one.times for one in found.repeats], found.border) == (times, border)
 
 
 def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Run:

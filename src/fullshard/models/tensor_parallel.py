@@ -55,7 +55,8 @@ def use_tensor_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str) 
     matmuls (`base_model_tp_plan`), or any whose modules `sharding.tensor_parallel_styles` names. Raises
     ShardError for others, and for sizes that the ranks cannot divide.
     """
-    recomputes_all = plan.run.recompute.mode in ("full", "selective")
+    recompute = plan.run.recompute
+    recomputes_all = recompute.mode in ("full", "selective") and recompute.blocks is None
     gathers_again = not recomputes_all and plan.run.run.compile is not True
     split = MatmulSplit(plan.tensor_parallel, rank % plan.tensor_parallel, group, gathers_again)
     if styles := plan.run.sharding.tensor_parallel_styles:

@@ -18,13 +18,14 @@ from fullshard.errors import PlanError
 from fullshard.planner.offload import choose_update_device
 from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec
+from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy, Tier
 from fullshard.spec.run_checks import divisors
 
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 _DEEPEST_PREFETCH = 3
+_PARTS = 4  # all blocks, in parts of which some recompute
 _HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 _ORDER = (
     Strategy.NO_SHARD,
@@ -271,9 +272,10 @@ def _recompute_and_compile_choices(
         return [(run.recompute, *compiles)]
     offloads = hardware.device != "cpu" and hardware.host_bytes_per_second is not None
     valid = dict.fromkeys(
-        (trace.recompute, trace.compiled)
+        (recompute, trace.compiled)
         for trace in spec.traces
         if trace.microbatch in (None, microbatch) and trace.compiled in compiles
+        for recompute in _recompute_choices(trace)
     )
     if run.recompute.mode != "auto":
         traced = [one for one in spec.traces if one.is_valid_for(run.recompute, microbatch, compiled=True)]
@@ -281,8 +283,18 @@ def _recompute_and_compile_choices(
     order = ("none", "full", "every", "selective", "offload", "auto")
     return sorted(
         (pair for pair in valid if offloads or pair[0].mode != "offload"),
-        key=lambda pair: (order.index(pair[0].mode), pair[0].block_period, pair[1]),
+        key=lambda pair: (order.index(pair[0].mode), pair[0].block_period, pair[0].blocks or 0, pair[1]),
     )
+
+
+def _recompute_choices(trace: MicrobatchTrace) -> Iterator[RecomputeSection]:
+    """Yields the settings to try of which `trace` tells: about one, two and three quarters of the blocks."""
+    counts = trace.recomputed_block_counts()
+    if not counts:
+        yield trace.recompute
+    for part in range(1, _PARTS) if counts else ():
+        nearest = min(counts, key=lambda count: abs(_PARTS * count - part * trace.blocks))
+        yield trace.recompute.model_copy(update={"blocks": nearest})
 
 
 def _prefetch_choices(run: Run, mesh: ShardingChoice, *, units: int) -> list[PrefetchSection]:

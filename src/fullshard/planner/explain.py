@@ -1,6 +1,6 @@
 """Explanation of a search's result: what limits the plan, the cost of other plans, and the rules of thumb."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from fullshard.planner.advice import (
@@ -19,6 +19,7 @@ from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
+from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel
 
@@ -62,13 +63,12 @@ class RuleOfThumb(FrozenModel):
 class PlanExplanation(FrozenModel):
     """Explanation of the best plan, or of the closest if none fits.
 
-    Values of `binds`, the limit on the plan:
+    Values of `binds`, the limit on the plan: of those that are a notable part of the step, the largest.
 
-    memory      a notably faster plan is known, and does not fit
-    links       a notable part of the step is waiting for collectives
-    host        a notable part is neither computing nor waiting for links: the host, or copies by FSDP2 or an
-                offload target
-    computing   only the kernels themselves
+    memory      what the nearest notably faster plan would save, which does not fit
+    links       waiting for collectives
+    host        neither computing nor waiting for links: the host, or copies by FSDP2 or an offload target
+    computing   only the kernels themselves, if nothing else is notable
     """
 
     plan: Plan
@@ -126,17 +126,33 @@ def _binding_limit_and_reason(
     if found.best is None:
         over = prediction.required_device_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
+    limits = sorted(_notable_limits(prediction, runners_up, plan=plan), key=lambda one: -one[0])
+    if limits:
+        _, binds, because = limits[0]
+        return binds, because
+    total, time = prediction.time.total, prediction.time
+    share = 100 * (time.compute + time.recompute) / total
+    again = f", {100 * time.recompute / total:.0f} % of it to recompute activations" if time.recompute else ""
+    return "computing", f"the model's kernels take {share:.0f} % of the step{again}"
+
+
+def _notable_limits(
+    prediction: Prediction, runners_up: Sequence[RunnerUpPlan], *, plan: Plan
+) -> Iterator[tuple[float, Binding, str]]:
+    """Yields (fraction of the step, limit, reason) of each limit that is notable."""
     total, time = prediction.time.total, prediction.time
     step_up = next((one for one in runners_up if one.lacks_bytes), None)
     if step_up is not None and step_up.speedup >= NOTABLE:
-        more = format_bytes(step_up.lacks_bytes)
-        change = format_difference(step_up.plan, plan)
-        return "memory", f"with {more} more per rank: {change}, {100 * step_up.speedup:.0f} % faster"
+        more = f"{format_bytes(step_up.lacks_bytes)} more than the {format_bytes(prediction.capacity_bytes)}"
+        change = f"{format_difference(step_up.plan, plan)}, {100 * step_up.speedup:.0f} % faster"
+        yield step_up.speedup / (1 + step_up.speedup), "memory", f"with {more} per rank: {change}"
     if time.offload > NOTABLE * total:
         tier = prediction.offload
-        binds = tier.step_bottleneck if tier is not None else "copies of activations"
-        share = 100 * time.offload / total
-        return "host", f"{share:.0f} % of the step is waiting for the host and its drive: {binds}"
+        cause = tier.step_bottleneck if tier is not None else "copies of activations"
+        text = (
+            f"{100 * time.offload / total:.0f} % of the step is waiting for the host and its drive: {cause}"
+        )
+        yield time.offload / total, "host", text
     waits = {
         "all-gather": time.exposed_all_gather,
         "reduce-scatter": time.exposed_reduce_scatter,
@@ -144,18 +160,14 @@ def _binding_limit_and_reason(
         "contention with collectives": time.contention,
         "ranks that share matmuls or sequences": time.model_parallel,
     }
-    if sum(waits.values()) > NOTABLE * total:
+    share = sum(waits.values()) / total
+    if share > NOTABLE:
         name, longest = max(waits.items(), key=lambda one: one[1])
-        share = 100 * sum(waits.values()) / total
-        return (
-            "links",
-            f"{share:.0f} % of the step waits for them, most of it {name} ({format_seconds(longest)})",
-        )
+        most = f"most of it {name} ({format_seconds(longest)})"
+        yield share, "links", f"{100 * share:.0f} % of the step waits for them, {most}"
     if time.engine > NOTABLE * total:
-        return "host", f"FSDP2's own copies and hooks are {100 * time.engine / total:.0f} % of the step"
-    share = 100 * (time.compute + time.recompute) / total
-    again = f", {100 * time.recompute / total:.0f} % of it to recompute activations" if time.recompute else ""
-    return "computing", f"the model's kernels take {share:.0f} % of the step{again}"
+        share = time.engine / total
+        yield share, "host", f"FSDP2's own copies and hooks are {100 * share:.0f} % of the step"
 
 
 def _rule_of_thumb_verdicts(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[RuleOfThumb, ...]:

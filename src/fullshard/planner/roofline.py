@@ -53,10 +53,10 @@ class PhaseSecondsAndLaunches(NamedTuple):
     def issue_seconds(self, rates: Rates, trace: MicrobatchTrace) -> float:
         """Returns the host's seconds to launch all kernels. Recompute watches launches, unless compiled."""
         launch = rates.launch_seconds
-        if not trace.compiled and trace.recompute.mode == "selective":
-            launch += rates.watched_seconds
-        elif not trace.compiled and trace.recompute.mode in ("full", "every"):
-            launch += rates.recomputed_seconds / trace.recompute.block_period
+        if not trace.compiled:
+            watched = trace.recompute.mode == "selective"
+            extra = rates.watched_seconds if watched else rates.recomputed_seconds
+            launch += extra * trace.recomputed_fraction
         return self.launches * launch + self.exchanges * rates.model_parallel_seconds
 
 

@@ -189,8 +189,11 @@ def mesh_text(plan: Plan) -> str:
 
 
 def recompute_text(run: Run) -> str:
-    """Returns `every 2nd block`, `offload, every 2nd block`, `full`, `selective`, `offload` or `none`."""
+    """Returns `every 2nd block`, `the first 8 blocks`, `full`, `selective`, `offload` or `none`."""
     section, every = run.recompute, run.recompute.block_period
+    if (first := section.blocks) is not None:
+        selective = "selective, " if section.mode == "selective" else ""
+        return f"{selective}the first {first} blocks" if first > 1 else f"{selective}the first block"
     if section.mode not in ("every", "offload") or (section.mode == "offload" and every == 1):
         return section.mode
     ends = {1: "st", 2: "nd", 3: "rd"}

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fullshard.errors import ShardError
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
@@ -50,17 +51,20 @@ def apply_recompute(
     device: DeviceType = "cpu",
     copier: HostCopier | None = None,
 ) -> None:
-    """Makes every `section.period`-th block recompute or offload activations, according to `section.mode`.
+    """Makes the blocks to which `section` applies recompute or offload activations, according to its mode.
 
     The block's `forward` is replaced, not the block, so that names in the state dict do not change.
 
     compiled: the blocks that are compiled afterwards; for mode `offload` they are compiled before
     device: the device on which the blocks will run
     copier: the copier of mode `offload`; None chooses the device's
+
+    Raises ShardError if there are fewer than `section.blocks`.
     """
     if section.mode == "none":
         return
-    chosen = blocks[:: section.block_period]
+    check_recomputed_blocks(section, len(blocks))
+    chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
     if section.mode == "offload":
         offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
         return
@@ -71,6 +75,16 @@ def apply_recompute(
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
             recomputed = partial(recomputed, context_fn=own)
         block.forward = recomputed
+
+
+def check_recomputed_blocks(section: RecomputeSection, blocks: int) -> None:
+    """Raises ShardError if more blocks are to recompute than there are."""
+    if section.blocks is not None and section.blocks > blocks:
+        raise ShardError(
+            f"only {blocks} of {section.blocks} blocks that are to recompute exist.",
+            got=f"recompute.blocks = {section.blocks}",
+            fix=f"recompute.blocks = {blocks} or fewer, or leave it out to recompute all" if blocks else "",
+        )
 
 
 def _changes_its_matmuls(block: nn.Module) -> bool:

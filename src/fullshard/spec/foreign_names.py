@@ -96,6 +96,7 @@ _NAMES = {
         "gradient_checkpointing grad_checkpointing activation_checkpointing activation_checkpoint"
         " checkpoint_activations enable_activation_checkpointing ac remat"
     ),
+    "recompute.blocks": "recompute_num_layers recompute_method",
     "prefetch.mode": "forward_prefetch backward_prefetch overlap_comm",
     "offload.tier": (
         "cpu_offload offload_params offload_param offload_optimizer fsdp_offload_params enable_cpu_offload"

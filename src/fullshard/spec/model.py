@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, cast
 
 from fullshard.errors import PlanError
 from fullshard.spec.fp8 import Fp8Share
@@ -172,11 +172,14 @@ class RepeatedUnits(FrozenModel):
 
     The period consists of the units `first` to `first + units - 1` of the trace, which contains at least one
     identical period before them and one after.
+
+    blocks: number of blocks in the period
     """
 
     first: int
     units: int
     times: int
+    blocks: NonNegativeInt = 1
 
 
 class MicrobatchTrace(FrozenModel):
@@ -187,6 +190,9 @@ class MicrobatchTrace(FrozenModel):
     phases: phases of the trace's units, which `TracePhase.unit` counts; `repeats` lists units to repeat
     accumulating: phases of a microbatch that adds to whole gradients of earlier microbatches in place
         (accumulation without sync, gradients computed in the dtype that they are reduced in)
+    blocks: number of the model's blocks
+    border: index in `repeats` of periods that recompute, before periods of the same blocks that do not. With
+        it, the trace tells what any number of recomputed blocks does. None if there is no such border.
     """
 
     recompute: RecomputeSection
@@ -196,6 +202,44 @@ class MicrobatchTrace(FrozenModel):
     phases: tuple[TracePhase, ...]
     accumulating: tuple[TracePhase, ...] = ()
     repeats: tuple[RepeatedUnits, ...] = ()
+    blocks: NonNegativeInt = 0
+    border: NonNegativeInt | None = None
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """Fraction of the blocks that recompute."""
+        section = self.recompute
+        if section.mode not in ("full", "every", "selective"):
+            return 0.0
+        first = min(section.blocks or self.blocks, self.blocks)
+        return first / self.blocks / section.block_period if self.blocks else 1 / section.block_period
+
+    def recomputed_block_counts(self) -> range:
+        """Returns the values of `recompute.blocks` of which the trace can tell what happens."""
+        own = self.recompute.blocks
+        if own is None:
+            return range(0)
+        if self.border is None:
+            return range(own, own + 1)
+        some, others = self.repeats[self.border : self.border + 2]
+        most = own + (others.times - 1) * some.blocks
+        return range(own - (some.times - 1) * some.blocks, most + 1, some.blocks)
+
+    def with_recomputed_blocks(self, blocks: int) -> Self:
+        """Returns the trace if the first `blocks` blocks recompute: one of `recomputed_block_counts`."""
+        own = self.recompute.blocks
+        if own is None or blocks == own:
+            return self
+        assert self.border is not None, "other traces stand for themselves"
+        some, others = self.repeats[self.border : self.border + 2]
+        more = (blocks - own) // some.blocks
+        moved = (
+            some.model_copy(update={"times": some.times + more}),
+            others.model_copy(update={"times": others.times - more}),
+        )
+        repeats = (*self.repeats[: self.border], *moved, *self.repeats[self.border + 2 :])
+        section = self.recompute.model_copy(update={"blocks": blocks})
+        return self.model_copy(update={"recompute": section, "repeats": repeats})
 
     def is_valid_for(self, recompute: RecomputeSection, microbatch: int, *, compiled: bool = False) -> bool:
         """Returns True if the trace is valid for these settings."""
@@ -204,9 +248,15 @@ class MicrobatchTrace(FrozenModel):
             self.microbatch in (None, microbatch)
             and self.compiled == compiled
             and (asked.mode, asked.block_period) == (own.mode, own.block_period)
+            and self._has_first_blocks(asked.blocks)
             and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )
+
+    def _has_first_blocks(self, asked: int | None) -> bool:
+        if asked is not None and self.recompute.blocks is not None:
+            return asked in self.recomputed_block_counts()
+        return asked == self.recompute.blocks
 
 
 class UntracedSettings(FrozenModel):
@@ -218,7 +268,9 @@ class UntracedSettings(FrozenModel):
 
     def __str__(self) -> str:
         compiled = ", compiled," if self.compiled else ""
-        return f"recompute.mode = {self.recompute.mode}{compiled} is left out: {self.reason}"
+        first = self.recompute.blocks
+        blocks = f", recompute.blocks = {first}," if first is not None else ""
+        return f"recompute.mode = {self.recompute.mode}{blocks}{compiled} is left out: {self.reason}"
 
 
 class ModelSpec(FrozenModel):
@@ -305,7 +357,13 @@ class ModelSpec(FrozenModel):
                 why=f"it knows {_traced_settings_text(self.traces)}, and allocations follow from them",
                 fix="describe(model, plan) with this plan",
             )
-        return min(fitting, key=lambda trace: trace.microbatch is None)
+        found, first = min(fitting, key=lambda trace: trace.microbatch is None), recompute.blocks
+        if first is None:
+            return found
+        key = ("recomputed blocks", id(found), first)
+        if key not in self.derived_value_cache:  # one object, since the planner caches by its id
+            self.derived_value_cache[key] = found.with_recomputed_blocks(first)
+        return cast(MicrobatchTrace, self.derived_value_cache[key])
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
         """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
@@ -345,6 +403,7 @@ class ModelSpec(FrozenModel):
 def _traced_settings_text(traces: Sequence[MicrobatchTrace]) -> str:
     return "; ".join(
         f"recompute {trace.recompute.mode}"
+        + (" of some blocks" if trace.recompute.blocks is not None else "")
         + (f", microbatch {trace.microbatch}" if trace.microbatch is not None else "")
         + (", compiled" if trace.compiled else "")
         for trace in traces

@@ -23,7 +23,8 @@ class MemoryTerms(FrozenModel):
                          target with updates on the device: the buffers that state passes through
     buffers              the module's buffers, whole on every rank
     batch                the microbatch itself
-    units_in_flight      gathered parameters, and the buffers of all-gather, reduce-scatter and all-reduce
+    units_in_flight      gathered parameters, the buffers of all-gather, reduce-scatter and all-reduce, and
+                         sharded gradients that wait until the last microbatch for their sum over replicas
     whole_gradients      gradients of whole units before they are reduced
     activations          results of the units' forward passes that backward still needs
     loss                 results of the loss (fp32 logits are most of it)

@@ -110,7 +110,7 @@ class CompiledBlocks:
     ) -> None:
         """Replaces the `forward` of each block, except of `pieces`, which cannot be one graph.
 
-        section: every `section.block_period`-th block recomputes within its graph
+        section: the blocks to which it applies recompute within their graphs
         recompute: applies `section` to all blocks as if they were eager
         """
         if section.mode == "selective":  # then pieces run eagerly
@@ -119,7 +119,7 @@ class CompiledBlocks:
         if section.mode != "offload":
             recompute()
         for position, (block, forward) in enumerate(zip(blocks, own, strict=True)):
-            recomputed = section if position % section.block_period == 0 else RecomputeSection(mode="none")
+            recomputed = section if section.applies_to(position) else RecomputeSection(mode="none")
             if block not in pieces:
                 block.forward = _GraphForward(block, forward, blocks=self, section=recomputed)
         if section.mode == "offload":  # which takes what the graphs save

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError
 from fullshard.sharding.fp8 import choose_fp8_linears
+from fullshard.sharding.recompute import check_recomputed_blocks
 from fullshard.sharding.units import Predicate, find_recompute_blocks, find_units
 from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import Kernel, MicrobatchTrace, ModelSpec, TracePhase, UntracedSettings
@@ -43,13 +44,16 @@ from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.trace import LossFunction, training_mode
 from fullshard.tracing.unit_specs import unit_and_parameter_specs
 
-# Recompute settings traced for a Run that leaves recompute to the planner.
-RECOMPUTES = (
-    RecomputeSection(mode="none"),
-    RecomputeSection(mode="selective"),
-    RecomputeSection(mode="every", every=2),
-    RecomputeSection(mode="full"),
-)
+
+def recompute_choices(blocks: int) -> tuple[RecomputeSection, ...]:
+    """Returns the settings to trace for a Run that leaves recompute to the planner.
+
+    blocks: number of the model's blocks. The trace of half of them tells what other numbers do: see
+        `MicrobatchTrace.border`.
+    """
+    some = (RecomputeSection(mode="full", blocks=blocks // 2),) if blocks > 1 else ()
+    none, selective = RecomputeSection(mode="none"), RecomputeSection(mode="selective")
+    return (none, selective, *some, RecomputeSection(mode="full"))
 
 
 def describe(
@@ -77,7 +81,8 @@ def describe(
     attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.
 
     Recompute settings that cannot be traced are left out, and listed in `ModelSpec.untraced`. Raises
-    ShardError for a sharded model, and TraceError for one that cannot run on a batch without values.
+    ShardError for a sharded model and for more `recompute.blocks` than it has, and TraceError for one that
+    cannot run on a batch without values.
     """
     study = _Study(model, loss=loss, batch=batch, units=units, kernel=attention_kernel)
     return study.build_spec(study.record(plan, device_type))
@@ -113,7 +118,7 @@ def describe_expert_degrees(
     for degree, own in runs.items():
         known = first if degree == few else None
         if last is not None and known is None:
-            plan, *_ = _one_rank_plan_and_settings(own, device_type)
+            plan, _ = _one_rank_plan(own, device_type)
             known = derive_recordings(first, last, plan=plan)
         specs[degree] = study.build_spec(known or study.record(own, device_type))
     return specs
@@ -132,9 +137,12 @@ class _Study:
 
     def record(self, plan: Plan | Run, device_type: DeviceType | None) -> ModelRecordings:
         """Returns recordings under the settings of `plan`."""
-        plan, device, settings = _one_rank_plan_and_settings(plan, device_type)
+        given = plan
+        plan, device = _one_rank_plan(plan, device_type)
         _check_not_sharded(self.model)
         recorder = self._make_recorder(plan, device)
+        check_recomputed_blocks(plan.run.recompute, recorder.blocks)
+        settings = _settings_to_trace(given, device, blocks=recorder.blocks)
         with self._tracing(device):
             found, untraced = _record_all_settings(recorder, settings)
         return ModelRecordings(recorder, tuple(found), tuple(untraced))
@@ -145,7 +153,7 @@ class _Study:
         None if it has another structure, or cannot be recorded.
         """
         device = other.recorder.device
-        plan, *_ = _one_rank_plan_and_settings(run, device)
+        plan, _ = _one_rank_plan(run, device)
         recorder = self._make_recorder(plan, device)
         recorder.keep_integers = other.recorder.keep_integers
         found = list[SettingRecording]()
@@ -197,7 +205,8 @@ class _Study:
         divided = divided_dims(model, given, plan=plan, device=device)
         fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
         loss, batch, units = self.loss, self.batch, self.units
-        return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, divided, self.programs)
+        count, programs = len(blocks), self.programs
+        return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, divided, count, programs)
 
     @contextmanager
     def _tracing(self, device: DeviceType) -> Generator[None]:
@@ -235,16 +244,24 @@ def _record_all_settings(
     return found, untraced
 
 
-def _one_rank_plan_and_settings(
-    plan: Plan | Run, device_type: DeviceType | None
-) -> tuple[Plan, DeviceType, list[tuple[RecomputeSection, bool]]]:
-    """Returns a plan with the settings that a trace depends on, its device, and (recompute, compiled) pairs.
+def _settings_to_trace(
+    plan: Plan | Run, device: DeviceType, *, blocks: int
+) -> list[tuple[RecomputeSection, bool]]:
+    """Returns (recompute, compiled): those of a plan, or all that a run leaves open."""
+    if isinstance(plan, Plan):
+        return [(plan.run.recompute, plan.run.run.compile is True)]
+    asked = plan.recompute
+    recomputes = recompute_choices(blocks) if asked.mode == "auto" else (asked,)
+    return list(product(recomputes, plan.compile_choices(device)))
+
+
+def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Plan, DeviceType]:
+    """Returns a plan with the settings that a trace depends on, and its device.
 
     The plan is the given one, or of one rank for a Run.
     """
     if isinstance(plan, Plan):
-        device = device_type or plan.device
-        return plan, device, [(plan.run.recompute, plan.run.run.compile is True)]
+        return plan, device_type or plan.device
     run, device = plan, device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
@@ -254,13 +271,11 @@ def _one_rank_plan_and_settings(
     # derived from it.
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
-    recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
-    settings = list(product(recomputes, run.compile_choices(device)))
     experts = 1 if sharding.expert_parallel == "auto" else sharding.expert_parallel
     ranks = lcm(sharding.ranks_per_sequence, experts)
     groups = microbatch * (ranks // sharding.ranks_per_sequence)
     alone = alone.model_copy(update={"train": train.model_copy(update={"global_batch": groups})})
-    return Plan.from_run(alone, world_size=ranks, device=device), device, settings
+    return Plan.from_run(alone, world_size=ranks, device=device), device
 
 
 def _flops_and_parameters_per_token(

@@ -68,12 +68,14 @@ class SettingRecording:
     """Recordings of a recompute setting, eager or compiled.
 
     plan: the plan with the setting
+    blocks: number of the model's blocks
     low, high: at 2 and 3 sequences; the same one if it is valid for `microbatch` only
     kept: False if other recordings predict this one, so that the spec needs no trace of it
     """
 
     plan: Plan
-    repeats: tuple[RepeatedUnits, ...]
+    shortened: BlockTruncation
+    blocks: int
     low: MicrobatchRecording
     high: MicrobatchRecording
     microbatch: int | None = None
@@ -108,7 +110,9 @@ class SettingRecording:
             batch_bytes=LinearInMicrobatch(low.batch_bytes - grows * first, grows),
             phases=merge(low.recording, high.recording),
             accumulating=merge(low.accumulating, high.accumulating),
-            repeats=self.repeats,
+            repeats=self.shortened.repeats,
+            blocks=self.blocks,
+            border=self.shortened.border,
         )
 
 
@@ -125,6 +129,7 @@ class SettingsRecorder:
     fp8: Fp8Choice | None
     given: Sequence[Unit]
     divided: Mapping[str, int | None]  # the dim in which ranks divide each parameter, as of `divided_dims`
+    blocks: int  # number of the model's blocks
     programs: CompiledPrograms
     buffer_bytes: int = 0
     loss_chunk: int = 0
@@ -155,8 +160,8 @@ class SettingsRecorder:
         """Returns what `other.low` is for this recorder's plan; None if the model is truncated otherwise."""
         run = other.plan.run
         plan = self._plan_with(run.recompute, compiled=run.run.compile is True)
-        record, shortened = self._make_microbatch_recorder(plan, short=bool(other.repeats))
-        return None if record is None or shortened.repeats != other.repeats else record(other.low_microbatch)
+        record, shortened = self._make_microbatch_recorder(plan, short=bool(other.shortened.repeats))
+        return None if record is None or shortened != other.shortened else record(other.low_microbatch)
 
     def _plan_with(self, recompute: RecomputeSection, *, compiled: bool) -> Plan:
         place = self.plan.run.run.model_copy(update={"compile": compiled})
@@ -178,7 +183,7 @@ class SettingsRecorder:
             record, shortened = self._make_microbatch_recorder(plan, short=short)
             if record is None:
                 continue
-            keep = partial(SettingRecording, plan, shortened.repeats)
+            keep = partial(SettingRecording, plan, shortened, self.blocks)
             if self.batch is None or has_microbatch_dim(self.batch, plan.microbatch):
                 low, high = record(LOW), record(LOW + 1)
                 # Modules may keep states of one microbatch, which the next one frees.
@@ -225,11 +230,14 @@ class SettingsRecorder:
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
-        recompute = partial(apply_recompute, repeated, plan.run.recompute, device=self.device, copier=copier)
+        of_blocks = plan.run.recompute
+        if shortened.recomputed is not None:
+            of_blocks = of_blocks.model_copy(update={"blocks": shortened.recomputed})
+        recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
         pieces = find_blocks_with_units_inside(repeated, found)
-        eager = pieces if plan.run.recompute.mode == "selective" else set[nn.Module]()  # also if compiled
+        eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled
         if plan.run.run.compile is True:
-            graphs.replace_forwards(repeated, plan.run.recompute, pieces=pieces, recompute=recompute)
+            graphs.replace_forwards(repeated, of_blocks, pieces=pieces, recompute=recompute)
         else:
             recompute()
 

@@ -1,6 +1,7 @@
 """Removal of repeated blocks from a model, so that tracing a few of them describes all.
 
 Blocks repeat with a period: one block, or several if only some of them recompute or have the same attention.
+If only the first blocks recompute, these are one run of blocks, and the others another.
 Two periods are kept in front and two or more behind. The inner ones of these have the same neighbours as a
 block in the middle, and can be compared with each other. Blocks before them that are different, such as the
 first, dense ones of a mixture of experts, are all kept.
@@ -8,7 +9,7 @@ first, dense ones of a mixture of experts, are all kept.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,42 @@ class BlockTruncation:
 
     removed_units: frozenset[str] = frozenset()  # names of the removed units
     repeats: tuple[RepeatedUnits, ...] = ()  # the periods that represent them, as unit indices of the trace
+    border: int | None = None  # see `MicrobatchTrace.border`
+    recomputed: int | None = None  # remaining ones of `recompute.blocks`; None if there is no such limit
+
+
+@dataclass(frozen=True)
+class _RunOfBlocks:
+    """Consecutive blocks of one ModuleList, all or none of which are among `recompute.blocks`."""
+
+    container: nn.ModuleList
+    signatures: list[Any]  # of all blocks in the container
+    start: int
+    end: int
+    first: int  # blocks from `first` on repeat, counted from `start`
+    period: int
+
+    @property
+    def dropped(self) -> range:
+        """The blocks to remove, by their index in the container."""
+        kept, count, period = self.first + 4 * self.period, self.end - self.start, self.period
+        last = self.end - 2 * period - (count - kept) % period
+        return range(self.start + self.first + 2 * period, last)
+
+    @property
+    def template(self) -> range:
+        """The blocks that represent those to remove."""
+        return range(self.start + self.first + self.period, self.start + self.first + 2 * self.period)
+
+    def continues_as(self, other: "_RunOfBlocks") -> bool:
+        """Returns whether the blocks of `other` come next, and follow the same period."""
+        begin = self.start + (self.first or self.period)
+        later = range(begin, other.end - 2 * self.period)
+        return (
+            (self.container, self.end, self.period) == (other.container, other.start, other.period)
+            and other.first == 0
+            and all(self.signatures[at] == self.signatures[at + self.period] for at in later)
+        )
 
 
 def truncate_repeated_blocks(
@@ -38,41 +75,62 @@ def truncate_repeated_blocks(
     Equal blocks have the same classes, shapes, settings and overrides. The caller checks in the trace that
     they also do the same.
     """
+    limit = plan.run.recompute.blocks
+    runs = _find_runs_to_shorten(model, units, blocks=blocks, plan=plan)
+    left_out, dropped, templates = set[str](), set[nn.Module](), list[tuple[list[str], _RunOfBlocks]]()
+    for run in runs:
+        own = list(run.container)
+        inside = (_names_of_units_inside(own[at], units) for at in run.template)
+        templates.append(([name for some in inside for name in some], run))
+        dropped.update(own[at] for at in run.dropped)
+        left_out.update(name for at in run.dropped for name in _names_of_units_inside(own[at], units))
+    for run in runs:
+        for key, block in list(run.container.named_children()):
+            if block in dropped:
+                del run.container._modules[key]  # pyright: ignore[reportPrivateUsage]
+    repeats = _repeats_as_ranges(templates, units=units, left_out=left_out)
+    borders = [at for at, pair in enumerate(pairwise(runs)) if repeats and pair[0].continues_as(pair[1])]
+    first = blocks[:limit]
+    return BlockTruncation(
+        frozenset(left_out),
+        repeats,
+        border=borders[0] if borders and limit is not None else None,
+        recomputed=None if limit is None else sum(block not in dropped for block in first),
+    )
+
+
+def _find_runs_to_shorten(
+    model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
+) -> list[_RunOfBlocks]:
     owner = {module: unit for unit in units for module in unit.modules}
-    left_out: set[str] = set()
-    templates: list[tuple[list[str], int]] = []
+    places, limit = {block: at for at, block in enumerate(blocks)}, plan.run.recompute.blocks
+    found: list[_RunOfBlocks] = []
     for container in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
-        run = list(container.children())
-        if len(run) < 2 or any(module not in set(blocks) for module in run):
+        own = list(container)
+        if len(own) < 2 or any(module not in places for module in own):
             continue
-        signatures = [_block_signature(block, at, owner=owner) for at, block in enumerate(run)]
-        found = _find_first_and_period(signatures, plan)
-        if found is None:
-            continue
-        first, period = found
-        kept = first + 4 * period
-        dropped = range(first + 2 * period, len(run) - 2 * period - (len(run) - kept) % period)
-        if not dropped:
-            continue
-        inside = [_names_of_units_inside(run[at], units) for at in range(first + period, first + 2 * period)]
-        templates.append(([name for some in inside for name in some], 1 + len(dropped) // period))
-        keys = list(container._modules)  # pyright: ignore[reportPrivateUsage]
-        for at in dropped:
-            left_out.update(_names_of_units_inside(run[at], units))
-            del container._modules[keys[at]]  # pyright: ignore[reportPrivateUsage]
-    return BlockTruncation(frozenset(left_out), _repeats_as_ranges(templates, units=units, left_out=left_out))
+        signatures = [_block_signature(block, at, owner=owner) for at, block in enumerate(own)]
+        border = len(own) if limit is None else sum(places[block] < limit for block in own)
+        for start, end in ((0, border), (border, len(own))):
+            repeating = _find_first_and_period(signatures[start:end], plan)
+            if repeating is not None:
+                run = _RunOfBlocks(container, signatures, start, end, *repeating)
+                found += [run] if run.dropped else []
+    return found
 
 
 def _repeats_as_ranges(
-    templates: Sequence[tuple[list[str], int]], *, units: Sequence[Unit], left_out: set[str]
+    templates: Sequence[tuple[list[str], _RunOfBlocks]], *, units: Sequence[Unit], left_out: set[str]
 ) -> tuple[RepeatedUnits, ...]:
     kept = [unit.name for unit in units if unit.name not in left_out]
     found: list[RepeatedUnits] = []
-    for names, times in templates:
+    for names, run in templates:
         indices = sorted(kept.index(name) for name in names)
         if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
             return ()  # blocks share a unit, or run out of order: the caller sees that units are missing
-        found.append(RepeatedUnits(first=indices[0], units=len(indices), times=times))
+        times = 1 + len(run.dropped) // run.period
+        repeat = RepeatedUnits(first=indices[0], units=len(indices), times=times, blocks=run.period)
+        found.append(repeat)
     return tuple(found)
 
 
