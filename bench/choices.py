@@ -44,7 +44,8 @@ def table_row(model: str, machine: str, length: str, judgement: str) -> str:
     parts = [
         f"{plan['strategy']} {plan['replicate_degree']}×{plan['shard_degree']}",
         f"batch {plan['microbatch']}×{plan['accumulation']}",
-        f"recompute {run['recompute']['mode']}",
+        f"recompute {run['recompute']['mode']}"
+        + (f" of {blocks} blocks" if (blocks := run["recompute"]["blocks"]) else ""),
         *(f"{axis} parallel {plan[key]}" for axis, key in AXES if plan[key] > 1),
         *(["eager"] if not run["run"]["compile"] else []),
         *([run["offload"]["tier"]] if run["offload"]["tier"] != "none" else []),

@@ -2,7 +2,7 @@
 
     python bench/preset_specs.py
 
-Run it after a change of what `describe` finds, and for a new version of torch. It takes about three seconds
+Run it after a change of what `describe` finds, and for a new version of torch. It takes about half a minute
 of processor time for each preset. Of presets from 100B parameters on, the parts that each of 8 ranks has are
 described too, since a batch often has fewer sequences than so many ranks.
 """

@@ -5,7 +5,8 @@ A plan may use the device's memory without a margin (`plan.memory_margin`), beca
 low. Of the plans that fit so, those within SAME_SPEED of the fastest are ties, since no prediction is better
 than that. Of these, the one with the least memory is chosen. If several are within SAME_MEMORY (a fraction of
 the device) of it, the plainest of them is chosen (see `planner.candidates`). What leaves the device is not
-saved: ties are broken among the plans of the plainest offload target.
+saved: all this is among the plans of one offload target, the plainest with a plan that is at most
+WORTH_MORE_OFFLOAD slower than the fastest.
 
 The search is exact: see [Note: exact pruning] in `planner.candidate_costs`.
 """
@@ -35,7 +36,8 @@ from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 
 SAME_SPEED = 0.01
-SAME_MEMORY = 0.01
+SAME_MEMORY = 0.02
+WORTH_MORE_OFFLOAD = 0.03
 _ROUNDED = 1e-3
 _SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
 
@@ -160,11 +162,16 @@ def _choose(costs: CandidateCosts, order: Sequence[int], *, limit: int) -> int |
     fastest = _fastest(costs, order, limit=limit)
     if fastest is None:
         return None
+    if len({costs.candidates[index].apart for index in order}) > 1:
+        slowest = costs.seconds(fastest) * (1 + WORTH_MORE_OFFLOAD)
+        near = (index for index in sorted(order) if costs.least_seconds[index] <= slowest)
+        plainest = next(i for i in near if costs.fits(i, limit) and costs.seconds(i) <= slowest)
+        apart = costs.candidates[plainest].apart
+        order = [index for index in order if costs.candidates[index].apart == apart]
+        fastest = _fastest(costs, order, limit=limit)
+        assert fastest is not None, "the plainest fits"
     slowest = costs.seconds(fastest) * (1 + SAME_SPEED)
     near = [index for index in order if costs.least_seconds[index] <= slowest and costs.fits(index, limit)]
-    plainest = next(index for index in sorted(near) if costs.seconds(index) <= slowest)
-    apart = costs.candidates[plainest].apart
-    near = [index for index in near if costs.candidates[index].apart == apart]
     near.sort(key=lambda index: (costs.needed_bytes(index), index))
     least = next(costs.needed_bytes(index) for index in near if costs.seconds(index) <= slowest)
     most = least + SAME_MEMORY * costs.hardware.device_bytes_limit
