@@ -23,7 +23,7 @@ from fullshard.spec.model import (
 )
 from fullshard.spec.plan import Dtype
 from fullshard.spec.rates import default_gpu_rates
-from fullshard.spec.run import RecomputeSection
+from fullshard.spec.recompute_section import RecomputeSection
 from tests.fakes.hardware import hardware_of
 
 RATES = hardware_of().rates.model_copy(

@@ -31,7 +31,8 @@ from fullshard.spec.model import (
 )
 from fullshard.spec.plan import Plan, Precision
 from fullshard.spec.presets import read_presets
-from fullshard.spec.run import RecomputeSection, Run
+from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.run import Run
 
 SPEC = ModelSpec(
     name="Tiny",

@@ -4,14 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+from fullshard.models.decoder import DecoderModel
+from fullshard.planner.memory import peak_bytes
+from fullshard.planner.step_time import StepTimePredictor
 from fullshard.planning.describe_run import describe_run
 from fullshard.sharding.units import find_recompute_blocks, find_units
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
+from fullshard.training.loss import next_token_loss
 from tests.fakes.families import MIXTURES
+from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import phases_with_kernels
 
 
@@ -66,6 +74,60 @@ def test_first_blocks_that_recompute_are_shortened_on_their_own(
     model, found = shorten(widths, "recompute.mode=full", f"recompute.blocks={first}")
     assert (found.recomputed, len(model.blocks)) == (kept[0], sum(kept))
     assert ([one.times for one in found.repeats], found.border) == (times, border)
+
+
+class Chain(Stack):
+    """Blocks that run one after another. `alike`: whether any of them may stand for others."""
+
+    def __init__(self, *, alike: bool) -> None:
+        super().__init__([8] * 11)
+        for at, block in enumerate(self.blocks):
+            block.extend([nn.Tanh(), nn.Linear(8, 8)])
+            block.setting = "the same" if alike else f"block {at}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def decoder(run: Run, *, alike: bool) -> nn.Module:
+    with torch.device("meta"):
+        model = DecoderModel(run.decoder_config)
+    for at, block in enumerate(model.blocks):
+        block.setting = "the same" if alike else f"block {at}"
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        pytest.param(("model.layers=11", "model.vocabulary=16"), marks=pytest.mark.long),
+        pytest.param(("model.layers=11", "model.vocabulary=2048"), marks=pytest.mark.long),
+        pytest.param(("model.layers=11", "run.compile=true"), marks=pytest.mark.long),
+    ],
+)
+def test_half_of_the_blocks_recomputed_tells_of_other_numbers(settings: tuple[str, ...]) -> None:
+    """Of a chain of small blocks; and of decoders with the peak in backward, and at the loss."""
+    pins = ("recompute.mode=full", "precision.mode=bf16", "train.microbatch=2", "train.global_batch=16")
+    run = Run.load(overrides=["data.sequence_length=16", *pins, *settings])
+    device = "cuda" if run.run.compile is True else "cpu"
+
+    def described(blocks: int, *, alike: bool) -> tuple[ModelSpec, Run]:
+        own = run.with_overrides([f"recompute.blocks={blocks}"])
+        if settings:
+            return describe(decoder(own, alike=alike), own, loss=next_token_loss, device_type=device), own
+        model, batch = Chain(alike=alike), torch.empty(2, 16, 8, device="meta")
+        return describe(model, own, loss=lambda model, x: model(x).sum(), batch=batch), own
+
+    (short, _), (whole, asked) = described(5, alike=True), described(6, alike=False)
+    assert list(short.traces[0].recomputed_block_counts()) == [4, 5, 6, 7]
+    for overrides in ([], ["sharding.strategy=zero1"], ["prefetch.mode=explicit", "prefetch.backward=3"]):
+        plan = Plan.from_run(asked.with_overrides(overrides), world_size=4)
+        assert peak_bytes(short, plan) == peak_bytes(whole, plan)
+        ours, theirs = (StepTimePredictor(one, hardware_of(1, 4)) for one in (short, whole))
+        assert ours.compute_ticks(plan) == theirs.compute_ticks(plan)
 
 
 def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Run:

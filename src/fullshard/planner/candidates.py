@@ -20,7 +20,8 @@ from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy, Tier
+from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.run import PrefetchSection, Run, Strategy, Tier
 from fullshard.spec.run_checks import divisors
 
 GradientSync = Literal["every_microbatch", "last_microbatch"]

@@ -20,7 +20,7 @@ from fullshard.errors import ShardError
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
-from fullshard.spec.run import RecomputeSection
+from fullshard.spec.recompute_section import RecomputeSection
 
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
 # By name, since a build of torch has only the kernels of its own devices, and some exist only once imported.

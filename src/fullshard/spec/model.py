@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple, Self, cast
 from fullshard.errors import PlanError
 from fullshard.spec.fp8 import Fp8Share
 from fullshard.spec.plan import DeviceType, Dtype, Plan, Precision
-from fullshard.spec.run import RecomputeSection, UnitOverride
+from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.run import UnitOverride
 from fullshard.spec.value import FrozenModel, NonNegativeInt
 
 Event = Literal[

@@ -15,6 +15,7 @@ from fullshard.spec.foreign_names import FOREIGN_NAMES
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.model_section import DecoderConfig, ModelSection
 from fullshard.spec.plan_section import PlanSection
+from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.small_files import TomlError, parse_toml
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.train_section import OptimizerSection, ScheduleSection, TrainSection
@@ -22,7 +23,6 @@ from fullshard.spec.value import (
     Count,
     FrozenModel,
     NonNegativeInt,
-    NonNegativeScalar,
     PathText,
     PositiveCount,
     PositiveInt,
@@ -211,42 +211,6 @@ class PrecisionSection(FrozenModel):
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     initial_loss_scale: PositiveScalar = 65536.0
     loss_scale_window: PositiveCount = 2000
-
-
-class RecomputeSection(FrozenModel):
-    """Settings of activation checkpointing: which activations are recomputed or offloaded to host memory.
-
-    `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
-        `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
-        memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
-    `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
-        (all) for `offload`, whose last block stays on the device, because its backward comes first
-    `blocks`: with `full` or `selective`, only the first so many blocks recompute; unset, all of them
-    `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
-    """
-
-    mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
-    every: PositiveCount | None = None
-    blocks: PositiveCount | None = None
-    save_matmuls: PositiveCount = 1
-    offload_min_fraction: NonNegativeScalar = 1 / 32
-
-    @model_validator(mode="after")
-    def _check_blocks(self) -> Self:
-        if self.blocks is not None and self.mode not in ("full", "selective"):
-            raise ValueError(f'blocks = {self.blocks} needs mode = "full" or "selective", not "{self.mode}"')
-        return self
-
-    @property
-    def block_period(self) -> int:
-        """Number of consecutive blocks of which the first is recomputed or offloaded."""
-        if self.mode == "every":
-            return self.every or 2
-        return self.every or 1 if self.mode == "offload" else 1
-
-    def applies_to(self, position: int) -> bool:
-        """Returns whether the mode is that of the block at `position`, from 0."""
-        return position % self.block_period == 0 and (self.blocks is None or position < self.blocks)
 
 
 class PrefetchSection(FrozenModel):

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fullshard.sharding.recompute import OperationPolicy, block_recompute_policy
-from fullshard.spec.run import RecomputeSection
+from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.tracing.cuda_kernels import decompose_fused_norms
 
 # What tracing a block may raise that eager code does not: torch's compiler cannot take every block.

@@ -32,7 +32,8 @@ from fullshard.sharding.units import Predicate, find_recompute_blocks, find_unit
 from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import Kernel, MicrobatchTrace, ModelSpec, TracePhase, UntracedSettings
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.run import RecomputeSection, Run, Strategy
+from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.run import Run, Strategy
 from fullshard.tracing.compiled_blocks import CompiledPrograms
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.example_batch import disable_packing_detection

@@ -27,7 +27,7 @@ from fullshard.sharding.units import (
 )
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.run import RecomputeSection
+from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.tracing.allocations import PhaseRecord
 from fullshard.tracing.compiled_blocks import CompiledBlocks, CompiledPrograms
 from fullshard.tracing.example_batch import has_integer_values, has_microbatch_dim, make_fake_batch
@@ -230,9 +230,7 @@ class SettingsRecorder:
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, section, units=found)
-        of_blocks = plan.run.recompute
-        if shortened.recomputed is not None:
-            of_blocks = of_blocks.model_copy(update={"blocks": shortened.recomputed})
+        of_blocks = shortened.shorten_recompute(plan.run.recompute)
         recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
         pieces = find_blocks_with_units_inside(repeated, found)
         eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled

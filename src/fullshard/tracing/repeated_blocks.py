@@ -17,6 +17,7 @@ from torch import nn
 from fullshard.sharding.units import Unit
 from fullshard.spec.model import RepeatedUnits
 from fullshard.spec.plan import Plan
+from fullshard.spec.recompute_section import RecomputeSection
 
 _LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
 # Attributes that count blocks; otherwise equal blocks differ in them.
@@ -31,6 +32,12 @@ class BlockTruncation:
     repeats: tuple[RepeatedUnits, ...] = ()  # the periods that represent them, as unit indices of the trace
     border: int | None = None  # see `MicrobatchTrace.border`
     recomputed: int | None = None  # remaining ones of `recompute.blocks`; None if there is no such limit
+
+    def shorten_recompute(self, section: RecomputeSection) -> RecomputeSection:
+        """Returns `section` for the remaining blocks."""
+        if self.recomputed is None:
+            return section
+        return section.model_copy(update={"blocks": self.recomputed})
 
 
 @dataclass(frozen=True)
