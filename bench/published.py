@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from spelled import SpelledModel, mean_loss
 from torch import nn
 
 from fullshard.errors import FullshardError
+from fullshard.models.chunked_loss import AUTO_ROWS
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.roofline import phase_costs
 from fullshard.planner.schedule import build_schedule
@@ -35,7 +37,7 @@ from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
+from fullshard.training.loss import Loss, next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
 BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5", "blind-6")
@@ -189,12 +191,23 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 SPECS: dict[str, ModelSpec] = {}
+FUSED_LOSS = partial(next_token_loss, chunk_rows=AUTO_ROWS)
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    return model.get_submodule("head")
+
+
+def loss_of(row: dict[str, Any]) -> Loss:
+    """The loss with logits in full, or the chunked one where the row's program never has them in full."""
+    if row.get("loss") == "fused":
+        return FUSED_LOSS
+    spelled = row["model"].get("norm") == "operations"
+    return mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
 
 
 def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
-    spelled = row["model"].get("norm") == "operations"
-    loss = mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
-    run = plan.run
+    loss, run = loss_of(row), plan.run
     parallel = (run.sharding.context_degree, plan.tensor_parallel, plan.expert_parallel)
     settings = (run.sharding.units, parallel, run.recompute, run.run.compile, row.get("mixture"))
     dropout = row["attention_dropout"] if row["attention"] == "unfused" else None
@@ -202,6 +215,9 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     if key not in SPECS:
         with torch.device("meta"):
             model: nn.Module = kind_of(row, dropout)(plan.run.decoder_config)
+        if loss is FUSED_LOSS and not hasattr(model, "get_output_embeddings"):
+            # Bound to the model, so that a copy of it has a head of its own.
+            setattr(model, "get_output_embeddings", MethodType(head_of, model))  # noqa: B010
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
 
