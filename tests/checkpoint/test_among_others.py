@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import latest_checkpoint
+from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
@@ -220,6 +220,19 @@ def test_a_checkpoint_that_vanishes_without_a_newer_one_is_not_taken_for_a_fresh
     state = Overtaken(0, numbers(0), dict(noted))
     with pytest.raises(CheckpointError, match="none of the checkpoints .* is whole"):
         load(state, noted["directory"], missing_ok=True)
+
+
+@pytest.mark.parametrize("listings", [1, 2, 3])
+def test_a_checkpoint_committed_during_a_search_is_found_or_not_yet_there(tmp_path, monkeypatch, listings):
+    """The first `listings` times that a search lists the checkpoints, the only one is not yet committed."""
+    saved(tmp_path, 3)
+    seen = iter(range(listings))
+    listed = LocalLocation.list_checkpoints
+    monkeypatch.setattr(
+        LocalLocation, "list_checkpoints", lambda place: [] if next(seen, None) is not None else listed(place)
+    )
+    state = State(0, numbers(0))
+    assert load(state, tmp_path, missing_ok=True) == (state.step == 3)
 
 
 def test_an_export_takes_the_newest_again_when_its_checkpoint_is_removed(tmp_path):

@@ -179,10 +179,11 @@ def _find_newest_checkpoint(
             return files, manifest
     if complete is not None:  # all disks load the same step
         newest = max((step for step in complete if step_name(step) not in refused), default=-1)
+    # Listed before the search, so that what a run commits after the search does not count as damaged.
+    others = [files.name for _, files in place.list_checkpoints() if files.name not in refused]
     for files, manifest in iterate_complete_checkpoints(place):
         if files.name not in refused and newest in (None, manifest.step):
             return files, manifest
-    others = [files.name for _, files in place.list_checkpoints() if files.name not in refused]
     if broken := [*refused.values(), *others] or place.list_quarantined():
         another = "another copy of them; or another directory, to start over"
         raise CheckpointError(
