@@ -68,3 +68,6 @@ class GptModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head

@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -191,17 +190,12 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 SPECS: dict[str, ModelSpec] = {}
-FUSED_LOSS = partial(next_token_loss, chunk_rows=AUTO_ROWS)
-
-
-def head_of(model: nn.Module) -> nn.Module:
-    return model.get_submodule("head")
 
 
 def loss_of(row: dict[str, Any]) -> Loss:
     """The loss with logits in full, or the chunked one where the row's program never has them in full."""
     if row.get("loss") == "fused":
-        return FUSED_LOSS
+        return partial(next_token_loss, chunk_rows=AUTO_ROWS)
     spelled = row["model"].get("norm") == "operations"
     return mean_loss if spelled and "KempnerForge" in row["name"] else next_token_loss
 
@@ -215,9 +209,6 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     if key not in SPECS:
         with torch.device("meta"):
             model: nn.Module = kind_of(row, dropout)(plan.run.decoder_config)
-        if loss is FUSED_LOSS and not hasattr(model, "get_output_embeddings"):
-            # Bound to the model, so that a copy of it has a head of its own.
-            setattr(model, "get_output_embeddings", MethodType(head_of, model))  # noqa: B010
         SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
 

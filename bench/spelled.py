@@ -88,6 +88,9 @@ class SpelledModel(nn.Module):
             x = block(x, self.turns[: tokens.shape[1]])
         return self.head(self.norm(x))
 
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
 
 def mean_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross entropy of logits as the model gives them, with no copy in fp32."""

@@ -86,8 +86,7 @@ def choice_text(plan: Plan) -> str:
         f"{plan.strategy} {plan.replicate_degree}x{plan.shard_degree}"
         + (f"->{kept}" if type(kept) is int else ""),
         f"microbatch {plan.microbatch}x{plan.accumulation}",
-        f"recompute {run.recompute.mode}"
-        + (f" of {run.recompute.blocks} blocks" if run.recompute.blocks else ""),
+        f"recompute {run.recompute.mode_text}",
         *({"none": ["no prefetch"], "explicit": ["explicit prefetch"]}.get(run.prefetch.mode, [])),
         *(["eager"] if run.run.compile is False else []),
         *([run.offload.tier.replace("optimizer", "opt")] if run.offload.tier != "none" else []),

@@ -22,7 +22,7 @@ from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import choose_loss, next_token_loss
 from tests.fakes.architectures import LENGTH, loss_of, on_meta
-from tests.fakes.models import VOCABULARY, OddModel
+from tests.fakes.models import VOCABULARY, OddModel, keep_blocks_apart
 
 CPU = torch.device("cpu")
 # What torch keeps of the CPU's random state for each block that it may compute again; no operation makes it.
@@ -317,11 +317,9 @@ def pins(plan: Plan) -> list[str]:
 
 
 def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
-    """Blocks that differ in a setting, so that no one of them stands for another."""
     plan = plan_of(*overrides)
     model = decoder(plan)
-    for at, block in enumerate(model.blocks):
-        block.setting = f"block {at}"
+    keep_blocks_apart(model.blocks)
     return model, plan
 
 

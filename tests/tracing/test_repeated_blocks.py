@@ -20,6 +20,7 @@ from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated
 from fullshard.training.loss import next_token_loss
 from tests.fakes.families import MIXTURES
 from tests.fakes.hardware import hardware_of
+from tests.fakes.models import keep_blocks_apart
 from tests.fakes.specs import phases_with_kernels
 
 
@@ -77,26 +78,17 @@ def test_first_blocks_that_recompute_are_shortened_on_their_own(
 
 
 class Chain(Stack):
-    """Blocks that run one after another. `alike`: whether any of them may stand for others."""
+    """Blocks that run one after another."""
 
-    def __init__(self, *, alike: bool) -> None:
+    def __init__(self) -> None:
         super().__init__([8] * 11)
-        for at, block in enumerate(self.blocks):
+        for block in self.blocks:
             block.extend([nn.Tanh(), nn.Linear(8, 8)])
-            block.setting = "the same" if alike else f"block {at}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
         return x
-
-
-def decoder(run: Run, *, alike: bool) -> nn.Module:
-    with torch.device("meta"):
-        model = DecoderModel(run.decoder_config)
-    for at, block in enumerate(model.blocks):
-        block.setting = "the same" if alike else f"block {at}"
-    return model
 
 
 @pytest.mark.parametrize(
@@ -109,19 +101,23 @@ def decoder(run: Run, *, alike: bool) -> nn.Module:
     ],
 )
 def test_half_of_the_blocks_recomputed_tells_of_other_numbers(settings: tuple[str, ...]) -> None:
-    """Of a chain of small blocks; and of decoders with the peak in backward, and at the loss."""
+    """The models are a chain of small blocks, and decoders whose peak is in backward or at the loss."""
     pins = ("recompute.mode=full", "precision.mode=bf16", "train.microbatch=2", "train.global_batch=16")
     run = Run.load(overrides=["data.sequence_length=16", *pins, *settings])
     device = "cuda" if run.run.compile is True else "cpu"
 
-    def described(blocks: int, *, alike: bool) -> tuple[ModelSpec, Run]:
+    def described(blocks: int, *, apart: bool) -> tuple[ModelSpec, Run]:
         own = run.with_overrides([f"recompute.blocks={blocks}"])
+        with torch.device("meta"):
+            model = DecoderModel(own.decoder_config) if settings else Chain()
+        if apart:
+            keep_blocks_apart(model.blocks)
         if settings:
-            return describe(decoder(own, alike=alike), own, loss=next_token_loss, device_type=device), own
-        model, batch = Chain(alike=alike), torch.empty(2, 16, 8, device="meta")
+            return describe(model, own, loss=next_token_loss, device_type=device), own
+        batch = torch.empty(2, 16, 8, device="meta")
         return describe(model, own, loss=lambda model, x: model(x).sum(), batch=batch), own
 
-    (short, _), (whole, asked) = described(5, alike=True), described(6, alike=False)
+    (short, _), (whole, asked) = described(5, apart=False), described(6, apart=True)
     assert list(short.traces[0].recomputed_block_counts()) == [4, 5, 6, 7]
     for overrides in ([], ["sharding.strategy=zero1"], ["prefetch.mode=explicit", "prefetch.backward=3"]):
         plan = Plan.from_run(asked.with_overrides(overrides), world_size=4)

@@ -116,10 +116,8 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
     yield f"{plan.strategy}{over}{kept}"
     yield f"microbatch {plan.microbatch}"
     yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
-    section = run.recompute
-    every = f" {section.block_period}" if section.mode == "every" else ""
-    first = "" if section.blocks is None else f" of {section.blocks} blocks"
-    yield f"recompute {section.mode}{every}{first}"
+    every = f" {run.recompute.block_period}" if run.recompute.mode == "every" else ""
+    yield f"recompute {run.recompute.mode_text}{every}"
     yield f"prefetch {run.prefetch.mode}" + (
         f" {run.prefetch.forward}" if run.prefetch.mode == "explicit" else ""
     )

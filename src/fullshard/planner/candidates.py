@@ -288,14 +288,14 @@ def _recompute_and_compile_choices(
     )
 
 
-def _recompute_choices(trace: MicrobatchTrace) -> Iterator[RecomputeSection]:
-    """Yields the settings to try of which `trace` tells: about one, two and three quarters of the blocks."""
+def _recompute_choices(trace: MicrobatchTrace) -> list[RecomputeSection]:
+    """Returns the settings to try of which `trace` tells: about one, two and three quarters of the blocks."""
     counts = trace.recomputed_block_counts()
     if not counts:
-        yield trace.recompute
-    for part in range(1, _PARTS) if counts else ():
-        nearest = min(counts, key=lambda count: abs(_PARTS * count - part * trace.blocks))
-        yield trace.recompute.model_copy(update={"blocks": nearest})
+        return [trace.recompute]
+    wanted = [part * trace.blocks / _PARTS for part in range(1, _PARTS)]
+    nearest = [min(counts, key=lambda count: abs(count - blocks)) for blocks in wanted]
+    return [trace.recompute.model_copy(update={"blocks": blocks}) for blocks in nearest]
 
 
 def _prefetch_choices(run: Run, mesh: ShardingChoice, *, units: int) -> list[PrefetchSection]:

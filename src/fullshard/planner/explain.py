@@ -63,12 +63,13 @@ class RuleOfThumb(FrozenModel):
 class PlanExplanation(FrozenModel):
     """Explanation of the best plan, or of the closest if none fits.
 
-    Values of `binds`, the limit on the plan: of those that are a notable part of the step, the largest.
+    `binds` is the limit of the plan: what costs the largest part of the step, or `computing` if no other part
+    is notable.
 
-    memory      what the nearest notably faster plan would save, which does not fit
+    memory      the seconds that the nearest notably faster plan would save, which does not fit
     links       waiting for collectives
     host        neither computing nor waiting for links: the host, or copies by FSDP2 or an offload target
-    computing   only the kernels themselves, if nothing else is notable
+    computing   the kernels themselves
     """
 
     plan: Plan
@@ -126,10 +127,9 @@ def _binding_limit_and_reason(
     if found.best is None:
         over = prediction.required_device_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
-    limits = sorted(_notable_limits(prediction, runners_up, plan=plan), key=lambda one: -one[0])
-    if limits:
-        _, binds, because = limits[0]
-        return binds, because
+    limits = _notable_limits(prediction, runners_up, plan=plan)
+    if (largest := max(limits, key=lambda one: one[0], default=None)) is not None:
+        return largest[1:]
     total, time = prediction.time.total, prediction.time
     share = 100 * (time.compute + time.recompute) / total
     again = f", {100 * time.recompute / total:.0f} % of it to recompute activations" if time.recompute else ""

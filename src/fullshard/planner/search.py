@@ -272,11 +272,9 @@ def format_plan(plan: Plan) -> str:
     kept = f", reshard_after_forward={reshard}" if not isinstance(reshard, bool) else ""
     prefetch = plan.run.prefetch
     depth = f" {prefetch.forward}" if prefetch.mode == "explicit" else ""
-    first = plan.run.recompute.blocks
-    blocks = f" of {first} blocks" if first is not None else ""
     return (
         f"{plan.strategy}, {mesh}{kept}, microbatch={plan.microbatch} × {plan.accumulation}, "
-        f"recompute={plan.run.recompute.mode}{blocks}, prefetch={prefetch.mode}{depth}"
+        f"recompute={plan.run.recompute.mode_text}, prefetch={prefetch.mode}{depth}"
         + (", compiled" if plan.run.run.compile is True else "")
         + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
         + (f", context_parallel={plan.context_parallel}" if plan.context_parallel > 1 else "")

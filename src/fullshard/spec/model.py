@@ -212,8 +212,7 @@ class MicrobatchTrace(FrozenModel):
         section = self.recompute
         if section.mode not in ("full", "every", "selective"):
             return 0.0
-        first = min(section.blocks or self.blocks, self.blocks)
-        return first / self.blocks / section.block_period if self.blocks else 1 / section.block_period
+        return 1 / section.block_period if section.blocks is None else section.blocks / self.blocks
 
     def recomputed_block_counts(self) -> range:
         """Returns the values of `recompute.blocks` of which the trace can tell what happens."""
@@ -249,15 +248,10 @@ class MicrobatchTrace(FrozenModel):
             self.microbatch in (None, microbatch)
             and self.compiled == compiled
             and (asked.mode, asked.block_period) == (own.mode, own.block_period)
-            and self._has_first_blocks(asked.blocks)
+            and (asked.blocks == own.blocks or asked.blocks in self.recomputed_block_counts())
             and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )
-
-    def _has_first_blocks(self, asked: int | None) -> bool:
-        if asked is not None and self.recompute.blocks is not None:
-            return asked in self.recomputed_block_counts()
-        return asked == self.recompute.blocks
 
 
 class UntracedSettings(FrozenModel):
@@ -358,12 +352,12 @@ class ModelSpec(FrozenModel):
                 why=f"it knows {_traced_settings_text(self.traces)}, and allocations follow from them",
                 fix="describe(model, plan) with this plan",
             )
-        found, first = min(fitting, key=lambda trace: trace.microbatch is None), recompute.blocks
-        if first is None:
+        found, blocks = min(fitting, key=lambda trace: trace.microbatch is None), recompute.blocks
+        if blocks is None:
             return found
-        key = ("recomputed blocks", id(found), first)
+        key = ("recomputed blocks", id(found), blocks)
         if key not in self.derived_value_cache:  # one object, since the planner caches by its id
-            self.derived_value_cache[key] = found.with_recomputed_blocks(first)
+            self.derived_value_cache[key] = found.with_recomputed_blocks(blocks)
         return cast(MicrobatchTrace, self.derived_value_cache[key])
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:

@@ -15,7 +15,7 @@ class RecomputeSection(FrozenModel):
         memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
     `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
         (all) for `offload`, whose last block stays on the device, because its backward comes first
-    `blocks`: with `full` or `selective`, only the first so many blocks recompute; unset, all of them
+    `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
     `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
     """
 
@@ -37,6 +37,11 @@ class RecomputeSection(FrozenModel):
         if self.mode == "every":
             return self.every or 2
         return self.every or 1 if self.mode == "offload" else 1
+
+    @property
+    def mode_text(self) -> str:
+        """The mode, with `blocks` if it is set: `full`, or `full of 24 blocks`."""
+        return self.mode if self.blocks is None else f"{self.mode} of {self.blocks} blocks"
 
     def applies_to(self, position: int) -> bool:
         """Returns whether the mode is that of the block at `position`, from 0."""

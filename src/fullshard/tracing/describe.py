@@ -46,7 +46,7 @@ from fullshard.tracing.trace import LossFunction, training_mode
 from fullshard.tracing.unit_specs import unit_and_parameter_specs
 
 
-def recompute_choices(blocks: int) -> tuple[RecomputeSection, ...]:
+def _recomputes_to_trace(blocks: int) -> tuple[RecomputeSection, ...]:
     """Returns the settings to trace for a Run that leaves recompute to the planner.
 
     blocks: number of the model's blocks. The trace of half of them tells what other numbers do: see
@@ -252,7 +252,7 @@ def _settings_to_trace(
     if isinstance(plan, Plan):
         return [(plan.run.recompute, plan.run.run.compile is True)]
     asked = plan.recompute
-    recomputes = recompute_choices(blocks) if asked.mode == "auto" else (asked,)
+    recomputes = _recomputes_to_trace(blocks) if asked.mode == "auto" else (asked,)
     return list(product(recomputes, plan.compile_choices(device)))
 
 

@@ -96,13 +96,12 @@ def truncate_repeated_blocks(
             if block in dropped:
                 del run.container._modules[key]  # pyright: ignore[reportPrivateUsage]
     repeats = _repeats_as_ranges(templates, units=units, left_out=left_out)
-    borders = [at for at, pair in enumerate(pairwise(runs)) if repeats and pair[0].continues_as(pair[1])]
-    first = blocks[:limit]
+    borders = (at for at, (run, behind) in enumerate(pairwise(runs)) if repeats and run.continues_as(behind))
     return BlockTruncation(
         frozenset(left_out),
         repeats,
-        border=borders[0] if borders and limit is not None else None,
-        recomputed=None if limit is None else sum(block not in dropped for block in first),
+        border=next(borders, None),
+        recomputed=None if limit is None else sum(block not in dropped for block in blocks[:limit]),
     )
 
 
