@@ -171,19 +171,20 @@ def _find_newest_checkpoint(
     place: CheckpointLocation, disk: RanksSharingDisk, *, missing_ok: bool, refused: Mapping[str, str]
 ) -> tuple[CheckpointFiles, Manifest] | None:
     complete, newest = disk.complete_steps, None
+    # Listed before the search, so that what a run commits during it does not count as damaged.
+    listed = [files.name for _, files in place.list_checkpoints()]
     # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
-    if complete is None and place.exists() and not place.list_checkpoints():
+    if complete is None and place.exists() and not listed:
         files = place.root_as_checkpoint()
         manifest = _read_manifest_if_checkpoint(files, strays_ok=missing_ok)
         if manifest is not None:
             return files, manifest
     if complete is not None:  # all disks load the same step
         newest = max((step for step in complete if step_name(step) not in refused), default=-1)
-    # Listed before the search, so that what a run commits after the search does not count as damaged.
-    others = [files.name for _, files in place.list_checkpoints() if files.name not in refused]
     for files, manifest in iterate_complete_checkpoints(place):
         if files.name not in refused and newest in (None, manifest.step):
             return files, manifest
+    others = [name for name in listed if name not in refused]
     if broken := [*refused.values(), *others] or place.list_quarantined():
         another = "another copy of them; or another directory, to start over"
         raise CheckpointError(
