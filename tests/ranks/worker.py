@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fullshard.sharding.mesh import forget_groups
+
 # A rank that fails mostly takes the others with it at once, for their connections break; they get so long.
 GRACE_SECONDS = 60.0
 
@@ -161,6 +163,7 @@ def _reset(environ: Mapping[str, str], directory: str) -> None:
 def _forget() -> None:
     """Lets go of the world that ended. What still holds its groups (a model, in cycles) holds their
     connections too, and the others would wait in theirs for a rank that has failed."""
+    forget_groups()
     _clear_caches()
     gc.collect()
 

@@ -43,18 +43,20 @@ def test_the_mesh_is_the_plans(
     assert seen == [(axes, shape, group) for group in shard_groups]
 
 
-def groups_of(layers: int, *settings: str) -> int:
-    with torch.device("meta"):
-        model = nn.Sequential(*(Block() for _ in range(layers)))
-    shard(model, plan_of(dist.get_world_size(), *settings))
+def groups_of(models: list[int], *settings: str) -> int:
+    """The number of groups that models of so many layers have together."""
+    for layers in models:
+        with torch.device("meta"):
+            model = nn.Sequential(*(Block() for _ in range(layers)))
+        shard(model, plan_of(dist.get_world_size(), *settings))
     return dist.get_pg_count()
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "hpz"])
-def test_process_groups_do_not_grow_with_the_number_of_blocks(
+def test_process_groups_do_not_grow_with_the_number_of_blocks_or_models(
     strategy: str, ranks: Callable[..., Any]
 ) -> None:
-    few, many = (ranks(4).run(groups_of, layers, *STRATEGIES[strategy]) for layers in (2, 7))
+    few, many = (ranks(4).run(groups_of, models, *STRATEGIES[strategy]) for models in ([2], [7, 2]))
     assert few == many
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import ShardError
+from fullshard.sharding.mesh import forget_groups
 
 _REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
 
@@ -37,6 +38,7 @@ def fake_process_group(world_size: int, *, rank: int) -> Generator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_groups()
 
 
 class SilentCollective:

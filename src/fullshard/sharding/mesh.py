@@ -1,4 +1,9 @@
-"""Opens the process group of a run, and builds the device mesh of a Plan."""
+"""Opens the process group of a run, and builds the device mesh of a Plan.
+
+[Note: groups are shared] Each group of gloo has a thread that wakes every 10 ms, and each of NCCL has buffers
+on the device. So models of one layout share their groups, instead of each having its own. A process that
+measures many layouts, such as `fullshard calibrate`, would otherwise be slowed down by groups no longer used.
+"""
 
 import importlib
 import os
@@ -9,6 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -113,6 +119,7 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
         dist.barrier()  # a rank that tears down early aborts the others' last collectives
     if clean or kind == "cpu":
         dist.destroy_process_group()
+        forget_groups()
     # Otherwise the process is about to end: destroying NCCL would wait for messages a failed rank never sent.
 
 
@@ -238,7 +245,7 @@ def _init_mesh(plan: Plan, axes: Mapping[str, int], *, shards: int) -> DeviceMes
     sizes = {**axes, SHARD_AXIS: shards}
     if plan.tensor_parallel > 1:
         sizes[TENSOR_AXIS] = plan.tensor_parallel
-    return init_device_mesh(plan.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _build_mesh_once(dist.group.WORLD, device=plan.device, sizes=tuple(sizes.items()))
 
 
 def build_expert_mesh(plan: Plan, *, is_sharded: bool) -> DeviceMesh:
@@ -254,7 +261,15 @@ def build_expert_mesh(plan: Plan, *, is_sharded: bool) -> DeviceMesh:
     sizes[EXPERT_SHARD_AXIS] = shards
     if plan.expert_parallel > 1:
         sizes[EXPERT_AXIS] = plan.expert_parallel
-    return init_device_mesh(plan.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _build_mesh_once(dist.group.WORLD, device=plan.device, sizes=tuple(sizes.items()))
+
+
+@lru_cache
+def _build_mesh_once(
+    world: dist.ProcessGroup | None, *, device: DeviceType, sizes: tuple[tuple[str, int], ...]
+) -> DeviceMesh:
+    """Builds a mesh over `world`. Models of one layout share it: see [Note: groups are shared]."""
+    return init_device_mesh(device, tuple(size for _, size in sizes), mesh_dim_names=tuple(dict(sizes)))
 
 
 def split_inner_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -278,9 +293,32 @@ def build_axis_group(plan: Plan, axis: SharedAxis) -> dist.ProcessGroup:
         "context": every.view(-1, context, tensor).transpose(1, 2).reshape(-1, context),
         "expert": every.view(-1, plan.expert_parallel),
     }[axis]
-    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), group_desc=f"{axis}_parallel")
+    return _build_group_once(dist.group.WORLD, axis=axis, ranks=tuple(map(tuple, ranks.tolist())))
+
+
+@lru_cache
+def _build_group_once(
+    world: dist.ProcessGroup | None, *, axis: SharedAxis, ranks: tuple[tuple[int, ...], ...]
+) -> dist.ProcessGroup:
+    """Builds groups of `ranks` of `world`, shared as meshes are, and returns the one with this rank."""
+    own, _ = dist.new_subgroups_by_enumeration([*map(list, ranks)], group_desc=f"{axis}_parallel")
     assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
     return own
+
+
+@lru_cache
+def _build_post_forward_mesh_once(
+    world: dist.ProcessGroup | None, *, device: DeviceType, ranks: tuple[tuple[int, ...], ...], degree: int
+) -> DeviceMesh:
+    """Builds a mesh of `ranks`, one beside it for each other part of a matmul, and returns this rank's."""
+    every = torch.tensor(ranks) + torch.arange(degree).view(-1, 1, 1)
+    return DeviceMesh(device, every, mesh_dim_names=("apart", "replicate", "shard"))["replicate", "shard"]
+
+
+def forget_groups() -> None:
+    """Forgets meshes and groups of a process group that was destroyed."""
+    for build_once in (_build_mesh_once, _build_group_once, _build_post_forward_mesh_once):
+        build_once.cache_clear()
 
 
 def _check_world_size(plan: Plan) -> None:
@@ -310,16 +348,12 @@ def share_post_forward_mesh(plan: Plan) -> Generator[None]:
     if mesh_class is None:
         yield
         return
-    made: dict[tuple[str, str], DeviceMesh] = {}
 
-    def make_mesh_once(device_type: str, mesh: torch.Tensor) -> DeviceMesh:
-        key = (device_type, str(mesh.tolist()))
-        if key not in made:
-            ranks = plan.tensor_parallel  # adjacent ones have other parts
-            first = mesh - dist.get_rank() % ranks
-            every = torch.stack([first + other for other in range(ranks)])
-            made[key] = mesh_class(device_type, every, mesh_dim_names=("apart", "replicate", "shard"))
-        return made[key]["replicate", "shard"]
+    def make_mesh_once(device_type: DeviceType, mesh: torch.Tensor) -> DeviceMesh:
+        degree = plan.tensor_parallel
+        first = mesh - dist.get_rank() % degree  # adjacent ranks have other parts
+        ranks = tuple(tuple(row) for row in first.tolist())
+        return _build_post_forward_mesh_once(dist.group.WORLD, device=device_type, ranks=ranks, degree=degree)
 
     engine.DeviceMesh = make_mesh_once
     try:
