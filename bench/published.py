@@ -2,7 +2,7 @@
 
 python bench/published.py [PART_OF_A_NAME]      # the table
 python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
-python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-6
+python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-7
 python bench/published.py --mixtures [PART]     # the same of mixtures; with --own, as fullshard computes them
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
@@ -39,7 +39,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import Loss, next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5", "blind-6")
+BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5", "blind-6", "blind-7")
 BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in BLIND_SETS}
 OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
 ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
