@@ -37,7 +37,7 @@ from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 
 SAME_SPEED = 0.01
 SAME_MEMORY = 0.02
-WORTH_MORE_OFFLOAD = 0.03
+WORTH_MORE_OFFLOAD = 0.05
 _ROUNDED = 1e-3
 _SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
 
