@@ -65,14 +65,15 @@ def test_a_mixture_is_the_weighted_sum_of_the_best_experts_of_each_token() -> No
     torch.testing.assert_close(layer(x)[0], one_by_one(layer, x))
 
 
-@pytest.mark.parametrize("width", [16, 5])  # with torch's kernel, and in turn
-@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0)])
+# With torch's kernel, in turn, and padded.
+@pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (5, torch.float32), (16, torch.bfloat16)])
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0), (17, 16, 300)])
 def test_groups_have_the_products_and_gradients_of_their_own_matrix(
-    counts: tuple[int, ...], width: int
+    counts: tuple[int, ...], width: int, dtype: torch.dtype
 ) -> None:
     rng = torch.Generator().manual_seed(0)
-    rows = torch.randn(sum(counts), width, generator=rng).requires_grad_()
-    matrices = torch.randn(len(counts), width, width, generator=rng).requires_grad_()
+    rows = torch.randn(sum(counts), width, generator=rng).to(dtype).requires_grad_()
+    matrices = torch.randn(len(counts), width, width, generator=rng).to(dtype).requires_grad_()
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     parts = zip(rows.split(counts), matrices, strict=True)
     plain = torch.cat([part @ matrix for part, matrix in parts]).square().sum()

@@ -22,6 +22,7 @@ from fullshard.spec.model_section import DecoderConfig
 
 _ALIGNED_BYTES = 16
 _LEAST_CAPABILITY = (8, 0)  # of GPUs with grouped matmuls
+_LEAST_ROWS = 16
 
 
 class Routing(NamedTuple):
@@ -175,7 +176,8 @@ def _kernel() -> Any:
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Returns whether torch has one kernel for these groups: not in fp64, nor for rows that are unaligned.
 
-    Without values, for the compiler and on fake tensors, torch knows it in bf16 alone.
+    Without values, for the compiler and on fake tensors, torch knows it in bf16 alone. On CPUs it multiplies
+    in turn as well, but without padding: see `_pad_rows`.
     """
     has_values = not (torch.compiler.is_compiling() or isinstance(rows, FakeTensor))
     if not has_values and rows.dtype != torch.bfloat16:
@@ -183,22 +185,43 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     aligned = all(width * rows.itemsize % _ALIGNED_BYTES == 0 for width in matrices.shape[1:])
     if _kernel() is None or not aligned or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    return rows.device.type != "cuda" or torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
+    if rows.device.type == "cuda":
+        return torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
+    return not has_values or rows.dtype == torch.float32
 
 
 # Named as torch's, whose meaning it has, so that traces count it alike.
 @torch.library.custom_op("fullshard::_grouped_mm", mutates_args=())
 def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
-    """Multiplies one group at a time, where torch has no kernel for all.
+    """Multiplies one group at a time, where torch has no kernel for all, or a slow one.
 
     left (rows, in) and mat2 (groups, in, out) give (rows, out); left (in, rows) and mat2 (rows, out) give
     (groups, in, out), the gradient of the matrices.
     """
     ends = [0, *offs.tolist()]
     spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
-    if mat2.ndim == 3:
-        return torch.cat([left[span] @ matrix for span, matrix in zip(spans, mat2, strict=True)])
-    return torch.stack([left[:, span] @ mat2[span] for span in spans])
+    if mat2.ndim == 2:
+        out = mat2.new_empty(len(spans), left.shape[0], mat2.shape[1])
+        for span, product in zip(spans, out, strict=True):
+            torch.mm(_pad_rows(left[:, span].t()).t(), _pad_rows(mat2[span]), out=product)
+        return out
+    out = left.new_empty(left.shape[0], mat2.shape[2])
+    for span, matrix in zip(spans, mat2, strict=True):
+        rows = left[span]
+        out[span] = torch.mm(_pad_rows(rows), matrix)[: len(rows)]
+    return out
+
+
+def _pad_rows(rows: Tensor) -> Tensor:
+    """Pads `rows` with zeros to one of eight numbers per octave, if matmuls of new shapes are slow.
+
+    On CPUs oneDNN compiles a kernel for each shape in half precision, which takes longer than a small matmul,
+    and the number of rows that come to an expert is another one in each step.
+    """
+    if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
+        return rows
+    step = max(_LEAST_ROWS, 1 << max(len(rows).bit_length() - 4, 0))
+    return F.pad(rows, (0, 0, 0, -len(rows) % step))
 
 
 @multiply_groups_in_turn.register_fake
