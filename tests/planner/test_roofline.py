@@ -91,6 +91,19 @@ def test_a_matmul_of_unaligned_rows_reaches_a_part_of_the_rate_and_its_bytes_mov
     assert kernel_seconds(moved, rates, microbatch=1) == pytest.approx(1e11 / 2e12)
 
 
+def test_the_operands_of_a_matmul_move_before_and_after_it_where_their_rate_is_known():
+    rates = RATES.model_copy(update={"matmul_operands": {"bf16": 1e11}})
+    both = kernel_seconds(matmul(1e12, count=1e9), rates, microbatch=1)
+    assert both == pytest.approx(1e12 / 5e14 + 1e9 / 1e11)
+
+
+def test_elementwise_operations_in_half_precision_reach_a_part_of_the_rate():
+    rates = RATES.model_copy(update={"half_memory": 0.5})
+    for dtype, part in (("fp32", 1.0), ("bf16", 0.5), ("fp16", 0.5)):
+        kernel = Kernel(kind="elementwise", dtype=dtype, bytes=LinearInMicrobatch(1e9, 0))
+        assert kernel_seconds(kernel, rates, microbatch=1) == pytest.approx(1e9 / 2e12 / part)
+
+
 def test_attention_of_narrow_heads_reaches_a_part_of_the_rate():
     rates = RATES.model_copy(
         update={

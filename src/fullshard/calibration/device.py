@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
 from fullshard.profiler.clock import total_seconds_of_calls
-from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint
+from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -23,6 +23,8 @@ _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp16": torch.float16,
 }
 _MATMUL_EDGES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+# Rows, and the edge of the weights, of matmuls that move many bytes for their FLOP; and how many weights.
+_FEW_ROWS, _WEIGHTS = ((16, 512), (48, 640)), 12
 _SEQUENCES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
 _HEADS, _HEAD_DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
 _ELEMENTS = {
@@ -142,6 +144,57 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
 
 
+def measure_matmul_operands(
+    meter: RateMeter, dtype: ComputeDtype, *, matmul: Curve, seconds: float
+) -> tuple[Curve, float | None]:
+    """Returns the curve `matmul` without the time for operands, and their bytes/s; None if both are at once.
+
+    Matmuls of few rows, with weights that are not in a cache, move more bytes than those of the curve for the
+    same FLOP. What they take longer is taken for the time of these bytes.
+    """
+    few = [(rows, edge) for rows, edge in _FEW_ROWS if 2 * rows * edge**2 <= matmul[-1].size]
+    if meter.kind == "cuda" or not few:
+        return matmul, None
+    element = _TORCH_DTYPES[dtype].itemsize
+    more_bytes = more_seconds = 0.0
+    for rows, edge in few:
+        work = _matmuls_of_few_rows(meter, dtype, rows=rows, edge=edge)
+        each = 1 / meter.measure_calls_per_second(work, seconds=seconds / len(few)) / (3 * _WEIGHTS)
+        flops = 2 * rows * edge**2
+        more_seconds += each - flops / interpolate_rate(matmul, flops)
+        more_bytes += element * (2 * rows * edge + edge**2) - _square_bytes(flops, element)
+    if more_seconds <= 0:
+        return matmul, None
+    rate = more_bytes / more_seconds
+    net = list[RatePoint]()
+    for size, flops_per_second in matmul:
+        whole = size / flops_per_second
+        computing = max(whole - _square_bytes(size, element) / rate, whole / 2)
+        net.append(RatePoint(size, _round_to_four_digits(size / computing)))
+    return tuple(net), _round_to_four_digits(rate)
+
+
+def _matmuls_of_few_rows(
+    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int
+) -> Callable[[], None]:
+    """Returns a call of the three matmuls of each of _WEIGHTS linear layers."""
+    x, g = (meter.random_tensor(rows, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
+    weights = [meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(_WEIGHTS)]
+
+    def run_matmuls() -> None:
+        for weight in weights:
+            torch.mm(x, weight.t())
+            torch.mm(g, weight)
+            torch.mm(g.t(), x)
+
+    return run_matmuls
+
+
+def _square_bytes(flops: float, element: int) -> float:
+    """Returns the bytes of the matrices of a matmul of `measure_matmul`: n × n on 2n tokens."""
+    return 5 * element * (flops / 4) ** (2 / 3)
+
+
 def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
     """Returns the part of the rate that a matmul reaches whose rows are no multiple of 16 bytes."""
     aligned = {"cpu": 256, "cuda": 4096}[meter.kind]
@@ -190,22 +243,26 @@ def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) 
     return first, meter.measure_rate_curve(make_backward_task, sequences, seconds=seconds * 0.6)
 
 
-def measure_elementwise_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
-    """Returns the bytes/s, read plus written, of a product (12 bytes per element) and a SiLU (8) by size.
+def measure_elementwise_bandwidth(meter: RateMeter, *, seconds: float) -> tuple[Curve, float]:
+    """Returns the bytes/s, read plus written, of a product and a SiLU by size; and the part of it in bf16.
 
-    Both write into new memory, as in a model.
+    A product moves three numbers per element, and a SiLU two. Both write into new memory, as in a model.
     """
 
-    def make_task(n: int) -> BenchmarkTask:
-        a, b = meter.random_tensor(n), meter.random_tensor(n)
+    def make_task(n: int, dtype: torch.dtype = torch.float32) -> BenchmarkTask:
+        a, b = meter.random_tensor(n, dtype=dtype), meter.random_tensor(n, dtype=dtype)
 
         def run_product_and_silu() -> None:
             torch.mul(a, b)
             F.silu(a)
 
-        return BenchmarkTask(run_product_and_silu, size=10 * n, amount=20 * n)
+        count = a.element_size() * n
+        return BenchmarkTask(run_product_and_silu, size=2.5 * count, amount=5 * count)
 
-    return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
+    curve = meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds * 0.8)
+    half = make_task(_ELEMENTS[meter.kind][4], torch.bfloat16)
+    rate = half.amount * meter.measure_calls_per_second(half.work, seconds=seconds * 0.2)
+    return curve, min(1.0, rate / interpolate_rate(curve, half.size))
 
 
 def measure_adamw_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:

@@ -88,6 +88,16 @@ _SHARED_SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
         "recompute.mode=every train.loss_chunk=16",
     ),
     ("long", 32, 5, 1, f"sharding.strategy=full_shard {_MIXTURE} precision.mode=bf16_reduce"),
+    (
+        *("middle", 64, 2, 2),
+        f"sharding.strategy=zero1 sharding.context_parallel=2 {_MIXTURE} model.expert_d_ff=448 "
+        "recompute.mode=full",
+    ),
+    (
+        *("middle", 128, 3, 2),
+        f"sharding.strategy=no_shard {_MIXTURE} model.expert_d_ff=448 model.shared_experts=1 "
+        "precision.mode=bf16_reduce",
+    ),
 )
 # A tiny model whose computing takes almost no time, with the parameters of a few blocks.
 _TINY = (

@@ -29,7 +29,7 @@ def calibrate(
             "--seconds",
             min=0.1,
             callback=require_positive_number,
-            help="Measuring time of an idle machine, besides the start and the fit; 42 by default.",
+            help="Measuring time of an idle machine, besides the start and the fit; 60 by default.",
         ),
     ] = None,
     out: Annotated[

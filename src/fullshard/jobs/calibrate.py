@@ -26,6 +26,7 @@ from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
 _UNALIGNED = 2
+_OPERANDS = 3
 _STEPS, _HOST_ADAM = 60, 4
 
 
@@ -48,6 +49,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     started, before = time.monotonic(), ProcessorSeconds.now()
     shares = (
         _MATMUL
+        + _OPERANDS
         + _UNALIGNED
         + _ATTENTION
         + _MEMORY
@@ -103,22 +105,30 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
     """Measures rates. Those of grouped matmuls and by the width of heads are `known`, not measured."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[ComputeDtype, Curve] = {}
+    operands: dict[ComputeDtype, float] = {}
     forward: dict[ComputeDtype, Curve] = {}
     backward: dict[ComputeDtype, Curve] = {}
     for dtype in dtypes:
         part = share / len(dtypes)
         matmul[dtype] = meters.measure_matmul(meter, dtype, seconds=_MATMUL * part)
+        matmul[dtype], rate = meters.measure_matmul_operands(
+            meter, dtype, matmul=matmul[dtype], seconds=_OPERANDS * part
+        )
+        operands |= {} if rate is None else {dtype: rate}
         forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
+    memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share)
     mesh = init_device_mesh(meter.kind, (dist.get_world_size(),))
     return Rates(
         matmul=matmul,
+        matmul_operands=operands,
         attention=forward,
         attention_backward=backward,
         attention_by_head_dim=known.attention_by_head_dim,
         attention_backward_by_head_dim=known.attention_backward_by_head_dim,
         grouped_matmul=known.grouped_matmul,
         grouped_tile_rows=known.grouped_tile_rows,
-        memory=meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share),
+        memory=memory,
+        half_memory=half_memory,
         optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
         unit_seconds=measure_unit_hook_seconds(mesh, seconds=_UNIT * share),

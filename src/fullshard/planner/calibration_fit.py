@@ -81,16 +81,19 @@ def slow_down_hardware(hardware: Hardware, factors: RateSlowdowns) -> Hardware:
     """Returns `hardware` with each kind of work slowed down by its factor."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
+
+    def slowdown(dtype: str) -> float:
+        return factors.compute * (1.0 if dtype in _WHOLE else factors.half)
+
     computing = {
-        kind: {
-            dtype: curve_with_slowdown(c, factors.compute * (1.0 if dtype in _WHOLE else factors.half))
-            for dtype, c in getattr(rates, kind).items()
-        }
+        kind: {dtype: curve_with_slowdown(c, slowdown(dtype)) for dtype, c in getattr(rates, kind).items()}
         for kind in ("matmul", "attention", "attention_backward")
     }
+    operands = {dtype: rate / slowdown(dtype) for dtype, rate in rates.matmul_operands.items()}
     updated = rates.model_copy(
         update={
             **computing,
+            "matmul_operands": operands,
             "memory": curve_with_slowdown(rates.memory, factors.memory),
             "optimizer": curve_with_slowdown(rates.optimizer, factors.optimizer),
             "launch_seconds": launch,

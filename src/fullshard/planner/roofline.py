@@ -65,9 +65,12 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
 
         max(flops / rate(flops), bytes / memory(bytes))
 
+    A matmul whose dtype is in `rates.matmul_operands` takes flops / rate(flops) + bytes / operands instead:
+    libraries for CPUs bring matrices into another order first, which counts if there are few rows.
     The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
     that tensor cores cannot load in vectors, or a factor for the width of attention's heads. Elementwise
-    launches count bytes only. See [Note: grouped matmul] for that of experts.
+    launches count bytes only, in half precision at a part of the rate. See [Note: grouped matmul] for the
+    rate of experts.
     Of collectives, only the copies around them count here: see `planner.model_parallel`.
     """
     if kernel.axis is not None:
@@ -75,7 +78,7 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
     pieces = count_pieces(kernel, rates, microbatch=microbatch)
     moved = pieces * memory_seconds(kernel.bytes.value_at(microbatch) / pieces, rates.memory)
     if kernel.kind not in ("matmul", "attention", "attention_backward"):
-        return moved
+        return moved / (rates.half_memory if kernel.dtype in ("bf16", "fp16") else 1.0)
     flops = kernel.flops.value_at(microbatch)
     if flops <= 0:
         return moved
@@ -90,6 +93,8 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         forward = kernel.kind == "attention"
         widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
         rate *= interpolate_rate(widths, kernel.head_dim)
+    if kernel.kind == "matmul" and (operands := rates.matmul_operands.get(kernel.dtype)):
+        return flops / rate + kernel.bytes.value_at(microbatch) / operands
     return max(flops / rate, moved)
 
 

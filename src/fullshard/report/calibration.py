@@ -15,11 +15,14 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     yield "other programs", f"{hardware.calibration_load or 0.0:.0%} of the processors in this time"
     for dtype, curve in rates.matmul.items():
         yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
+        if operands := rates.matmul_operands.get(dtype):
+            yield "  operands", f"{format_count(operands)}B/s, before and after computing"
     yield "  odd sizes", f"{rates.unaligned_matmul:.0%} of that rate, in half precision"
     for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
         for dtype, curve in curves.items():
             yield f"{label} {dtype}", _best_rate_text(curve, amount="FLOP")
     yield "memory", _best_rate_text(rates.memory, amount="B")
+    yield "  bf16", f"{rates.half_memory:.0%} of that rate"
     yield "fused AdamW", _best_rate_text(rates.optimizer, amount="B")
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
     yield "engine", f"{rates.unit_seconds * 1e6:.0f} us an act on a unit"

@@ -18,7 +18,7 @@ class CalibrationSettings(FrozenModel):
     drive: a directory on the drive to measure, as a path that is valid on every rank
     """
 
-    seconds: PositiveFloat = 42.0
+    seconds: PositiveFloat = 60.0
     drive: str = "."
 
     def save(self, directory: Path) -> None:

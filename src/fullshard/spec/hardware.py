@@ -85,12 +85,15 @@ class Rates(FrozenModel):
     """Compute rates and host times of one rank while all ranks work: measured, or fractions of peaks.
 
     matmul: by dtype, [FLOP of one launch, FLOP/s]
+    matmul_operands: by dtype, bytes/s at which a matmul reads and writes its matrices before and after it
+        computes; a dtype that is missing does both at once
     attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
     attention_by_head_dim, attention_backward_by_head_dim: [width of a head, factor on these rates]
     grouped_matmul: [FLOP of one matrix of a grouped matmul in bf16, part of the rate of large matmuls]; None
         for a device that multiplies the matrices in turn
     grouped_tile_rows: rows of a tile of this kernel; the last tile of each matrix is half empty on average
     memory: elementwise operations, [bytes read and written by one launch, bytes/s]
+    half_memory: part of this rate that elementwise operations in half precision reach
     optimizer: the fused update, [bytes read and written, bytes/s]
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
         backward averaged, s
@@ -105,6 +108,7 @@ class Rates(FrozenModel):
     """
 
     matmul: Mapping[ComputeDtype, Curve]
+    matmul_operands: Mapping[ComputeDtype, PositiveFloat] = Field(default_factory=dict)
     attention: Mapping[ComputeDtype, Curve]
     attention_backward: Mapping[ComputeDtype, Curve]
     attention_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
@@ -112,6 +116,7 @@ class Rates(FrozenModel):
     grouped_matmul: Curve | None = None
     grouped_tile_rows: NonNegativeFloat = 0.0
     memory: Curve
+    half_memory: float = Field(default=1.0, gt=0, le=1)
     optimizer: Curve
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat = 0.0
