@@ -7,14 +7,12 @@ of a later step by part, and the median seconds of a few steps, written as a lis
 The prediction is made elsewhere, from the same file: measuring knows nothing of it. In several rounds all
 settings are gone through again.
 
-Other load, also outside a virtual machine, slows its cores down for seconds or minutes. So every step has a
-probe: the processor time of a fixed loop before and after it, on the slowest rank. `seconds` is the median of
-the steps whose probes are within 15 % of the quickest of the whole job (`undisturbed` counts them). If there
-are fewer than three, it is the lowest of the rounds' medians.
+The steps of a round follow each other without a barrier, as in training; each is the mean over ranks. Other
+load, also outside a virtual machine, slows its cores down for seconds or minutes: `seconds` is the lowest of
+the rounds' medians, as in `fullshard calibrate`.
 """
 
 import gc
-import itertools
 import json
 import statistics
 import sys
@@ -49,14 +47,6 @@ def settings(path: str | Path) -> list[dict[str, Any]]:
     return [{**one, "overrides": [*common, *one["overrides"]]} for one in read["setting"]]
 
 
-def probe_seconds() -> float:
-    """Processor time of a fixed loop."""
-    started, total = time.process_time(), 0
-    for number in range(100_000):
-        total += number
-    return time.process_time() - started
-
-
 def microbatches(plan: Plan, device: torch.device) -> Iterator[dict[str, Tensor]]:
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
@@ -77,8 +67,6 @@ def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
     state = TrainState(model, build_optimizer(model, plan))
 
     def step() -> float:
-        probes.append(probe_seconds())
-        dist.barrier()
         start = time.perf_counter()
         batches = microbatches(plan, device)
         run_step(state, plan, microbatches=batches, loss=loss, learning_rate=1e-3)
@@ -86,7 +74,6 @@ def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    probes: list[float] = []
     step()
     step()
     peaks: list[dict[str, Any]] = []
@@ -97,12 +84,10 @@ def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
         peaks.append(
             {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
         )
-    probes.clear()
+    dist.barrier()
     times = [step() for _ in range(steps)]
-    probes.append(probe_seconds())
     close_offloaded_state(model, plan=plan, finished=True)
-    around = [max(pair) for pair in itertools.pairwise(probes)]
-    return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": times, "probes": around}
+    return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": times}
 
 
 def main(path: str, out: str, rounds: str = "1", *, steps: int = 5) -> None:
@@ -123,7 +108,6 @@ def main(path: str, out: str, rounds: str = "1", *, steps: int = 5) -> None:
             dist.all_gather_object(rows, result)
             if ranks.rank == 0:
                 found[one["name"]] = joined(rows, found.get(one["name"]))
-                with_seconds([row for row in found.values() if "error" not in row])
                 print(json.dumps(found[one["name"]]), flush=True)
                 Path(out).write_text(json.dumps([*found.values()], indent=1) + "\n")
 
@@ -135,30 +119,18 @@ def joined(rows: list[dict[str, Any]], earlier: dict[str, Any] | None) -> dict[s
     memory = max((row["memory"] for row in rows), key=lambda memory: memory["bytes"])
     if earlier is not None:
         memory = min(memory, earlier["memory"], key=lambda memory: memory["bytes"])
-    times, probes = (
-        [max(step) for step in zip(*(row[key] for row in rows), strict=True)] for key in ("times", "probes")
-    )
-    before = earlier or {"times": [], "probes": [], "medians": []}
+    times = [statistics.mean(step) for step in zip(*(row["times"] for row in rows), strict=True)]
+    before = earlier or {"times": [], "medians": []}
     medians = [statistics.median(times), *before["medians"]]
-    times, probes = times + before["times"], probes + before["probes"]
+    times += before["times"]
     return {
         **rows[0],
         "memory": memory,
         "times": times,
-        "probes": probes,
         "medians": medians,
         "spread": [min(times), max(times)],
+        "seconds": min(medians),
     }
-
-
-def with_seconds(rows: list[dict[str, Any]]) -> None:
-    """Sets `seconds` of all rows, since every round may have a quicker probe."""
-    limit = 1.15 * min((probe for row in rows for probe in row["probes"]), default=0.0)
-    for row in rows:
-        steps = zip(row["times"], row["probes"], strict=True)
-        undisturbed = [seconds for seconds, probe in steps if probe <= limit]
-        row["undisturbed"] = len(undisturbed)
-        row["seconds"] = statistics.median(undisturbed) if len(undisturbed) >= 3 else min(row["medians"])
 
 
 def _kind(ranks: RankInfo) -> Any:
