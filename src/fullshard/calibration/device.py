@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
 from fullshard.profiler.clock import total_seconds_of_calls
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
+from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -31,6 +33,7 @@ _ELEMENTS = {
     "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
     "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
 }
+_CHUNKS = (1 << 10, 1 << 14, ROUNDING_CHUNK_ELEMENTS)
 _COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _LEAST_PARAMETERS = 1 << 18
@@ -275,6 +278,20 @@ def measure_adamw_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
         return BenchmarkTask(optimizer.step, size=28 * n, amount=28 * n)
 
     return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
+
+
+def measure_rounded_adamw(meter: RateMeter, *, seconds: float) -> Curve | None:
+    """Returns the elements/s of AdamW with stochastic rounding by those of a chunk; None on a GPU."""
+    if meter.kind == "cuda":
+        return None
+
+    def make_task(n: int) -> BenchmarkTask:
+        parameter = meter.random_tensor(n, dtype=torch.bfloat16).requires_grad_()
+        parameter.grad = meter.random_tensor(n, dtype=torch.bfloat16)
+        optimizer = StochasticAdamW([parameter], lr=1e-3)
+        return BenchmarkTask(optimizer.step, size=n, amount=n)
+
+    return meter.measure_rate_curve(make_task, _CHUNKS, seconds=seconds)
 
 
 def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:

@@ -27,6 +27,7 @@ from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
 _UNALIGNED = 2
 _OPERANDS = 3
+_ROUNDING = 2
 _STEPS, _HOST_ADAM = 60, 4
 
 
@@ -50,6 +51,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     shares = (
         _MATMUL
         + _OPERANDS
+        + _ROUNDING
         + _UNALIGNED
         + _ATTENTION
         + _MEMORY
@@ -130,6 +132,7 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
         memory=memory,
         half_memory=half_memory,
         optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
+        rounding=meters.measure_rounded_adamw(meter, seconds=_ROUNDING * share),
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
         unit_seconds=measure_unit_hook_seconds(mesh, seconds=_UNIT * share),
         step_seconds=measure_step_overhead(mesh, seconds=_UNIT * share),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.calibration import Calibration
-from fullshard.spec.hardware import Curve, Hardware, Link
+from fullshard.spec.hardware import Curve, Hardware, Link, Rates
 
 
 def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
@@ -13,17 +13,10 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     yield "hardware", _hardware_text(hardware)
     yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; rates per rank:"
     yield "other programs", f"{hardware.calibration_load or 0.0:.0%} of the processors in this time"
-    for dtype, curve in rates.matmul.items():
-        yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
-        if operands := rates.matmul_operands.get(dtype):
-            yield "  operands", f"{format_count(operands)}B/s, before and after computing"
-    yield "  odd sizes", f"{rates.unaligned_matmul:.0%} of that rate, in half precision"
-    for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
-        for dtype, curve in curves.items():
-            yield f"{label} {dtype}", _best_rate_text(curve, amount="FLOP")
-    yield "memory", _best_rate_text(rates.memory, amount="B")
-    yield "  bf16", f"{rates.half_memory:.0%} of that rate"
+    yield from _compute_rate_rows(rates)
     yield "fused AdamW", _best_rate_text(rates.optimizer, amount="B")
+    if rates.rounding is not None:
+        yield "  with rounding", f"{format_count(rates.rounding[-1].rate)} elements/s"
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
     yield "engine", f"{rates.unit_seconds * 1e6:.0f} us an act on a unit"
     yield "step", f"{format_seconds(rates.step_seconds)} outside of model and engine"
@@ -47,6 +40,19 @@ def _hardware_text(hardware: Hardware) -> str:
     ranks = f"{hardware.ranks_per_node} rank{'s' if hardware.ranks_per_node > 1 else ''}"
     nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     return f"{hardware.name}, {ranks}{nodes}"
+
+
+def _compute_rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
+    for dtype, curve in rates.matmul.items():
+        yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
+        if operands := rates.matmul_operands.get(dtype):
+            yield "  operands", f"{format_count(operands)}B/s, before and after computing"
+    yield "  odd sizes", f"{rates.unaligned_matmul:.0%} of that rate, in half precision"
+    for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
+        for dtype, curve in curves.items():
+            yield f"{label} {dtype}", _best_rate_text(curve, amount="FLOP")
+    yield "memory", _best_rate_text(rates.memory, amount="B")
+    yield "  bf16", f"{rates.half_memory:.0%} of that rate"
 
 
 def _best_rate_text(curve: Curve, *, amount: str) -> str:

@@ -95,6 +95,7 @@ class Rates(FrozenModel):
     memory: elementwise operations, [bytes read and written by one launch, bytes/s]
     half_memory: part of this rate that elementwise operations in half precision reach
     optimizer: the fused update, [bytes read and written, bytes/s]
+    rounding: AdamW with stochastic rounding on a CPU, [elements of a chunk, elements/s]; None if not measured
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
         backward averaged, s
     unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
@@ -118,6 +119,7 @@ class Rates(FrozenModel):
     memory: Curve
     half_memory: float = Field(default=1.0, gt=0, le=1)
     optimizer: Curve
+    rounding: Curve | None = None
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat = 0.0
     step_seconds: NonNegativeFloat = 0.0
