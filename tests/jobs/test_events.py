@@ -16,9 +16,7 @@ from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import EVENTS
-from tests.jobs.test_train import TINY
-
-ROLLBACK = ("on_spike=rollback", "spike_window=4", "spike_sigma=1.0", "max_rollbacks=100")
+from tests.jobs.test_train import TINY, steps_that_stand_out
 
 
 def train(directory: str, settings: tuple[str, ...], resume: bool) -> None:
@@ -54,7 +52,7 @@ def test_a_resumed_run_keeps_the_events_of_its_earlier_attempts(ranks, tmp_path:
 
 
 def test_events_of_steps_that_a_rollback_undid_stay(ranks, tmp_path: Path):
-    settings = ("train.steps=12", "checkpoint.every=2", *(f"fault_tolerance.{one}" for one in ROLLBACK))
+    settings = ("train.steps=12", "checkpoint.every=2", *steps_that_stand_out(tmp_path))
     ranks(2).run(train, str(tmp_path / "run"), settings, False)
     events = read_events(tmp_path / "run" / EVENTS)
     rollbacks = [one for one in events if one.event == "rollback"]
