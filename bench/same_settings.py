@@ -16,7 +16,7 @@ SAME = (
 
 
 def is_pair(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two rows are of the same settings, as far as rows tell, and of different pages."""
+    """Returns whether two rows have the same settings (`SAME`) and different pages as sources."""
     pages = {row["source"].split()[0] for row in (one, other)}
     return len(pages) == 2 and all(one.get(key, 1) == other.get(key, 1) for key in SAME)
 

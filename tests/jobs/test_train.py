@@ -63,7 +63,7 @@ def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
 
 
 def steps_that_stand_out(directory: Path) -> tuple[str, ...]:
-    """So low a bound that some do, on a text that is the same in every version of Python."""
+    """Returns settings whose bound some steps exceed, with a text that is equal in all versions of Python."""
     draw, text = random.Random(0), directory / "words.txt"
     words = ["".join(draw.choices(printable, k=draw.randint(1, 9))) for _ in range(100)]
     words += [letter * draw.randint(1, 90) for letter in printable]

@@ -44,7 +44,7 @@ def test_the_mesh_is_the_plans(
 
 
 def groups_of(models: list[int], *settings: str) -> int:
-    """The number of groups that models of so many layers have together."""
+    """Shards models with these numbers of layers, and returns the number of process groups."""
     for layers in models:
         with torch.device("meta"):
             model = nn.Sequential(*(Block() for _ in range(layers)))

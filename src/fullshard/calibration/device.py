@@ -134,14 +134,8 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
     """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
     def make_task(n: int) -> BenchmarkTask:
-        x, w, g = (meter.random_tensor(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n, 2 * n))
-
-        def run_matmuls() -> None:
-            torch.mm(x, w.t())
-            torch.mm(g, w)
-            torch.mm(g.t(), x)
-
-        return BenchmarkTask(run_matmuls, size=4 * n**3, amount=12 * n**3)
+        work = _matmuls_of_linear_layers(meter, dtype, rows=2 * n, edge=n)
+        return BenchmarkTask(work, size=4 * n**3, amount=12 * n**3)
 
     with _use_matmul_precision(dtype):
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
@@ -161,28 +155,28 @@ def measure_matmul_operands(
     element = _TORCH_DTYPES[dtype].itemsize
     more_bytes = more_seconds = 0.0
     for rows, edge in few:
-        work = _matmuls_of_few_rows(meter, dtype, rows=rows, edge=edge)
+        work = _matmuls_of_linear_layers(meter, dtype, rows=rows, edge=edge, layers=_WEIGHTS)
         each = 1 / meter.measure_calls_per_second(work, seconds=seconds / len(few)) / (3 * _WEIGHTS)
         flops = 2 * rows * edge**2
         more_seconds += each - flops / interpolate_rate(matmul, flops)
-        more_bytes += element * (2 * rows * edge + edge**2) - _square_bytes(flops, element)
+        more_bytes += element * (_operand_elements(rows, edge) - _curve_elements(flops))
     if more_seconds <= 0:
         return matmul, None
     rate = more_bytes / more_seconds
     net = list[RatePoint]()
     for size, flops_per_second in matmul:
         whole = size / flops_per_second
-        computing = max(whole - _square_bytes(size, element) / rate, whole / 2)
+        computing = max(whole - element * _curve_elements(size) / rate, whole / 2)
         net.append(RatePoint(size, _round_to_four_digits(size / computing)))
     return tuple(net), _round_to_four_digits(rate)
 
 
-def _matmuls_of_few_rows(
-    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int
+def _matmuls_of_linear_layers(
+    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int, layers: int = 1
 ) -> Callable[[], None]:
-    """Returns a call of the three matmuls of each of _WEIGHTS linear layers."""
+    """Returns a function that runs the three matmuls of each edge × edge linear layer on `rows` tokens."""
     x, g = (meter.random_tensor(rows, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
-    weights = [meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(_WEIGHTS)]
+    weights = [meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(layers)]
 
     def run_matmuls() -> None:
         for weight in weights:
@@ -193,9 +187,15 @@ def _matmuls_of_few_rows(
     return run_matmuls
 
 
-def _square_bytes(flops: float, element: int) -> float:
-    """Returns the bytes of the matrices of a matmul of `measure_matmul`: n × n on 2n tokens."""
-    return 5 * element * (flops / 4) ** (2 / 3)
+def _operand_elements(rows: float, edge: float) -> float:
+    """Returns the elements of the three matrices of a matmul of `rows` × edge with edge × edge."""
+    return 2 * rows * edge + edge**2
+
+
+def _curve_elements(flops: float) -> float:
+    """Returns the elements of the matrices of a matmul of `measure_matmul` with this many FLOP."""
+    n = (flops / 4) ** (1 / 3)
+    return _operand_elements(2 * n, n)
 
 
 def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:

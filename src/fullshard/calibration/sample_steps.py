@@ -62,7 +62,9 @@ _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("long", 32, 1, 1, "sharding.strategy=no_shard recompute.mode=selective"),
 )
 # Steps of ranks that share work, two by two.
-_MIXTURE = "model.experts=8 model.expert_d_ff=128 sharding.expert_parallel=2"
+_EXPERTS = "model.experts=8 sharding.expert_parallel=2"
+_MIXTURE = f"{_EXPERTS} model.expert_d_ff=128"
+_LARGER_MIXTURE = f"{_EXPERTS} model.expert_d_ff=448"
 _SHARED_SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("long", 64, 1, 1, "sharding.strategy=no_shard sharding.tensor_parallel=2"),
     (
@@ -90,13 +92,11 @@ _SHARED_SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("long", 32, 5, 1, f"sharding.strategy=full_shard {_MIXTURE} precision.mode=bf16_reduce"),
     (
         *("middle", 64, 2, 2),
-        f"sharding.strategy=zero1 sharding.context_parallel=2 {_MIXTURE} model.expert_d_ff=448 "
-        "recompute.mode=full",
+        f"sharding.strategy=zero1 sharding.context_parallel=2 {_LARGER_MIXTURE} recompute.mode=full",
     ),
     (
         *("middle", 128, 3, 2),
-        f"sharding.strategy=no_shard {_MIXTURE} model.expert_d_ff=448 model.shared_experts=1 "
-        "precision.mode=bf16_reduce",
+        f"sharding.strategy=no_shard {_LARGER_MIXTURE} model.shared_experts=1 precision.mode=bf16_reduce",
     ),
 )
 # A tiny model whose computing takes almost no time, with the parameters of a few blocks.

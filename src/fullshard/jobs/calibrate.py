@@ -116,7 +116,8 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
         matmul[dtype], rate = meters.measure_matmul_operands(
             meter, dtype, matmul=matmul[dtype], seconds=_OPERANDS * part
         )
-        operands |= {} if rate is None else {dtype: rate}
+        if rate is not None:
+            operands[dtype] = rate
         forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
     memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share)
     mesh = init_device_mesh(meter.kind, (dist.get_world_size(),))

@@ -7,6 +7,10 @@ expert computes as many rows as come to it, which may be none.
 A module of experts has `num_experts`, parameters whose dim 0 is the expert, and
 `forward(hidden_states, top_k_index, top_k_weights)`, as those of transformers 5 have. So it can compute with
 other rows and with fewer experts: see `fullshard.models.expert_parallel`.
+
+[Note: a kernel per shape]
+In half precision on CPUs, oneDNN compiles a kernel for each shape of a matmul, which takes longer than a
+small matmul. The number of rows of an expert changes with each step, so rows are padded to few numbers.
 """
 
 from functools import partial
@@ -177,7 +181,7 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Returns whether torch has one kernel for these groups: not in fp64, nor for rows that are unaligned.
 
     Without values, for the compiler and on fake tensors, torch knows it in bf16 alone. On CPUs it multiplies
-    in turn as well, but without padding: see `_pad_rows`.
+    in turn as well, but without padding: see [Note: a kernel per shape].
     """
     has_values = not (torch.compiler.is_compiling() or isinstance(rows, FakeTensor))
     if not has_values and rows.dtype != torch.bfloat16:
@@ -187,7 +191,7 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
         return False
     if rows.device.type == "cuda":
         return torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
-    return not has_values or rows.dtype == torch.float32
+    return not (has_values and _needs_kernel_per_shape(rows))
 
 
 # Named as torch's, whose meaning it has, so that traces count it alike.
@@ -213,15 +217,14 @@ def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
-    """Pads `rows` with zeros to one of eight numbers per octave, if matmuls of new shapes are slow.
-
-    On CPUs oneDNN compiles a kernel for each shape in half precision, which takes longer than a small matmul,
-    and the number of rows that come to an expert is another one in each step.
-    """
-    if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
-        return rows
+    """Pads `rows` with zeros to one of eight numbers per octave. See [Note: a kernel per shape]."""
     step = max(_LEAST_ROWS, 1 << max(len(rows).bit_length() - 4, 0))
-    return F.pad(rows, (0, 0, 0, -len(rows) % step))
+    missing = -len(rows) % step if _needs_kernel_per_shape(rows) else 0
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _needs_kernel_per_shape(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
 
 
 @multiply_groups_in_turn.register_fake

@@ -269,7 +269,8 @@ def _build_mesh_once(
     world: dist.ProcessGroup | None, *, device: DeviceType, sizes: tuple[tuple[str, int], ...]
 ) -> DeviceMesh:
     """Builds a mesh over `world`. Models of one layout share it: see [Note: groups are shared]."""
-    return init_device_mesh(device, tuple(size for _, size in sizes), mesh_dim_names=tuple(dict(sizes)))
+    names, counts = zip(*sizes, strict=True)
+    return init_device_mesh(device, counts, mesh_dim_names=names)
 
 
 def split_inner_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -352,7 +353,7 @@ def share_post_forward_mesh(plan: Plan) -> Generator[None]:
     def make_mesh_once(device_type: DeviceType, mesh: torch.Tensor) -> DeviceMesh:
         degree = plan.tensor_parallel
         first = mesh - dist.get_rank() % degree  # adjacent ranks have other parts
-        ranks = tuple(tuple(row) for row in first.tolist())
+        ranks = tuple(map(tuple, first.tolist()))
         return _build_post_forward_mesh_once(dist.group.WORLD, device=device_type, ranks=ranks, degree=degree)
 
     engine.DeviceMesh = make_mesh_once
