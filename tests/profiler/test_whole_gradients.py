@@ -7,7 +7,7 @@ from tests.planner.measured import measured, plan_of, predicted
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1"])
 def test_whole_gradients_are_not_counted_as_units_in_flight(ranks, strategy: str):
-    """In bf16, they are cast to fp32 where a unit's backward ends: by FSDP2, or into buckets."""
+    """In bf16, they are cast to fp32 where a unit's backward ends: by FSDP2."""
     plan = plan_of(
         2,
         f"sharding.strategy={strategy}",

@@ -8,12 +8,9 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.spec.groups import (
-    BUCKET_BYTES,
     CUT_ELEMENTS,
-    LAST_BUCKET_BYTES,
     OffloadGroup,
     ShardSizes,
-    bucket_slices,
     group_shards,
     join_groups_of_split_parameters,
 )
@@ -129,13 +126,3 @@ def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_m
     held = [ShardSizes("p", numel=10**18, max_numel=10**18, dtype="float32")]
     with pytest.raises(PlanError, match="too many groups"):
         group_shards(held, sub_group_parameters=64_000_000)
-
-
-@given(st.lists(st.integers(0, 3 * BUCKET_BYTES), max_size=20))
-def test_buckets_have_every_unit_once_and_the_last_one_is_as_small_as_may_be(sizes: list[int]) -> None:
-    slices = bucket_slices(sizes)
-    assert [size for part in slices for size in sizes[part]] == sizes
-    *large, last = [sizes[part] for part in slices] or [[]]
-    assert all(sum(part) >= BUCKET_BYTES for part in large[:-1])
-    assert sum(last[1:]) < LAST_BUCKET_BYTES
-    assert sum(last) >= LAST_BUCKET_BYTES or not large

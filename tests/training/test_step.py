@@ -363,12 +363,9 @@ def all_reduces(microbatch: int) -> int:
 
 
 def test_replicas_are_reduced_once_a_step(ranks: Any) -> None:
-    """Not once a microbatch (pytorch's own default).
-
-    One all-reduce agrees on which buckets are in memory that the ranks share, and one is the step's own.
-    """
+    """Not once a microbatch (pytorch's own default): the four units' gradients, and the step's own sums."""
     for microbatch in (6, 2):
-        assert ranks(2).run(all_reduces, microbatch) == [2, 2]
+        assert ranks(2).run(all_reduces, microbatch) == [5, 5]
 
 
 # What is refused

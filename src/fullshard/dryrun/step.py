@@ -158,8 +158,7 @@ def _uncompiled_cpu_plan(plan: Plan) -> Plan:
 
 
 def _gradient_blocks(model: nn.Module, recorder: StorageEventRecorder) -> set[int]:
-    kept = getattr(model, "gradient_buffers", list[Tensor])()
-    return recorder.track_and_get_blocks([*kept, *(p.grad for p in model.parameters() if p.grad is not None)])
+    return recorder.track_and_get_blocks(p.grad for p in model.parameters() if p.grad is not None)
 
 
 def _build_dry_run_result(

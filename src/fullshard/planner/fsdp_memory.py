@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fullshard.planner.trace_memory import LiveBytes
-from fullshard.planner.unit_bytes import UnitBytes, UnshardedReduction, update_temporary_bytes
+from fullshard.planner.unit_bytes import UnitBytes, update_temporary_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
@@ -23,7 +23,6 @@ class FsdpBytes(NamedTuple):
     gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
     whole: int = 0  # unsharded gradients, kept until the last microbatch reduces them
     chunks: int = 0  # the part of `reduced` that lives until the end of backward
-    unfinished: int = 0  # bytes of the gradients that the end of backward makes from `chunks`
 
     @property
     def units_in_flight_bytes(self) -> int:
@@ -40,10 +39,8 @@ class MemoryLedger:
     Streams do not reuse each other's memory, so the allocator reserves the sum of their peaks.
     """
 
-    def __init__(self, *, reduces_on_compute_stream: bool = False) -> None:
-        self.reduces_on_compute_stream = reduces_on_compute_stream
+    def __init__(self) -> None:
         self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
-        self.unfinished = 0
         self.moment: tuple[str, int] = ("", -1)  # event, index of its unit
         self.highest = -1
         self.best: tuple[tuple[str, int], FsdpBytes, LiveBytes] = (self.moment, FsdpBytes(), LiveBytes())
@@ -54,8 +51,6 @@ class MemoryLedger:
         computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
         reduced = self.reduced + self.gradients
         held = computed + self.buffers + reduced
-        if self.reduces_on_compute_stream:
-            computed, reduced = computed + reduced, 0
         # A search comes here millions of times, and `max` takes three times as long.
         self.compute_pool = computed if computed > self.compute_pool else self.compute_pool
         self.gather_pool = self.buffers if self.buffers > self.gather_pool else self.gather_pool
@@ -136,7 +131,7 @@ class UnshardMemoryReplay:
     def reshard_unit(self, index: int) -> None:
         if self.units[index].is_unsharded:
             self.units[index].is_unsharded = False
-            self.ledger.in_flight -= self.sizes[index].unsharded
+            self.ledger.in_flight -= self.sizes[index].gathered
 
     def free_unused_prefetches(self) -> None:
         """Frees the all-gather buffers of units that were prefetched and not used."""
@@ -175,7 +170,7 @@ class UnshardMemoryReplay:
         if unit.pending is None:
             return
         cast = size.largest_cast if size.shard_degree == 1 else 0
-        self.ledger.in_flight += size.unsharded + cast + size.unpacking
+        self.ledger.in_flight += size.gathered + cast + size.unpacking
         self.ledger.update_peaks(live)
         self.ledger.in_flight -= size.unpacking
         if forward:
@@ -212,17 +207,8 @@ class GradientMemoryReplay:
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
-        if size.bucket:
-            # Added to the bucket; cast at the end of backward, if it is not of the master dtype.
-            is_cast = last and size.gradient != size.reduce_output
-            ledger.unfinished += size.gradient if is_cast else 0
-            return
-        unsharded = size.unsharded_reduction
         if not last and not self.plan.sync_each_microbatch:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
-            return
-        if unsharded is not None:
-            self._reduce_unsharded(index, live, fresh=fresh, how=unsharded)
             return
         while len(self.buffers) >= self.plan.run.fsdp.reduce_scatter_buffers:
             ledger.in_flight -= self.buffers.popleft()
@@ -245,36 +231,10 @@ class GradientMemoryReplay:
     def free_buffers_after_backward(self, live: LiveBytes) -> None:
         """Frees all buffers of reductions; only gradients remain. `live`: the model's own bytes."""
         self.ledger.in_flight -= sum(self.buffers)
-        self.ledger.gradients += self.ledger.unfinished
         self.ledger.reduced -= self.ledger.chunks
-        self.ledger.unfinished = self.ledger.chunks = 0
+        self.ledger.chunks = 0
         self.buffers.clear()
         self.ledger.update_peaks(live)
-
-    def _reduce_unsharded(self, index: int, live: LiveBytes, *, fresh: int, how: UnshardedReduction) -> None:
-        """Replays the reduction of a unit that is not sharded and has no bucket."""
-        unit, size, ledger = self.units[index], self.sizes[index], self.ledger
-        taken = live._replace(gradients=live.gradients - fresh)
-        if not size.trained_parameters:
-            return
-        if unit.whole and fresh:
-            self._keep_unsharded_gradients(index, taken, fresh=fresh)
-            live = taken
-        extra = 0 if unit.whole else how.packing
-        ledger.in_flight += extra
-        ledger.update_peaks(live)
-        ledger.in_flight -= extra
-        ledger.whole -= unit.whole
-        unit.whole = 0
-        is_new = not unit.has_gradient
-        unit.has_gradient = True
-        ledger.reduced += size.reduce_output
-        ledger.reduced += how.finishing
-        ledger.update_peaks(taken)
-        ledger.reduced -= how.finishing + size.reduce_output
-        ledger.gradients += size.gradient if is_new else 0
-        if self.plan.run.optimizer.in_backward:
-            self._update_in_backward(index, taken)
 
     def _keep_unsharded_gradients(self, index: int, live: LiveBytes, *, fresh: int) -> None:
         """Keeps unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward allocated."""

@@ -4,7 +4,7 @@
 A step consists of the model's own computation (the trace in the ModelSpec: phases, each with its highest
 moment) and of FSDP2's events between phases. FSDP2's memory does not change within a phase. So the peak is
 the maximum over all phases of (the phase's highest moment + FSDP2's bytes then), and over a few moments
-inside the events. These are the events of `torch.distributed.fsdp._fully_shard` (2.11 to 2.13):
+inside the events. These are the events of `torch.distributed.fsdp._fully_shard`:
 
 unshard       a unit's shards, cast to the compute dtype (W/N bytes, freed at once), are gathered into one
               buffer of W bytes, which is copied out into the parameters, another W bytes. W: the parameters
@@ -19,10 +19,6 @@ reduce        a unit's gradients are copied into one buffer of R bytes (in the r
               and freed. The reduced chunk of R/N bytes, cast to the master dtype, becomes the gradients. The
               buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
               until the end of backward, beside its cast.
-not sharded   units of shard degree 1 are used and reduced without these copies, as
-              `sharding.unsharded_units` says: nothing is allocated for parameters that need no cast.
-              Gradients of all microbatches are added up in buckets, which are allocated all the time and
-              become the gradients of the shards. Over one replica, autograd's gradients become those.
 without sync  gradients stay unsharded, in the reduce dtype, until the last microbatch.
 in backward   with `optimizer.in_backward` a unit is updated once it is reduced; its gradients are freed.
 
@@ -56,8 +52,7 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
     # between are equal, so one represents them.
     for index in range(min(plan.accumulation, 3)):
         last = index == min(plan.accumulation, 3) - 1
-        adds = index > 0 and not (plan.sync_each_microbatch or replay.adds_to_buckets)
-        adds = adds and bool(replay.trace.accumulating)
+        adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
         replay.replay_microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
     return replay.replay_update_and_return_peak()
 
@@ -117,14 +112,9 @@ class _StepMemoryReplay:
         self.units = units = memory_trace(spec, plan, reach=self.reach).units
         sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
         order = sorted(range(len(units)), key=lambda i: spec.units[units[i]].position)
-        # Then gradients are reduced on the compute stream, over one rank.
-        on_compute = plan.world_size == 1 and all(size.unsharded_reduction is not None for size in sizes)
-        self.ledger = MemoryLedger(reduces_on_compute_stream=on_compute)
+        self.ledger = MemoryLedger()
         self.gathering = UnshardMemoryReplay(sizes, self.ledger, section=section, by_position=order)
-        self.ledger.gradients = sum(self.kinds[kind].bucket for kind in spec.first_identical_unit_indices)
         self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
-        # Then no gradient of autograd waits for a later microbatch.
-        self.adds_to_buckets = all(size.bucket for size in sizes if size.trained)
         self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
 
     def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
@@ -257,7 +247,7 @@ def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
     return MeshDependentBytes(
         sizes,
         static=sum_over_units("shards") + optimizer + spec.buffer_bytes,
-        unsharded=sum_over_units("unsharded"),
+        unsharded=sum_over_units("gathered"),
         # Gradients that need no cast are counted by the trace, as autograd leaves them.
         whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
         gradients=sum_over_units("gradient") if stays else 0,
@@ -289,8 +279,8 @@ def peak_lower_bound(
     backward = bound.highest
     for kind, behind, ahead, live in bound.peaks:
         size = mesh.sizes[kind]
-        bytes_ = live + (size.unsharded if size.gathers_in_backward else 0)
-        if behind >= 0 and mesh.sizes[behind].unsharded_reduction is None:
+        bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
+        if behind >= 0:
             bytes_ += mesh.sizes[behind].reduce_input
         if traits.prefetches and ahead >= 0:
             next_one = mesh.sizes[ahead]

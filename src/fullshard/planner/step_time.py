@@ -49,7 +49,7 @@ from fullshard.planner.simulate import (
 from fullshard.planner.streams import StreamClocks
 from fullshard.planner.uneven_routing import fullest_rank_factor
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
-from fullshard.planner.unit_costs import TICKS, UnitCost, is_summed_in_host_memory, to_ticks, unit_cost
+from fullshard.planner.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.hardware import Hardware, Rates, interpolate_rate
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
@@ -292,11 +292,6 @@ class StepTimePredictor:
         summed *= 2 if plan.run.optimizer.in_backward else 1
         pairs = list(zip(sizes, counts, strict=True))
         summed += _fp8_scale_seconds(pairs, plan, hardware=hardware)
-        if any(
-            cost.is_replicated and is_summed_in_host_memory(s, hardware, replicas=group)
-            for s, cost in zip(sizes, costs, strict=True)
-        ):
-            summed += 4 * collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
         if not plan.run.offload.offloads_optimizer:
             shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)

@@ -12,14 +12,6 @@ from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 
 
 @dataclass(frozen=True)
-class UnshardedReduction:
-    """Bytes of the reduction of an unsharded unit without a bucket: see `sharding.unsharded_units`."""
-
-    packing: int  # the most bytes above the unsharded gradients while they are copied or cast
-    finishing: int  # the most bytes above the reduced gradients while they are cast to the master dtype
-
-
-@dataclass(frozen=True)
 class UnitBytes:
     """Bytes of one unit on one rank's device.
 
@@ -41,7 +33,6 @@ class UnitBytes:
     unpacking: (
         int  # what FSDP2 allocates beside `unsharded` to copy out parameters sharded in another dim than 0
     )
-    unsharded: int  # unsharded parameters that are allocated: `gathered`, without those used in place
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
     in_fp8: int  # elements of own shards that are gathered in fp8, padded
     kept_copy: int  # `cast_copy` in backward, per own shard, if parameters stay sharded over fewer ranks
@@ -55,8 +46,6 @@ class UnitBytes:
     reduce_copies: int  # copies that the CPU makes for a moment to copy gradients into `reduce_input`
     reduce_copies_of_kept: int  # the same for gradients that were kept unsharded in the reduce dtype
     reduce_output: int  # the reduce-scatter's output, 1/N of its input
-    bucket: int  # the unit's part of a buffer that stays allocated for gradients (`sharding.unsharded_units`)
-    unsharded_reduction: UnshardedReduction | None  # if gradients are reduced without FSDP2's copies
     gradient: int  # gradients of the own shards in the master dtype (as reduced if they are offloaded)
     trained: int  # elements of the own shards that the optimizer updates, without padding
     trained_parameters: int  # number of trained parameters
@@ -110,11 +99,10 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
         gathered=gathered,
         unpacking=sum(p.numel * _compute_itemsize(p, settings) for p in inner),
-        unsharded=gathered - _bytes_used_in_place(unit, settings),
         cast_copy=sum(casts) + uncast,
         in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
         kept_copy=sum(again),
-        largest_cast=0 if settings.skips_copies else max(casts, default=0) + uncast,
+        largest_cast=max(casts, default=0) + uncast,
         whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
         largest_whole=max((p.numel * _compute_itemsize(p, settings) for p in trained), default=0),
@@ -124,8 +112,6 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reduce_copies=copies,
         reduce_copies_of_kept=copies_of_kept,
         reduce_output=chunk * reduced,
-        bucket=_bucket_bytes(trained, settings, plan=plan),
-        unsharded_reduction=_unsharded_reduction(trained, settings),
         gradient=chunk * (reduced if plan.copies_gradients_to_host else master),
         trained=sum(own),
         trained_parameters=len(trained),
@@ -159,19 +145,6 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
     return _unit_with_sharded_dim_first(unit, degree), settings, inner
 
 
-def _bytes_used_in_place(unit: UnitSpec, settings: MergedUnitSettings) -> int:
-    """Returns the bytes of parameters that a unit computes with where they are."""
-    if not settings.skips_copies:
-        return 0
-    master = ITEMSIZE[settings.precision.master]
-    used = [(p, _compute_itemsize(p, settings)) for p in unit.parameters]
-    return sum(
-        p.numel * itemsize
-        for p, itemsize in used
-        if itemsize == (master if p.requires_grad and p.is_floating else p.itemsize)
-    )
-
-
 def _compute_itemsize(parameter: ParamSpec, settings: MergedUnitSettings) -> int:
     return ITEMSIZE[settings.precision.param] if parameter.is_floating else parameter.itemsize
 
@@ -186,41 +159,6 @@ def _reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSetting
     largest = max((padded_numel(p.shape, degree) for p in trained), default=0)
     uneven = sum(padded_numel(p.shape, degree) for p in trained if p.shape[0] % degree)
     return (uneven + (largest if compute != reduced else 0)) * compute, uneven * reduced
-
-
-def _bucket_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSettings, *, plan: Plan) -> int:
-    """Returns the bytes of a unit's part of a bucket: its gradients, and an element for each of them."""
-    is_immediate = settings.replicate_degree == 1 or plan.run.optimizer.in_backward
-    if is_immediate or not settings.skips_copies:
-        return 0
-    return ITEMSIZE[settings.precision.reduce] * sum(p.numel + 1 for p in trained)
-
-
-def _unsharded_reduction(
-    trained: Sequence[ParamSpec], settings: MergedUnitSettings
-) -> UnshardedReduction | None:
-    if not settings.skips_copies:
-        return None
-    precision, has_replicas = settings.precision, settings.replicate_degree > 1
-    compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
-    buffer = reduced * sum(p.numel for p in trained) if has_replicas else 0
-    casts = [(compute * p.numel, reduced * p.numel) for p in trained if compute != reduced]
-    finishing = [(reduced * p.numel, master * p.numel) for p in trained if reduced != master]
-    if has_replicas:  # freed with the last
-        finishing = [(0, new) for _, new in finishing]
-    return UnshardedReduction(
-        packing=buffer or _most_bytes_while_replacing(casts),
-        finishing=_most_bytes_while_replacing(finishing),
-    )
-
-
-def _most_bytes_while_replacing(steps: Sequence[tuple[int, int]]) -> int:
-    """Returns the most bytes above the initial ones, while (old, new) bytes replace each other one by one."""
-    above = most = 0
-    for old, new in steps:
-        most = max(most, above + new)
-        above += new - old
-    return most
 
 
 def _shard_and_cast_bytes(

@@ -14,7 +14,6 @@ from fullshard.planner.collectives import (
 )
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes
-from fullshard.spec.groups import BUCKET_BYTES
 from fullshard.spec.hardware import Hardware
 
 TICKS = 1_000_000_000_000
@@ -84,13 +83,11 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
-    unsharded, pack, copied = size.unsharded, traffic_ticks(size.whole, reduced), traffic_ticks(2 * reduced)
-    if size.unsharded_reduction is not None:  # nothing is copied that is neither cast nor sent
-        pack, copied = pack if size.replicate_degree > 1 or not same else 0, 0
-        copy_out = traffic_ticks(size.shards, unsharded) if unsharded else 0
-    else:  # over one rank, shards are cast one by one and then copied
-        copy_out = traffic_ticks(0 if sharded else cast_in, 2 * unsharded + 2 * size.unpacking)
-        pack += traffic_ticks(2 * size.unpacking) if size.trained_parameters else 0
+    # Over one rank, shards are cast one by one and then copied.
+    copy_out = traffic_ticks(0 if sharded else cast_in, 2 * size.gathered + 2 * size.unpacking)
+    pack = traffic_ticks(size.whole, reduced)
+    pack += traffic_ticks(2 * size.unpacking) if size.trained_parameters else 0
+    summed = collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)
     return UnitCost(
         has_parameters=size.gathered > 0,
         is_trained=reduced > 0,
@@ -108,19 +105,14 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         backward_gather=again if hpz else gather,
         hpz_copy=traffic_ticks(2 * size.gathered // size.reshard_degree) if hpz else 0,
         pack=pack,
-        scatter=scatter if sharded else copied,
+        scatter=scatter if sharded else traffic_ticks(2 * reduced),
         cast_gradient=traffic_ticks(*cast_out),
         settle_again=traffic_ticks(*cast_out, 3 * gradient),
         add_partial=traffic_ticks(3 * chunk),
-        all_reduce=to_ticks(_all_reduce_seconds(size, chunk, group=replicate, hardware=hardware)),
+        all_reduce=to_ticks(summed),
         keep_unsynced=0 if same else traffic_ticks(size.whole, size.whole_reduced),
         keep_again=0 if same else traffic_ticks(size.whole, 2 * size.whole_reduced),
     )
-
-
-def is_summed_in_host_memory(size: UnitBytes, hardware: Hardware, *, replicas: CollectiveLayout) -> bool:
-    """Returns whether CPU ranks of one host add up the unit's gradients in memory that they share."""
-    return hardware.device == "cpu" and size.bucket > 0 and replicas.nodes == 1
 
 
 def to_ticks(seconds: float) -> int:
@@ -142,14 +134,4 @@ def _group_layouts(
         shard_group_layout(degree, per_node=per_node, world_size=world_size),
         replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
         shard_group_layout(size.reshard_degree, per_node=per_node, world_size=world_size),
-    )
-
-
-def _all_reduce_seconds(size: UnitBytes, count: int, *, group: CollectiveLayout, hardware: Hardware) -> float:
-    """Returns the seconds in which replicas add up `count` bytes of a unit's gradients."""
-    if is_summed_in_host_memory(size, hardware, replicas=group):  # all other ranks' parts move 5 times
-        return memory_seconds(5 * count * (group.ranks - 1) / group.ranks, hardware.rates.memory)
-    sent = max(count, BUCKET_BYTES) if size.bucket else count  # one all-reduce of several units
-    return (
-        count / sent * collective_seconds("all_reduce", sent, group=group, hardware=hardware) if sent else 0
     )

@@ -184,10 +184,7 @@ class _ModelAndOptimizerStorages:
         return [parameters, self.gradient_storage_bytes(), state, buffers]
 
     def gradient_storage_bytes(self) -> dict[int, int]:
-        kept = getattr(self.model, "gradient_buffers", list[Tensor])()  # see `sharding.unsharded_units`
-        return self._bytes_by_address(
-            [*kept, *(p.grad for p in self.model.parameters() if p.grad is not None)]
-        )
+        return self._bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
 
     def _bytes_by_address(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         return _storage_bytes_by_address(one for one in tensors if one.device.type == self._device_type)

@@ -136,8 +136,8 @@ def _wrap_replica_sums(group: Any, recorder: StepRecorder, *, unit: str) -> Call
         begin = recorder.mark()
         result = inner(*args, **kwargs)
         scattered = recorder.last_range(_REDUCE_SCATTER, after=begin)
-        if scattered is not None and group.all_reduce_grads:
-            recorder.add(_ALL_REDUCE, unit, begin=scattered.end)
+        if group.all_reduce_grads:  # over one rank there is no reduce-scatter, and its copies count too
+            recorder.add(_ALL_REDUCE, unit, begin=begin if scattered is None else scattered.end)
         return result
 
     setattr(group, _POST_BACKWARD, timed)
@@ -145,7 +145,7 @@ def _wrap_replica_sums(group: Any, recorder: StepRecorder, *, unit: str) -> Call
 
 
 def _has_replicas(group: Any) -> bool:
-    """Returns whether FSDP2 sums the gradients of sharded units over replicas."""
+    """Returns whether FSDP2 sums the gradients of a unit over replicas."""
     kind = group.mesh_info
     return hasattr(kind, "replicate_process_group") and hasattr(kind, "shard_process_group")
 

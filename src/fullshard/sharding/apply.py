@@ -33,7 +33,6 @@ from fullshard.sharding.fp8 import (
     convert_linears_to_fp8,
     gather_in_fp8,
 )
-from fullshard.sharding.fsdp_hooks import lighten_hooks
 from fullshard.sharding.fsdp_switches import (
     apply_group_switches,
     apply_local_switches,
@@ -61,7 +60,6 @@ from fullshard.sharding.units import (
     find_recompute_blocks,
     find_units,
 )
-from fullshard.sharding.unsharded_units import GradientBuckets
 from fullshard.spec.expert_split import expert_shard_dim
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
@@ -207,18 +205,11 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
     set_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    buckets = GradientBuckets(is_immediate=plan.run.optimizer.in_backward)
-    position = {module: i for i, module in enumerate(model.modules())}
     with share_post_forward_mesh(plan):
         for unit in units:
             mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
-            lighten_hooks(cast(FSDPModule, unit.modules[0]))
-            if unit.settings(plan).skips_copies:
-                first = unit.modules[0]
-                buckets.skip_copies(cast(FSDPModule, first), position=position[first])
-            _reduce_gradients_of_all_experts(unit, plan)
-    buckets.finish_at_end_of_backward(model)
+            _reduce_gradients_of_all_experts(unit)
     model.forward = _explain_ungathered_parameters(model.forward)
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)
@@ -342,13 +333,12 @@ def _shard_experts(parameter: nn.Parameter, *, degree: int) -> Shard:
     return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree))
 
 
-def _reduce_gradients_of_all_experts(unit: Unit, plan: Plan) -> None:
+def _reduce_gradients_of_all_experts(unit: Unit) -> None:
     """Makes ranks take part in reducing experts that none of their tokens reached, without a gradient."""
     if not unit.holds_experts:
         return
     engine_module = cast(FSDPModule, unit.modules[0])
-    has_switch = hasattr(engine_module, "set_reduce_scatter_unused_params")
-    if has_switch and not unit.settings(plan).skips_copies:
+    if hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
     else:
         _reduce_missing_gradients_as_zeros(engine_module)
@@ -357,7 +347,7 @@ def _reduce_gradients_of_all_experts(unit: Unit, plan: Plan) -> None:
 def _reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
     """Makes the unit of `module` reduce zeros for parameters without a gradient, so that all ranks take part.
 
-    For unsharded units, and for torch before 2.13, which has no `set_reduce_scatter_unused_params`.
+    For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
     """
     group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
     if group is None:

@@ -16,8 +16,6 @@ _MOST_GROUPS = 100_000
 ROUNDING_CHUNK_ELEMENTS = (
     1 << 16
 )  # that the CPU rounds stochastically at once: temporaries stay in its caches
-BUCKET_BYTES = 25 << 20  # as DDP's `bucket_cap_mb`
-LAST_BUCKET_BYTES = 1 << 20  # as DDP's first bucket
 _BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from their first element on
 
 
@@ -146,23 +144,3 @@ def join_groups_of_split_parameters(groups: Sequence[OffloadGroup]) -> Iterator[
         if after is None or after.names[0] != group.names[-1]:
             yield tuple(portion)
             portion = []
-
-
-def bucket_slices(sizes: Sequence[int]) -> list[slice]:
-    """Returns slices of consecutive units whose gradients are all-reduced together: `BUCKET_BYTES` or more.
-
-    sizes: bytes of each unit's gradients, in the order of backward. The last slice has as few units as make
-        `LAST_BUCKET_BYTES`, because no computation is left to hide its all-reduce. The one before it may be
-        smaller than `BUCKET_BYTES`.
-    """
-    last, filled = len(sizes), 0
-    while last > 0 and filled < LAST_BUCKET_BYTES:
-        last -= 1
-        filled += sizes[last]
-    ends, filled = list[int](), 0
-    for end, size in enumerate(sizes[:last], 1):
-        filled += size
-        if filled >= BUCKET_BYTES or end == last:
-            ends.append(end)
-            filled = 0
-    return [slice(begin, end) for begin, end in pairwise([0, *ends, len(sizes)]) if begin < end]

@@ -246,7 +246,6 @@ class MergedUnitSettings(FrozenModel):
     """The mesh degrees, dtypes and reshard policy of one unit.
 
     gathers_in_backward: whether parameters that were resharded are gathered again for backward
-    skips_copies: whether the unit is not sharded, and gathered and reduced without FSDP2's copies
     shards_any_dim: whether `expert_shard_dim` chooses the dim of its shards; otherwise it is dim 0
     """
 
@@ -255,7 +254,6 @@ class MergedUnitSettings(FrozenModel):
     reshard_after_forward: bool | int
     gathers_in_backward: bool
     precision: Precision
-    skips_copies: bool
     shards_any_dim: bool
 
     @classmethod
@@ -296,11 +294,6 @@ class MergedUnitSettings(FrozenModel):
             or reshard is not True
             or plan.run.offload.tier.startswith("params"),
             precision=precision,
-            # On GPUs only over one rank: over replicas, FSDP2's own all-reduce is on a stream of its own.
-            skips_copies=degree == 1
-            and (plan.device == "cpu" or replicas == 1)
-            and plan.run.offload.tier == "none"
-            and not precision.gathers_fp8,
             shards_any_dim=has_experts
             and degree > 1
             and isinstance(reshard, bool)
