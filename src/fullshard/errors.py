@@ -3,6 +3,7 @@
 FullshardError          1   never raised itself
 ├── SpecError           2   a run.toml, a plan or an argument is invalid
 ├── MissingExtraError   2   an optional dependency that is needed is not installed
+├── UnsupportedTorchError 2 this torch lacks something that fullshard uses
 ├── PlanError           3   the run is well-formed, but no layout of it exists on these ranks
 ├── ShardError          4   the module cannot be sharded as planned
 │   └── TraceError                it runs only on tensors with values, so that it cannot be planned
@@ -67,6 +68,12 @@ class MissingExtraError(FullshardError):
             why=f"it is an optional dependency, in the extra {extra!r}",
             fix=f'pip install "fullshard[{extra}]"',
         )
+
+
+class UnsupportedTorchError(FullshardError):
+    """Raised at import if the installed torch lacks a private name on which fullshard relies."""
+
+    exit_code = 2
 
 
 class PlanError(FullshardError):

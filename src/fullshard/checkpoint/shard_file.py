@@ -20,12 +20,12 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.checkpoint.digests import is_blake2b_digest, new_xxh3_or_blake2b
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
+from fullshard.torch_private.dtensor import compute_local_shape_and_global_offset
 
 M = TypeVar("M", bound=FrozenModel)
 

@@ -56,6 +56,7 @@ from fullshard.distributed.agreement import (
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.torch_private.tensors import stored_piece
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class DcpCheckpointWriter(StorageWriter):
             every = itertools.chain(shards, copies)
             pieces, self.written = write_shards(self.draft, name, shards=every, reader=self.reader)
             for item, piece in zip(plan.items, pieces, strict=False):
-                info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
+                info = stored_piece(filesystem, name, offset=piece.offset, length=piece.length)
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
         return _completed_future(results)
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fullshard.checks.model_trial import IGNORED, plain_run
 from fullshard.data.batches import TrainingData
@@ -21,6 +20,7 @@ from fullshard.models.checks import find_vocabulary_rows
 from fullshard.spec.finding import Finding
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.torch_private.tensors import tree_leaves
 
 # A global batch of 12 can be shared out over 1, 2 and 3 ranks in microbatches of 2.
 _ROWS, _MICROBATCH, _RANKS, _STEPS = 12, 2, (1, 2, 3), 8

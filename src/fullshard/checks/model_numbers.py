@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fullshard.checks.model_trial import IGNORED, ModelTrial
 from fullshard.spec.finding import Finding
+from fullshard.torch_private.tensors import BatchNorm
 
 # Bounds on the first loss as a multiple of ln(vocabulary), for labels drawn at random. Logits of standard
 # deviation s add s² / 2 nats to ln V, so that a spread of 1 is 1.09 for V = 256. Below the least, the model
@@ -107,7 +108,7 @@ def check_row_independence(trial: ModelTrial) -> Finding:
     )
     if moved <= _TOLERANCE:
         return Finding.ok(f"other rows change the loss of a row by {moved:.0e} of itself")
-    normalised = any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules())  # pyright: ignore
+    normalised = any(isinstance(one, BatchNorm) for one in model.modules())
     text = f"the loss of a row changes by {moved:.1e} of itself when other rows change"
     if normalised:
         return Finding.warning(

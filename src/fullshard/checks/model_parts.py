@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
 from fullshard.checks.model_trial import ModelTrial, tensors_without_values
@@ -16,6 +15,7 @@ from fullshard.sharding.units import find_units
 from fullshard.spec.dotted import import_callable
 from fullshard.spec.finding import Finding
 from fullshard.spec.model_section import HuggingFaceModel, PythonModel
+from fullshard.torch_private.compiler import dynamo
 
 _CONSTANT_SHARE = 0.5
 _LARGEST_VALUE = 100.0
@@ -162,8 +162,8 @@ def check_graphs(trial: ModelTrial) -> Finding:
     with block.register_forward_pre_hook(keep_arguments, with_kwargs=True):
         trial.mean_loss(model, trial.batches(0))
     args, given = calls[0]
-    explained = torch._dynamo.explain(block)(*args, **given)
-    torch._dynamo.reset()
+    explained = dynamo.explain(block)(*args, **given)
+    dynamo.reset()
     if count := explained.graph_break_count:
         reason = str(explained.break_reasons[0].reason).splitlines()[0] if explained.break_reasons else ""
         return Finding.warning(

@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from fullshard.checks.model_trial import ModelTrial, build_model_trial, plain_run
 from fullshard.checks.rank_facts import ShardedComparison
@@ -16,6 +15,7 @@ from fullshard.models.build import build_model
 from fullshard.spec.finding import Finding
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard

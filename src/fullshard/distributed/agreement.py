@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
 from fullshard.system.disk import checkpoint_error_from_os_error
+from fullshard.torch_private.groups import has_backend as group_has_backend
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -92,13 +93,7 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
 def has_backend(device: str) -> bool:
     """Returns whether the default group runs collectives on tensors of this device type."""
     group = dist.group.WORLD
-    if group is None:
-        return False
-    try:
-        group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
-    except RuntimeError:
-        return False
-    return True
+    return group is not None and group_has_backend(group, torch.device(device))
 
 
 @contextmanager

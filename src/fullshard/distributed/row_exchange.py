@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fullshard.distributed.collectives import exchange_directly, exchange_parts_directly
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.sequence_parts import MODEL_PARALLEL_RANGE, group_of_name
+from fullshard.distributed.sequence_parts import MODEL_PARALLEL_RANGE
+from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
 EXCHANGE_COUNTS, EXCHANGE_ROWS = "exchange_counts", "exchange_rows"

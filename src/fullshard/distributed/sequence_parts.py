@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
 MODEL_PARALLEL_RANGE = "model_parallel"
@@ -261,9 +261,3 @@ def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # 
     maximum, group = ctx.rest
     assert not maximum, "the maximum has no gradient"
     return (reduce_over_ranks(gradient.contiguous(), False, group), None, None)
-
-
-def group_of_name(name: str) -> dist.ProcessGroup:
-    """Returns the process group of this name."""
-    resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
-    return resolve(name)

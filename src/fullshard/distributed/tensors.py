@@ -4,7 +4,9 @@ from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
+from fullshard.torch_private.tensors import storage_address
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -39,4 +41,4 @@ def tensors_with_data(tensor: Tensor) -> list[Tensor]:
 
 def storage_key(tensor: Tensor) -> int:
     """Returns a number that identifies the storage of `tensor`, real or fake, among all live storages."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return storage_address(tensor.untyped_storage())

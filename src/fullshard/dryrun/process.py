@@ -75,9 +75,9 @@ def _answer_request() -> None:
 
 def _dry_run_in_this_process(plan: Plan, program: Program, *, rank: int) -> DryRunMemory | FullshardError:
     import torch
-    from torch.utils._pytree import tree_map_only
 
     from fullshard.dryrun.step import run_dry_step
+    from fullshard.torch_private.tensors import tree_map_only
 
     build = import_function(program.model)
     with torch.device("meta"):

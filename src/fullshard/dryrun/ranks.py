@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import ShardError
 from fullshard.sharding.mesh import forget_groups
+from fullshard.torch_private.fsdp import replace_chunks
 
 _REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
 
@@ -68,16 +69,8 @@ def use_lazy_chunks() -> Generator[None]:
     FSDP2 cuts the chunks of all ranks, which takes minutes at 16,384 ranks. Its function that does so is
     replaced; a torch without this function still cuts all chunks.
     """
-    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    cut_all = getattr(module, "_chunk_with_empty", None)
-    if cut_all is None:
+    with replace_chunks(LazyChunks):
         yield
-        return
-    module._chunk_with_empty = LazyChunks
-    try:
-        yield
-    finally:
-        module._chunk_with_empty = cut_all
 
 
 class LazyChunks:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
 from fullshard.dryrun.events import AllocateEvent, Event, FreeEvent
 from fullshard.spec.plan import DeviceType
+from fullshard.torch_private.fake_tensors import TorchDispatchMode
+from fullshard.torch_private.tensors import storage_address, tree_leaves
 from fullshard.tracing.kernels import OpCall, run_on_fake_tensors, transient_kernel_bytes
 
 # FSDP2 marks its work as ranges of torch's profiler, which begin and end with these operations. It also marks
@@ -135,7 +135,7 @@ class StorageEventRecorder(TorchDispatchMode):
         return self._blocks.get(key)
 
     def _record_resize(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+        key = storage_address(storage)
         if key in self._watched:
             self._record_free(key)
             self._record_allocation(key, storage.nbytes())

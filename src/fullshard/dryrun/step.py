@@ -6,11 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -28,6 +23,11 @@ from fullshard.sharding.materialize import allocate_fake_shards_and_buffers
 from fullshard.sharding.mesh import build_axis_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.example_batch import disable_packing_detection
 from fullshard.tracing.trace import LossFunction

@@ -24,6 +24,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
 from fullshard.system.error_location import error_location_text
+from fullshard.torch_private.profiler import dump_memory_snapshot, record_memory_history
 
 # Parts of the messages of torch's allocators, of C++, of drivers and of cuBLAS.
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
@@ -56,7 +57,7 @@ class OutOfMemoryReporter:
         self._host_bytes_before = self._read_host_bytes()
         self._reserve = bytearray(_RESERVE_BYTES)
         if self._has_history:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_HISTORY)  # pyright: ignore
+            record_memory_history(_MOST_HISTORY)
         return self
 
     def __exit__(
@@ -67,7 +68,7 @@ class OutOfMemoryReporter:
             report = self._make_report(error)
             raise self._write_and_describe(report) from error
         if self._has_history:
-            torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore
+            record_memory_history(None)
 
     def _make_report(self, error: BaseException) -> OutOfMemoryReport:
         device = self._ranks.device
@@ -133,7 +134,7 @@ class OutOfMemoryReporter:
         path = self._report_path(".pickle")
         try:
             path.parent.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore
+            dump_memory_snapshot(str(path))
         except (OSError, RuntimeError):
             return None
         return path.name

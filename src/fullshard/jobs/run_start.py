@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
-import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported later, with gc enabled
 from torch import nn
 
 from fullshard.data.batches import TrainingData

@@ -21,9 +21,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 
 from fullshard.distributed.vocabulary_part import VocabularyPart
+from fullshard.torch_private.fake_tensors import DisableTorchFunctionSubclass, make_wrapper_subclass
+from fullshard.torch_private.tensors import registered_modules
 
 Step = Callable[[Tensor], Tensor]
 _DIVIDED = "_fullshard_divided_head"
@@ -76,7 +77,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def of_call(call: HeadCall, *, vocabulary: int, dtype: torch.dtype | None = None) -> "DeferredLogits":
         shape, device = (*call.hidden.shape[:-1], vocabulary), call.hidden.device
-        made: Any = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
+        made: Any = make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or call.hidden.dtype, device=device
         )
         made.call = call
@@ -267,6 +268,6 @@ def _replace_head(model: nn.Module, head: nn.Module) -> Generator[None]:
 
 def _iterate_places(model: nn.Module, wanted: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     for module in model.modules():
-        for name, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
+        for name, child in registered_modules(module).items():
             if child is wanted:
-                yield cast(dict[str, Any], module._modules), name  # pyright: ignore[reportPrivateUsage]
+                yield cast(dict[str, Any], registered_modules(module)), name

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fullshard.distributed.sequence_parts import reduce_over_ranks
 from fullshard.spec.model_section import DecoderConfig
+from fullshard.torch_private.fake_tensors import FakeTensor
+from fullshard.torch_private.tensors import grouped_matmul
 
 _ALIGNED_BYTES = 16
 _LEAST_CAPABILITY = (8, 0)  # of GPUs with grouped matmuls
@@ -169,12 +170,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     ends: int32 (groups,), where each group of rows ends
     """
     if _has_kernel(rows, matrices):
-        return _kernel()(rows, matrices, offs=ends)
+        return grouped_matmul()(rows, matrices, offs=ends)
     return multiply_groups_in_turn(rows, matrices, ends)
-
-
-def _kernel() -> Any:
-    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
@@ -187,7 +184,11 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if not has_values and rows.dtype != torch.bfloat16:
         return False
     aligned = all(width * rows.itemsize % _ALIGNED_BYTES == 0 for width in matrices.shape[1:])
-    if _kernel() is None or not aligned or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if (
+        grouped_matmul() is None
+        or not aligned
+        or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32)
+    ):
         return False
     if rows.device.type == "cuda":
         return torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from fullshard.errors import SpecError
 from fullshard.quantities import format_bytes
+from fullshard.torch_private.tensors import registered_parameters
 
 _VALUES = "_constructed_values"
 # Largest number of elements of a non-constant parameter whose values are kept.
@@ -86,7 +87,7 @@ def _replace_parameters_by_meta(model: nn.Module) -> None:
             if id(parameter) not in replaced:
                 data = torch.empty_like(parameter, device="meta")
                 replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[key] = replaced[id(parameter)]  # pyright: ignore[reportPrivateUsage]
+            registered_parameters(module)[key] = replaced[id(parameter)]
             value = _constructed_values_to_keep(parameter.detach())
             if value is not None and not hasattr(module, "reset_parameters"):
                 vars(module).setdefault(_VALUES, {})[key] = value

@@ -25,6 +25,7 @@ from fullshard.offload.rounding import (
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import MasterAndMoments
 from fullshard.spec.groups import OffloadGroup, ShardSegment
+from fullshard.torch_private.tensors import foreach_multiply, fused_adamw
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _update_and_round(
 ) -> None:
     """Updates elements `begin` and following of a shard of which something is kept in bf16."""
     if factor != 1.0:  # not `mul_`, which rounds the factor to bf16
-        torch._foreach_mul_([gradient], factor)  # pyright: ignore[reportPrivateUsage]
+        foreach_multiply([gradient], factor)
     step, seed = int(job.step.item()), RoundingSeed(job.seed, begin)
     adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
 
@@ -263,7 +264,7 @@ def _run_fused_adamw(
     """
     values, first, second = state
     scale = torch.full((), 1 / factor, dtype=torch.float32, device=gradients[0].device)
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
+    fused_adamw(
         *(values, gradients, first, second, [], steps),
         **options._asdict(),
         amsgrad=False,

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
-from fullshard.offload.fsdp_params import compute_dtype, local_shard_shape, padded_shard_shape
 from fullshard.offload.generation_manifest import digest_mismatch_error, xxh3_digest
 from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
 from fullshard.offload.unit_buffers import UnitBuffer, UnitBuffers
 from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
+from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class DriveShards:
             begin = unit.size_bytes
             unit.size_bytes += page_aligned_bytes(padded_shard_shape(one).numel(), dtype_of(one).itemsize)
             unit.parts[name] = slice(begin, unit.size_bytes)
-            unit.elements += local_shard_shape(one).numel()
+            unit.elements += shard_shape(one).numel()
         end = 0
         for unit in self._units.values():
             unit.offset, unit.size_bytes = end, page_aligned_bytes(max(unit.size_bytes, 1), 1)
@@ -122,7 +122,7 @@ class DriveShards:
 
     def flat_unpadded_shard(self, name: str) -> Tensor:
         one = self._engine[name]
-        size = torch.Size([local_shard_shape(one).numel()])
+        size = torch.Size([shard_shape(one).numel()])
         return make_lazy_tensor(size, self._dtype_of(one), read=partial(self._read_flat_shard, name))
 
     def wait_for_writes(self) -> None:
@@ -163,7 +163,7 @@ class DriveShards:
         self._file.read(data, unit.offset + part.start)
         if name in unit.digests:
             _check_shard_digest(self._file, unit, name=name, data=data)
-        return memory[: local_shard_shape(one).numel() * dtype.itemsize].view(dtype)
+        return memory[: shard_shape(one).numel() * dtype.itemsize].view(dtype)
 
     def _write_unit(self, buffer: UnitBuffer, unit: _UnitFileRegion) -> None:
         data = as_memoryview(buffer.memory[: unit.size_bytes])

@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import (
-    compute_dtype,
-    dtensor_like,
-    local_shard_shape,
-    master_dtype,
-    padded_shard_shape,
-)
+from fullshard.offload.fsdp_params import dtensor_like, master_dtype
 from fullshard.offload.host_memory import allocate_host_memory
+from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 
 
 class GatherSource(Protocol):
@@ -86,7 +81,7 @@ class MasterCastingSource(_InMemorySource):
 
     def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one, master = self._engine[name], self._masters[name]
-        if local_shard_shape(one) == padded_shard_shape(one):
+        if shard_shape(one) == padded_shard_shape(one):
             return master.view(padded_shard_shape(one)).to(dtype)
         whole = master.new_zeros(padded_shard_shape(one), dtype=dtype)
         whole.view(-1)[: master.numel()].copy_(master)
@@ -140,7 +135,7 @@ class ShardCopies(_InMemorySource):
         return shard.view(padded_shard_shape(self._engine[name])).to(dtype)
 
     def flat_unpadded_shard(self, name: str) -> Tensor:
-        return self.tensors[name][: local_shard_shape(self._engine[name]).numel()]
+        return self.tensors[name][: shard_shape(self._engine[name]).numel()]
 
 
 class OffloadedFrozenParameters:
@@ -173,7 +168,7 @@ class OffloadedFrozenParameters:
         with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
             for own in self._units.values():
                 new = {
-                    name: torch.empty(local_shard_shape(one).numel(), dtype=master_dtype(one))
+                    name: torch.empty(shard_shape(one).numel(), dtype=master_dtype(one))
                     for name, one in own.items()
                 }
                 yield {name: dtensor_like(one, new[name]) for name, one in own.items()}

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import dtensor_like, local_shard_shape, master_dtype
+from fullshard.offload.fsdp_params import dtensor_like, master_dtype
 from fullshard.offload.host_memory import allocate_host_memory
+from fullshard.torch_private.fsdp import shard_shape
 
 
 class GradientStore(Protocol):
@@ -49,7 +50,7 @@ class HostGradients:
     """
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
-        sizes = [local_shard_shape(one).numel() * master_dtype(one).itemsize for one in engine.values()]
+        sizes = [shard_shape(one).numel() * master_dtype(one).itemsize for one in engine.values()]
         *begins, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
         memory = allocate_host_memory(total, pinned=pinned)
         self._engine, self._there = engine, set[str]()

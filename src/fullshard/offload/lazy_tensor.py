@@ -5,7 +5,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fullshard.torch_private.fake_tensors import make_wrapper_subclass, schema
+from fullshard.torch_private.tensors import tree_leaves, tree_map_only
 
 _STILL_ON_DRIVE = frozenset(
     {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
@@ -55,14 +57,15 @@ def _written_arguments(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, A
     """Returns the arguments that the torch operation `func` writes to."""
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        for place, argument in enumerate(schema(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 def make_lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> RereadingTensor:
     """Returns a tensor on the meta device whose elements `read` returns, for example in `.cpu()`."""
-    make = cast(Callable[..., RereadingTensor], torch.Tensor._make_wrapper_subclass)
-    one = make(RereadingTensor, shape, dtype=dtype, device="meta", requires_grad=False)
+    one: RereadingTensor = make_wrapper_subclass(
+        RereadingTensor, shape, dtype=dtype, device="meta", requires_grad=False
+    )
     one.read = read
     return one

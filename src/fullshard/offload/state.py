@@ -16,12 +16,9 @@ from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import OffloadError
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.fsdp_params import (
-    compute_dtype,
     dtensor_like,
     iterate_sharded_parameters,
-    local_shard_shape,
     master_dtype,
-    padded_shard_shape,
     redirect_all_gather,
 )
 from fullshard.offload.gather_source import (
@@ -46,6 +43,8 @@ from fullshard.spec.groups import (
     group_shards,
     join_groups_of_split_parameters,
 )
+from fullshard.torch_private.dtensor import local_part, set_local_part
+from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 
 Update = Callable[[OffloadGroup, MasterAndMoments], None]
 
@@ -138,7 +137,7 @@ class OffloadedState:
                 frozen[name] = one
                 continue
             self.engine[name] = one
-            numel, most = local_shard_shape(one).numel(), padded_shard_shape(one).numel()
+            numel, most = shard_shape(one).numel(), padded_shard_shape(one).numel()
             held.append(ShardSizes(name, numel=numel, max_numel=most, dtype=_master_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
@@ -348,16 +347,16 @@ def iterate_parameters_to_load(offloaded: OffloadedState) -> Iterator[set[Tensor
     engine = offloaded_fsdp_params(offloaded)
     for portion in offloaded.iterate_tensors_to_fill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
-        stands = {name: parameter._local_tensor for name, parameter in own.items()}
+        stands = {name: local_part(parameter) for name, parameter in own.items()}
         for name, new in portion.items():
-            own[name]._local_tensor = cast(DTensor, new["master"]).to_local()
+            set_local_part(own[name], cast(DTensor, new["master"]).to_local())
             for key in new.keys() - {"master"}:
                 cast(DTensor, new[key]).to_local().zero_()
         try:
             yield set(own.values())
         finally:
             for name, local in stands.items():
-                own[name]._local_tensor = local
+                set_local_part(own[name], local)
 
 
 def _read_current_part(reference: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:

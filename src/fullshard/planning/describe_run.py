@@ -165,10 +165,10 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
 def dry_run_batch(plan: Plan) -> Any:
     """Returns a microbatch of zeros for a dry run of the run's model."""
     import torch
-    from torch.utils._pytree import tree_map_only
 
     from fullshard.dryrun.step import token_batch
     from fullshard.models.build import build_model
+    from fullshard.torch_private.tensors import tree_map_only
 
     batch = _example_batch(plan, build_model(plan.run))
     if batch is None:

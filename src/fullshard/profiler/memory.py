@@ -16,10 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.spec.measurement import MemoryParts
+from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass
+from fullshard.torch_private.profiler import profile_event_tree
 
 # Prefixes of FSDP2's ranges in the profiler's trace. What it casts does not count as its own: activations,
 # and whole gradients that wait for the last microbatch.
@@ -111,11 +112,10 @@ class _AllocationTimeline:
     @classmethod
     def from_profiler(cls, profiler: profile) -> "_AllocationTimeline":
         """Reads the memory events and the optimizer's steps of a profile."""
-        assert profiler.kineto_results is not None, "the profiler has ended"
         events: list[tuple[int, int, int, bool]] = []
         steps: list[int] = []
         # Iterative depth-first search: a backward pass nests deeper than Python's recursion limit.
-        roots = profiler.kineto_results.experimental_event_tree()
+        roots = profile_event_tree(profiler)
         stack: list[tuple[Any, bool]] = [(event, False) for event in roots]
         while stack:
             event, engine = stack.pop()

@@ -25,6 +25,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from fullshard.spec.measurement import StepSeconds
+from fullshard.torch_private.profiler import profile_events
 
 _STEP = "fullshard::step"
 _RANGES = {
@@ -211,9 +212,8 @@ def _innermost_range_by_event_id(events: Iterable[TraceEvent]) -> dict[int, str]
 
 def _read_profiler_events(profiler: profile) -> list[TraceEvent]:
     """Returns the profiler's events, except asynchronous ones, driver calls, and device copies of ranges."""
-    assert profiler.kineto_results is not None, "the profiler has ended"
     events: list[TraceEvent] = []
-    for one in profiler.kineto_results.events():
+    for one in profile_events(profiler):
         on_device = one.device_type() != torch.autograd.DeviceType.CPU
         if one.is_user_annotation() if on_device else one.is_async() or one.name().startswith(_RUNTIME):
             continue

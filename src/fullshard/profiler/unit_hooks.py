@@ -1,7 +1,7 @@
 """Records what FSDP2 does for each unit, by wrapping the methods of its parameter groups.
 
-On CUDA, the collectives are wrapped, too; those that run on gloo have ranges of their own. The wrapped names
-with a leading underscore are private ones of FSDP2; a group that lacks a method keeps its others recorded.
+On CUDA, the collectives are wrapped, too; those that run on gloo have ranges of their own. A group that
+lacks a method keeps its others recorded.
 
 The methods in which a rank waits for others are wrapped for as long as steps are recorded, because its own
 seconds leave out waiting. All others are wrapped for detailed steps alone; other steps do not pay for them.
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.distributed.ranges import TimedRange
 from fullshard.profiler.recorded_step import COPY_OUT, DEVICE_WAITS, ENDS, FINISH, STARTS, UNSHARD
 from fullshard.profiler.step_recorder import StepRecorder
+from fullshard.torch_private.fsdp import parameter_groups, unit_modules
 
 _METHODS = (*STARTS, *ENDS, UNSHARD, COPY_OUT, FINISH)
 _COMMUNICATION = {"_all_gather_comm": "all_gather", "_reduce_scatter_comm": "reduce_scatter"}
@@ -99,12 +100,8 @@ def _parameter_groups(model: nn.Module) -> list[tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
     for module in names:
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-            several = getattr(state, "_fsdp_param_groups", None)
-            unit = "+".join(names[one] for one in state._modules) or "(root)"
-            for group in several if several is not None else [state._fsdp_param_group]:
-                if group is not None:
-                    found[id(group)] = (unit, group)
+            unit = "+".join(names[one] for one in unit_modules(module)) or "(root)"
+            found |= {id(group): (unit, group) for group in parameter_groups(module)}
     return list(found.values())
 
 

@@ -36,12 +36,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.host_copy import HostCopier, choose_host_copier
 from fullshard.spec.plan import DeviceType
+from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass
+from fullshard.torch_private.tensors import base, tree_leaves, version
 
 Forward = Callable[..., Any]
 
@@ -96,7 +96,7 @@ class SavedStorage:
 
     def record_overwrite(self) -> None:
         """Sets `overwritten` if the source was changed in place after it was saved."""
-        if self.source is not None and self.source._version != self.version:
+        if self.source is not None and version(self.source) != self.version:
             self.overwritten = True
 
 
@@ -129,9 +129,10 @@ class BlockForwardCall:
         size = tensor.untyped_storage().nbytes()
         if size < max(self.least_bytes, 1) or size % tensor.itemsize:
             return True
-        base = tensor if tensor._base is None else tensor._base
+        viewed = base(tensor)
+        viewed = tensor if viewed is None else viewed
         held = self.held if self.held is not None else _parameter_and_buffer_storage_keys(self.block)
-        return isinstance(base, nn.Parameter) or storage_key(tensor) in held
+        return isinstance(viewed, nn.Parameter) or storage_key(tensor) in held
 
 
 class TensorKeptOnDevice(NamedTuple):
@@ -184,7 +185,7 @@ class ActivationOffloader:
         """Returns the object that autograd saves in place of `tensor`: the pack hook of saved tensors."""
         if call.keeps_on_device(tensor):
             # Detached: the output of an operation would form a reference cycle, which is never freed.
-            return TensorKeptOnDevice(call, tensor.detach(), tensor._version)
+            return TensorKeptOnDevice(call, tensor.detach(), version(tensor))
         storage = self._get_or_make_storage_record(tensor)
         if not any(reference() is storage for reference in call.saved):
             call.saved.append(weakref.ref(storage))
@@ -214,7 +215,7 @@ class ActivationOffloader:
         """Returns the tensor that was packed as `saved`: the unpack hook, which backward calls."""
         self._copy_back_for_backward(saved.call)
         if isinstance(saved, TensorKeptOnDevice):
-            if saved.tensor._version != saved.version:
+            if version(saved.tensor) != saved.version:
                 raise _overwritten_tensor_error(saved.tensor)
             return saved.tensor
         storage = saved.storage
@@ -238,12 +239,12 @@ class ActivationOffloader:
 
     def _get_or_make_storage_record(self, tensor: Tensor) -> SavedStorage:
         """Returns the record of `tensor`'s storage at its present version, made at the first call."""
-        key = (storage_key(tensor), tensor._version)
+        key = (storage_key(tensor), version(tensor))
         found, storage = self._storages.get(key), tensor.untyped_storage()
         if found is None or found.reference() is not storage:
             count = storage.nbytes() // tensor.itemsize
             flat = tensor.detach().as_strided((count,), (1,), 0)
-            found = self._storages[key] = SavedStorage(weakref.ref(storage), tensor._version, flat)
+            found = self._storages[key] = SavedStorage(weakref.ref(storage), version(tensor), flat)
         return found
 
     def _start_copy_to_host(self, storages: list[SavedStorage], copier: HostCopier) -> None:

@@ -64,6 +64,7 @@ from fullshard.spec.expert_split import expert_shard_dim
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
 from fullshard.spec.run_checks import check_offload_supports_optimizer, check_settings_work_together
+from fullshard.torch_private.fsdp import gather_without_prefetch, reduce_missing_gradients_as_zeros
 
 
 class ShardSink(Protocol):
@@ -341,29 +342,7 @@ def _reduce_gradients_of_all_experts(unit: Unit) -> None:
     if hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
     else:
-        _reduce_missing_gradients_as_zeros(engine_module)
-
-
-def _reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
-    """Makes the unit of `module` reduce zeros for parameters without a gradient, so that all ranks take part.
-
-    For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
-    if group is None:
-        return
-    post_backward = group.post_backward
-
-    def post_backward_with_zeros(*unused: Any) -> None:
-        for parameter in group.fsdp_params:
-            if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
-                continue
-            value = parameter.unsharded_param
-            if parameter.unsharded_accumulated_grad is None and value.requires_grad and value.grad is None:
-                value.grad = torch.zeros_like(value)
-        post_backward(*unused)
-
-    group.post_backward = post_backward_with_zeros
+        reduce_missing_gradients_as_zeros(engine_module)
 
 
 def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -404,9 +383,8 @@ def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> No
         # the list, so that listing it prefetches nothing.
         unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
-        if section.mode == "none" and hasattr(unit, "_set_unshard_async_op"):
-            # Issues the all-gather on the compute stream, so that the next one cannot run ahead of it.
-            unit._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+        if section.mode == "none":
+            gather_without_prefetch(unit)
 
 
 def _sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

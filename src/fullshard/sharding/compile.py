@@ -23,22 +23,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch._dynamo.callback
-import torch._dynamo.config
-import torch._dynamo.exc
-import torch._dynamo.utils
-import torch._functorch.config
 from torch import nn
 
 from fullshard.spec.measurement import Compilation
+from fullshard.torch_private.compiler import dynamo, functorch_config
 
 _ATTRIBUTE = "_fullshard_compiled"  # attribute of the model
 _COMPILER_ERRORS: tuple[type[Exception], ...] = (
-    torch._dynamo.exc.TorchDynamoException,
-    torch._dynamo.exc.FailOnRecompileLimitHit,
+    dynamo.exc.TorchDynamoException,
+    dynamo.exc.FailOnRecompileLimitHit,
 )
-_config: Any = torch._dynamo.config
-_functorch_config: Any = torch._functorch.config
+_config: Any = dynamo.config
 _LONGEST_REASON = 200  # characters
 
 
@@ -58,8 +53,8 @@ def compile_blocks(blocks: Sequence[nn.Module], *, pieces: Collection[nn.Module]
     most = len(blocks) + 8
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(_config, name, max(getattr(_config, name), most))
-    if hasattr(_functorch_config, "force_non_lazy_backward_lowering"):
-        _functorch_config.force_non_lazy_backward_lowering = True
+    if hasattr(functorch_config, "force_non_lazy_backward_lowering"):
+        functorch_config.force_non_lazy_backward_lowering = True
     failures = dict[type[nn.Module], bool]()
     compiled = [CompiledForward(block, whole=block not in pieces, failures=failures) for block in blocks]
     for block, forward in zip(blocks, compiled, strict=True):
@@ -99,9 +94,7 @@ class CompiledForward:
         try:
             return self._compiled(*args, **kwargs)
         except _COMPILER_ERRORS as error:
-            failure = (
-                error.__cause__ if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit) else error
-            )
+            failure = error.__cause__ if isinstance(error, dynamo.exc.FailOnRecompileLimitHit) else error
             self._warn_once(_first_line(failure or error))
         self.is_eager = True
         return self.eager(*args, **kwargs)
@@ -110,10 +103,10 @@ class CompiledForward:
         with _config.patch(suppress_errors=True):
             if self._has_run:
                 return self._compiled(*args, **kwargs)
-            before = torch._dynamo.utils.get_compilation_metrics()  # kept, so that no id is used again
+            before = dynamo.utils.get_compilation_metrics()  # kept, so that no id is used again
             result = self._compiled(*args, **kwargs)
         known = set(map(id, before))
-        for one in torch._dynamo.utils.get_compilation_metrics():
+        for one in dynamo.utils.get_compilation_metrics():
             if one.fail_type is not None and id(one) not in known:
                 reason = _shorten(one.fail_reason or one.fail_type)
                 self._warn_once(f"a piece of it ({one.co_name}): {reason}")
@@ -168,7 +161,7 @@ class CompilerTally:
 def count_compilation() -> Generator[CompilerTally]:
     """Yields a tally of what the compiler does in this process, which is kept up to date while active."""
     tally, began = CompilerTally(), list[float]()
-    handler: Any = torch._dynamo.callback.callback_handler
+    handler: Any = dynamo.callback.callback_handler
 
     def start(*arguments: Any) -> None:
         began.append(perf_counter())
@@ -192,7 +185,7 @@ def count_compilation() -> Generator[CompilerTally]:
 
 
 def _count_graphs_and_breaks() -> dict[str, int]:
-    counters: Any = torch._dynamo.utils.counters
+    counters: Any = dynamo.utils.counters
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 

@@ -49,6 +49,9 @@ from fullshard.sharding.units import Unit
 from fullshard.spec.fp8 import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.quiet_import import import_quietly
+from fullshard.torch_private.dtensor import local_part
+from fullshard.torch_private.fsdp import engine_parameters, shard_data
+from fullshard.torch_private.tensors import foreach_norm
 
 _MULTIPLE = 16  # of rows and columns, as fp8 matmuls need
 _LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs: Ada
@@ -296,7 +299,7 @@ class WeightScales:
             if id(engine_parameter) not in self._scales:
                 self.compute()
             scale = self._scales[id(engine_parameter)]
-            shard = engine_parameter._sharded_param_data.view(engine_parameter.padded_sharded_param_size)
+            shard = shard_data(engine_parameter).view(engine_parameter.padded_sharded_param_size)
             return (_cast_to_fp8(shard, scale).view(torch.uint8),), scale
 
         def post_all_gather(  # signature: FSDP2's
@@ -307,15 +310,15 @@ class WeightScales:
                 return None
             return matmul.make_weight(outputs[0].view(torch.float8_e4m3fn), scale, dtype=dtype), outputs
 
-        local = sharded._local_tensor
+        local: Any = local_part(sharded)
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
     @torch.no_grad()
     def compute(self) -> None:
         """Computes the scales of all weights. Collective."""
         for groups, parameters in self._groups.items():
-            shards = [one._sharded_param_data for one in parameters]
-            largest = torch.stack(torch._foreach_norm(shards, ord=float("inf")))  # pyright: ignore[reportPrivateUsage]
+            shards = [shard_data(one) for one in parameters]
+            largest = torch.stack(list(foreach_norm(shards, float("inf"))))
             for group in groups:
                 if dist.get_world_size(group) > 1:
                     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -356,8 +359,7 @@ def gather_in_fp8(model: nn.Module, choice: Fp8Choice, *, device: DeviceType, me
     weights = {id(module.weight) for module in choice.linears.values()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
-            for one in () if group is None else group.fsdp_params:
+            for one in engine_parameters(module):
                 if id(one.sharded_param) in weights:
                     scales.add_parameter(one, matmul)
     # Before FSDP2's own hook, which gathers the root.

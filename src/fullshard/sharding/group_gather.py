@@ -1,12 +1,15 @@
 """Gathers a unit of several modules before the backward of any of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
+
+from fullshard.torch_private.fsdp import gather_before_backward, parameter_groups
+from fullshard.torch_private.tensors import tree_leaves
 
 
 def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
@@ -16,15 +19,10 @@ def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
     of positions), or the loss does not depend on them (a pooler), the other modules would run their backward
     on parameters that were freed after forward.
     """
-    state = cast(FSDPModule, modules[0])._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    group = state._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
-    if len(modules) == 1 or group is None:
+    unit = cast(FSDPModule, modules[0])
+    if len(modules) == 1 or not parameter_groups(unit):
         return
-
-    def gather_if_freed(gradient: Tensor) -> None:
-        # FSDP2 has gathered a unit whose last module has a backward, and its own order of events stays.
-        if not group.is_unsharded:
-            state._pre_backward(gradient)  # pyright: ignore[reportPrivateUsage]
+    gather_if_freed = partial(gather_before_backward, unit)
 
     def watch_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's forward hook
         if not torch.is_grad_enabled():

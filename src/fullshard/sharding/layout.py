@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.quantities import format_bytes, format_count
+from fullshard.torch_private.fsdp import unit_state
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _unit_name_by_module_name(model: nn.Module) -> dict[str, str]:
     grouped: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            grouped.setdefault(id(module._get_fsdp_state()), []).append(name or "(root)")  # pyright: ignore[reportPrivateUsage]
+            grouped.setdefault(id(unit_state(module)), []).append(name or "(root)")
     own = {name: "+".join(names) for names in grouped.values() for name in names}
     units: dict[str, str] = {}
     for name, _ in model.named_modules():

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
@@ -33,6 +31,9 @@ from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers_by_id
 from fullshard.sharding.rank0_values import Rank0Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.dtensor import compute_local_shape_and_global_offset
+from fullshard.torch_private.fake_tensors import TorchDispatchMode
+from fullshard.torch_private.tensors import parametrization_cache, registered_buffers, registered_parameters
 
 Initialise = Callable[[nn.Module], object]
 Keep = Callable[[Mapping[str, nn.Parameter]], None]
@@ -80,7 +81,7 @@ def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan:
                     parameter, device="meta", dtype=dtype, memory_format=torch.contiguous_format
                 )
                 replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[name] = replaced[id(parameter)]  # pyright: ignore[reportPrivateUsage]
+            registered_parameters(module)[name] = replaced[id(parameter)]
     for unit in units:
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
@@ -204,7 +205,7 @@ class _ModelValueSetter:
         """Registers `parameters`, by name, in all modules that hold the parameter of that name."""
         for name, parameter in parameters.items():
             for module, key in self.slots[name]:
-                module._parameters[key] = parameter  # pyright: ignore[reportPrivateUsage]
+                registered_parameters(module)[key] = parameter
 
     def parameter_names_in_unit(self, unit: Unit) -> list[str]:
         """Returns the names of the unit's parameters; for the root, also of scalars, which are in no unit."""
@@ -250,7 +251,7 @@ class _ModelValueSetter:
         for name in names:
             module, key = self.slots[name][0]
             # Read from the module: an initialiser may have replaced the parameter.
-            whole[name] = module._parameters[key].detach()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+            whole[name] = cast(Tensor, registered_parameters(module)[key]).detach()
         self.register_parameters(self.stand_ins)
         self._check_initialised(whole)
         return whole
@@ -316,7 +317,7 @@ class _ModelValueSetter:
         again = getattr(module, "reset_buffers", None) or getattr(module, "reset_running_stats", None)
         for key, buffer in meta.items():
             empty = torch.empty_like(buffer, device=self.device)
-            module._buffers[key] = _fill_nan(empty)  # pyright: ignore[reportPrivateUsage]
+            registered_buffers(module)[key] = _fill_nan(empty)
         if again is not None:
             with torch.no_grad():
                 again()
@@ -366,8 +367,9 @@ def _write_through_parametrizations(
     with parametrize.cached() if lists else nullcontext():
         # `forward`, since a call would run the hooks of FSDP2.
         computed = {place: parametrizations.forward() for place, parametrizations in lists.items()}
-        cache = parametrize._cache  # pyright: ignore[reportPrivateUsage]
-        cache.update({(id(module), key): value for (module, key), value in computed.items()})
+        parametrization_cache().update(
+            {(id(module), key): value for (module, key), value in computed.items()}
+        )
         yield
         for (module, key), value in computed.items():
             if module in written:

@@ -5,7 +5,6 @@ on the device. So models of one layout share their groups, instead of each havin
 measures many layouts, such as `fullshard calibrate`, would otherwise be slowed down by groups no longer used.
 """
 
-import importlib
 import os
 import time
 import uuid
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,8 @@ from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
+from fullshard.torch_private.fsdp import replace_mesh_after_forward
+from fullshard.torch_private.tensors import set_allocator
 
 REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
 EXPERT_SHARD_AXIS, EXPERT_AXIS = "dp_mod_ep", "ep"
@@ -99,14 +100,9 @@ def _use_expandable_segments() -> None:
     """Makes the allocator grow its segments, in a process whose environment does not configure it."""
     if torch.version.cuda is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
-    bindings = torch._C  # pyright: ignore[reportPrivateUsage]
-    # The first name is deprecated in favour of the second.
-    names = ((torch.cuda.memory, "_set_allocator_settings"), (bindings, "_accelerator_setAllocatorSettings"))
-    found = next((getattr(module, name) for module, name in names if hasattr(module, name)), None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        if found is not None:
-            found(EXPANDABLE_SEGMENTS)
+        set_allocator(EXPANDABLE_SEGMENTS)
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:
@@ -340,15 +336,8 @@ def _check_world_size(plan: Plan) -> None:
 def share_post_forward_mesh(plan: Plan) -> Generator[None]:
     """Makes calls of `fully_shard(reshard_after_forward=<int>)` in this context share one post-forward mesh.
 
-    `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one. So its name
-    `DeviceMesh` is replaced while the context is open. A torch without that name makes groups for each unit.
     The mesh is one over all ranks, also if FSDP2 shards only over those with the same part of each matmul.
     """
-    engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
-    mesh_class = getattr(engine, "DeviceMesh", None)
-    if mesh_class is None:
-        yield
-        return
 
     def make_mesh_once(device_type: DeviceType, mesh: torch.Tensor) -> DeviceMesh:
         degree = plan.tensor_parallel
@@ -356,8 +345,5 @@ def share_post_forward_mesh(plan: Plan) -> Generator[None]:
         ranks = tuple(map(tuple, first.tolist()))
         return _build_post_forward_mesh_once(dist.group.WORLD, device=device_type, ranks=ranks, degree=degree)
 
-    engine.DeviceMesh = make_mesh_once
-    try:
+    with replace_mesh_after_forward(make_mesh_once):
         yield
-    finally:
-        engine.DeviceMesh = mesh_class

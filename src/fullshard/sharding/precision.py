@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.spec.plan import Dtype, Precision
+from fullshard.torch_private.tensors import registered_buffers
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,4 +37,4 @@ def replace_buffers_by_id(model: nn.Module, replaced: Mapping[int, Tensor]) -> N
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if id(buffer) in replaced:
-                module._buffers[name] = replaced[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+                registered_buffers(module)[name] = replaced[id(buffer)]

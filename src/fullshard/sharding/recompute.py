@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -21,6 +20,7 @@ from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.torch_private.fake_tensors import TorchDispatchMode
 
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
 # By name, since a build of torch has only the kernels of its own devices, and some exist only once imported.

@@ -15,7 +15,6 @@ tensor, which `compute_local_shape_and_global_offset` returns.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.sharding.mesh import split_inner_axis
 from fullshard.sharding.units import Unit
+from fullshard.torch_private.fsdp import compute_with_plain_tensor, engine_parameters
+from fullshard.torch_private.tensors import registered_parameters
 
 SplitDims = Mapping[str, int | None]
 """Parameter name -> the dim that the inner axis splits, or None if each of its ranks has all of it."""
@@ -54,15 +55,10 @@ def split_over_inner_axis(model: nn.Module, unit: Unit, *, split: SplitDims, mes
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in made:
-                module._parameters[key] = made[id(parameter)]  # pyright: ignore[reportPrivateUsage]
+                registered_parameters(module)[key] = made[id(parameter)]
 
 
 def compute_with_local_parts(unit: FSDPModule) -> None:
-    """Makes the modules of `unit` compute with local tensors. See [Note: DTensors are storage].
-
-    Names with a leading underscore are private ones of FSDP2.
-    """
-    group: Any = unit._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
-    for parameter in () if group is None else group.fsdp_params:
-        parameter.is_dtensor = False
-        parameter._unsharded_dtensor_spec = None  # read instead of `is_dtensor` since torch 2.13
+    """Makes the modules of `unit` compute with local tensors. See [Note: DTensors are storage]."""
+    for parameter in engine_parameters(unit):
+        compute_with_plain_tensor(parameter)

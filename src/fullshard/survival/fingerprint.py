@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.groups import count_issued_collectives as issued_collectives
+from fullshard.torch_private.groups import find_default_store
 
 WIDTH = 6
 """Number of values that a StepFingerprint adds to a step's all-reduce: two for each field."""
@@ -60,19 +61,9 @@ def step_settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int
 
 
 def count_issued_collectives(device: torch.device) -> int:
-    """Returns the number of collectives that this rank has issued on the default group.
-
-    The backend for `device` counts them (gloo also counts point-to-point messages); 0 if it does not.
-    """
+    """Returns the number of collectives that this rank has issued on the default group, or 0 if unknown."""
     group = dist.group.WORLD
-    if group is None:
-        return 0
-    try:
-        # torch's stubs do not know it of a backend.
-        backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-        return int(backend._get_sequence_number_for_group())
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return 0
+    return 0 if group is None else issued_collectives(group, device)
 
 
 def check_same_fingerprints(own: StepFingerprint, totals: Sequence[float], *, world_size: int) -> None:
@@ -124,12 +115,6 @@ def rank_list_text(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
-
-
-def find_default_store() -> dist.Store | None:
-    """Returns the store of the default process group, or None if there is no default group."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return find() if find is not None and dist.is_initialized() else None
 
 
 def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """Information that a hanging process reports about itself: its threads' stacks and its last collective."""
 
-import importlib
 import json
 import linecache
 import os
@@ -11,12 +10,13 @@ import traceback
 from types import FrameType
 from typing import Any
 
+from fullshard.torch_private.groups import dump_flight_recorders
+
 # Parts of the paths of files in which a thread waits for other ranks.
 _IN_COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}fullshard{os.sep}distributed{os.sep}",
 )
-_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def thread_frames(thread: int) -> list[FrameType]:
@@ -68,7 +68,7 @@ def last_collective_text() -> str:
 
     For example, `gloo:all_reduce 17 of default_pg [10] Double`; "" if this torch records none.
     """
-    entries = [entry for name in _RECORDERS for entry in _flight_recorder_entries(name)]
+    entries = _flight_recorder_entries()
     pending = [entry for entry in entries if not entry.get("retired", True)]
     newest = max(pending or entries, key=lambda entry: entry.get("time_created_ns", 0), default=None)
     if newest is None:
@@ -80,11 +80,8 @@ def last_collective_text() -> str:
     return " ".join(text.split())
 
 
-def _flight_recorder_entries(recorder: str) -> list[dict[str, Any]]:
-    dump = getattr(importlib.import_module("torch._C._distributed_c10d"), recorder, None)
-    if dump is None:
-        return []
+def _flight_recorder_entries() -> list[dict[str, Any]]:
     try:
-        return json.loads(dump()).get("entries", [])
+        return [entry for text in dump_flight_recorders() for entry in json.loads(text).get("entries", [])]
     except (RuntimeError, ValueError):
         return []

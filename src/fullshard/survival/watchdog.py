@@ -38,10 +38,10 @@ from fullshard.survival.diagnosis import (
     host_and_namespace_id,
     process_state_letter,
 )
-from fullshard.survival.fingerprint import find_default_store
 from fullshard.survival.phase import SLOW_PHASES, Heartbeat, PhaseTracker, RunPhase
 from fullshard.system.last_words import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
+from fullshard.torch_private.groups import find_default_store
 
 T = TypeVar("T")
 

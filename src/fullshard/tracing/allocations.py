@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
 from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Event
 from fullshard.spec.plan import DeviceType
+from fullshard.torch_private.fake_tensors import TorchDispatchMode
 from fullshard.tracing.kernels import (
     KernelLaunch,
     OpCall,

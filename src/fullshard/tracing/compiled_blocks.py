@@ -15,21 +15,24 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-    is_traceable_wrapper_subclass,
-)
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fullshard.sharding.recompute import OperationPolicy, block_recompute_policy
 from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.torch_private.compiler import (
+    aot_function,
+    detect_fake_mode,
+    empties_its_arguments,
+    min_cut_rematerialization_partition,
+    reparametrize_module,
+    select_decomp_table,
+)
+from fullshard.torch_private.fake_tensors import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from fullshard.torch_private.tensors import TreeSpec, tree_flatten, tree_unflatten
 from fullshard.tracing.cuda_kernels import decompose_fused_norms
 
 # What tracing a block may raise that eager code does not: torch's compiler cannot take every block.
@@ -75,7 +78,7 @@ class CompiledPrograms:
                 with self.fuse():
                     return _GraphInterpreter(graph).boxed_run(arguments)
 
-            run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
+            empties_its_arguments(run)
             return run
 
         compilers: dict[str, Any] = {"fw_compiler": run_graph, "bw_compiler": run_graph}
@@ -83,7 +86,7 @@ class CompiledPrograms:
             function, partition_fn=partition, decompositions=select_decomp_table(), **compilers
         )
         fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
-        with _disable_current_modes(), decompose_fused_norms():
+        with disable_current_modes(), decompose_fused_norms():
             with fakes:
                 likes = [_empty_like(one) for one in tensors]
             program(*likes)
@@ -187,7 +190,7 @@ def _run_on_tensors(
     given, passed = iter(tensors), list(tree[0])
     with ExitStack() as stack:
         for module, names in holders:
-            stack.enter_context(_reparametrize_module(module, {name: next(given) for name in names}))
+            stack.enter_context(reparametrize_module(module, {name: next(given) for name in names}))
         for index in where:
             passed[index] = next(given)
         positional, named = tree_unflatten(passed, tree[1])
@@ -246,7 +249,7 @@ class _OperationLog(TorchDispatchMode):
 def _operations_key(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Hashable:
     """Returns a key that is equal for functions that do the same operations on the same tensors."""
     fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
-    with _disable_current_modes(), fakes, torch.no_grad(), _OperationLog(tensors) as log:
+    with disable_current_modes(), fakes, torch.no_grad(), _OperationLog(tensors) as log:
         function(*tensors)
     inputs = tuple((tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in tensors)
     return inputs, tuple(log.operations)

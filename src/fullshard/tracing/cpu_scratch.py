@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
 from torch.autograd.profiler import profile
-from torch.utils._python_dispatch import (
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.utils._pytree import tree_map_only
+
+from fullshard.torch_private.fake_tensors import disable_current_modes
+from fullshard.torch_private.profiler import is_profiling
+from fullshard.torch_private.tensors import tree_map_only
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -61,7 +60,7 @@ def cpu_scratch_bytes(func: Any, args: tuple[Any, ...], *, name: str, kwargs: di
     operations, for attention over many positions, and while torch's profiler runs.
     """
     is_matmul = name in _MATMULS and args[0].dtype in (torch.bfloat16, torch.float16)
-    if not is_matmul and not name.startswith(_ATTENTION) or _profiler_enabled():
+    if not is_matmul and not name.startswith(_ATTENTION) or is_profiling():
         return 0
     layouts = tree_map_only(Tensor, lambda one: _Layout(tuple(one.shape), one.stride(), one.dtype), args)
     if is_matmul:
@@ -81,7 +80,7 @@ def _measure_scratch_bytes(func: Any, layouts: tuple[Any, ...], *, named: tuple[
     # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     threads = torch.get_num_threads()
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         tensors = [one.zeros() if isinstance(one, _Layout) else one for one in layouts]
         torch.set_num_threads(1)
         try:

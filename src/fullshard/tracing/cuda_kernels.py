@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fullshard.models.document_attention import QueryKeyValue, attend_on_cuda
 from fullshard.spec.hardware import AttentionKernel
+from fullshard.torch_private.fake_tensors import forget_dispatch, unregister
 
 _ATEN = torch.ops.aten
 _DECOMPOSED: ContextVar[bool] = ContextVar("_DECOMPOSED", default=False)
@@ -167,7 +168,7 @@ def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generat
         yield
     finally:
         for space, library in libraries.items():
-            library._destroy()  # pyright: ignore[reportPrivateUsage]
+            unregister(library)
             for name in kernels[space]:
                 _forget_dispatch(space, name)
 
@@ -175,4 +176,4 @@ def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generat
 def _forget_dispatch(space: str, name: str) -> None:
     """Makes torch look up an operation's kernel again, which the tracers of its compiler remember."""
     operation: Any = getattr(getattr(torch.ops, space), name).default
-    operation._uncache_dispatch(torch._C.DispatchKey.AutogradCPU)  # pyright: ignore[reportPrivateUsage]
+    forget_dispatch(operation)

@@ -7,11 +7,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    unset_fake_temporarily,
+)
+from fullshard.torch_private.tensors import tree_map_only
 from fullshard.tracing.kernels import list_tensors
 
 _ATEN = torch.ops.aten

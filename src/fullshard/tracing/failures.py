@@ -1,9 +1,9 @@
 """Errors of models that cannot be traced."""
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fullshard.errors import TraceError
+from fullshard.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 
 # Raised by fake tensors where a shape or a number depends on values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)

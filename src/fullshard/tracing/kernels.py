@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fullshard.distributed.row_exchange import EXCHANGE_COUNTS, EXCHANGE_ROWS
@@ -14,6 +13,8 @@ from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.model import KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
+from fullshard.torch_private.fake_tensors import schema
+from fullshard.torch_private.tensors import tree_leaves
 from fullshard.tracing.cpu_scratch import cpu_scratch_bytes
 from fullshard.tracing.recurrent_layers import (
     LSTM_LAYER,
@@ -53,11 +54,11 @@ class OpCall(NamedTuple):
 
     @property
     def bare_operator_name(self) -> str:
-        return self.func._schema.name.partition("::")[2]
+        return schema(self.func).name.partition("::")[2]
 
     def arguments_by_name(self) -> dict[str, Any]:
         """Returns the arguments by their names in the schema."""
-        names = [argument.name for argument in self.func._schema.arguments]
+        names = [argument.name for argument in schema(self.func).arguments]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
 

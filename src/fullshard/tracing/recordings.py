@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.distributed.stacked_experts import is_experts
@@ -28,6 +27,7 @@ from fullshard.sharding.units import (
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.torch_private.fake_tensors import FakeTensorMode
 from fullshard.tracing.allocations import PhaseRecord
 from fullshard.tracing.compiled_blocks import CompiledBlocks, CompiledPrograms
 from fullshard.tracing.example_batch import has_integer_values, has_microbatch_dim, make_fake_batch

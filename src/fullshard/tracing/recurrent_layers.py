@@ -9,10 +9,12 @@ each by at most 1 / `_STEPS` of the layer's output, and the cost of launching ea
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fullshard.torch_private.tensors import variable_functions
 
 _STEPS = 32  # least number of steps of time that are traced one by one
 _LOOPS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
@@ -22,7 +24,7 @@ LSTM_LAYER = "mkldnn_rnn_layer"
 @contextmanager
 def fold_time_of_recurrent_layers() -> Generator[None]:
     """Makes torch's recurrent layers fold time while active. See [Note: time is folded]."""
-    functions = cast(Any, torch)._VF
+    functions = variable_functions
     for name in _LOOPS:
         setattr(functions, name, _with_folded_time(getattr(functions, name)))
     try:

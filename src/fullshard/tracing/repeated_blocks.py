@@ -18,6 +18,7 @@ from fullshard.sharding.units import Unit
 from fullshard.spec.model import RepeatedUnits
 from fullshard.spec.plan import Plan
 from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.torch_private.tensors import registered_modules
 
 _LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
 # Attributes that count blocks; otherwise equal blocks differ in them.
@@ -94,7 +95,7 @@ def truncate_repeated_blocks(
     for run in runs:
         for key, block in list(run.container.named_children()):
             if block in dropped:
-                del run.container._modules[key]  # pyright: ignore[reportPrivateUsage]
+                del registered_modules(run.container)[key]
     repeats = _repeats_as_ranges(templates, units=units, left_out=left_out)
     borders = (at for at, (run, behind) in enumerate(pairwise(runs)) if repeats and run.continues_as(behind))
     return BlockTruncation(

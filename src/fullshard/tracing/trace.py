@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.models.chunked_loss import trace_one_chunk
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import DeviceType, Plan
+from fullshard.torch_private.fake_tensors import FakeTensorMode
+from fullshard.torch_private.tensors import tree_flatten, tree_map_only, tree_unflatten
 from fullshard.tracing.allocations import AllocationRecorder, PhaseRecord
 from fullshard.tracing.example_batch import ComputeIntegerValues
 from fullshard.tracing.kernels import list_tensors

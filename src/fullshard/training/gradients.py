@@ -17,6 +17,7 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.sharding.mesh import TENSOR_AXIS
+from fullshard.torch_private.tensors import foreach_multiply, foreach_norm
 
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
@@ -82,7 +83,7 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
 def local_gradient_norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the L2 norm of this rank's part of each gradient, in fp32 even for bf16 gradients."""
     local = [local_tensor(gradient) for gradient in gradients]
-    return torch._foreach_norm(local, 2, torch.float32) if local else ()  # pyright: ignore[reportPrivateUsage]
+    return foreach_norm(local, 2, dtype=torch.float32) if local else ()
 
 
 def tensors_counted_here(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -119,7 +120,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiplies this rank's part of each gradient by `factor` in place."""
     if gradients and factor != 1.0:
         local = [local_tensor(gradient) for gradient in gradients]
-        torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
+        foreach_multiply(local, factor)
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter

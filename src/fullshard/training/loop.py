@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
 
 from fullshard.data.batches import MicrobatchSource
 from fullshard.distributed.agreement import all_ranks_have, rank
@@ -19,6 +18,7 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
+from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.garbage import collect_garbage_between_steps
 from fullshard.training.loss import Loss, next_token_loss

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
+from fullshard.torch_private.fsdp import parameter_groups
 from fullshard.training.gradients import local_gradient_norms, sum_gradients_over_tensor_axis
 from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.update import update_parameters
@@ -138,16 +139,13 @@ def _unit_id_by_parameter(model: nn.Module) -> dict[Tensor, int]:
     """Returns the id() of the FSDP2 parameter group, for each parameter whose gradient FSDP2 reduces.
 
     The parameters come from FSDP2 (after the first forward), because the model has others while its units
-    are unsharded. The private attributes of FSDP2 that this reads are the same in torch 2.11 to 2.15.
+    are unsharded.
     """
     found: dict[Tensor, int] = {}
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-            several = getattr(state, "_fsdp_param_groups", None)
-            for group in several if several is not None else [state._fsdp_param_group]:
-                sharded = [one.sharded_param for one in group.fsdp_params] if group is not None else []
-                found |= {parameter: id(group) for parameter in sharded if parameter.requires_grad}
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            sharded = [one.sharded_param for one in group.fsdp_params]
+            found |= {parameter: id(group) for parameter in sharded if parameter.requires_grad}
     return found
 
 

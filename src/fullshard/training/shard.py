@@ -22,7 +22,7 @@ from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.fsdp_params import compute_dtype, master_dtype
+from fullshard.offload.fsdp_params import master_dtype
 from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, read_world_size
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.gradients import DeviceGradients, GradientStore, HostGradients
@@ -41,6 +41,7 @@ from fullshard.sharding.mesh import build_axis_group
 from fullshard.sharding.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.fsdp import compute_dtype
 
 logger = logging.getLogger("fullshard")
 

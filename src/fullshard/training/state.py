@@ -16,6 +16,7 @@ from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
+from fullshard.torch_private.tensors import non_persistent_buffers
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
 from fullshard.training.figures import PendingResult
 from fullshard.training.loss_scale import LossScale
@@ -284,7 +285,7 @@ def _empty_optimizer_tensor(
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
-        left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        left_out = non_persistent_buffers(module)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in left_out:
                 buffers[f"model.{prefix}.{name}" if prefix else f"model.{name}"] = buffer

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
-from torch.utils._pytree import tree_map_only
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.ranges import TimedRange
@@ -49,6 +48,7 @@ from fullshard.survival.fingerprint import (
     step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.torch_private.tensors import tree_map_only
 from fullshard.training.balance import balance_experts
 from fullshard.training.decision import StepDecision, decide_step, step_result
 from fullshard.training.figures import HostCopy, PendingResult, StepResult, copy_to_device

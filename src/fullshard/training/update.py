@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.tensors import dtensor_from_local_part
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.dtensor import local_part
 from fullshard.training.decision import StepDecision
 from fullshard.training.gradients import scale_gradients
 
@@ -122,7 +123,7 @@ def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[N
 
 def _local_part(value: Any) -> Any:
     """Returns this rank's part of a DTensor, as `local_tensor` does in more time; other values unchanged."""
-    return getattr(value, "_local_tensor", value)
+    return local_part(value) if isinstance(value, DTensor) else value
 
 
 def _state_like_parameter(value: Any, parameter: Tensor) -> Any:

@@ -7,12 +7,13 @@ source are at which position.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fullshard.spec.weight_map import BoxCopy, Shape, map_unchanged_tensor, row_major_strides
+from fullshard.torch_private.fake_tensors import make_wrapper_subclass
 
 _ATEN = torch.ops.aten
 
@@ -42,7 +43,7 @@ class TracedTensor(Tensor):
 def make_traced_tensor(shape: Shape, parts: Iterable[BoxCopy]) -> TracedTensor:
     """Returns a traced tensor of `shape` that `parts` fill."""
     # Appears contiguous, so that every reshape is a view; only views are supported here.
-    made = cast(Any, Tensor)._make_wrapper_subclass(TracedTensor, shape, dtype=torch.float32, device="meta")
+    made = make_wrapper_subclass(TracedTensor, shape, dtype=torch.float32, device="meta")
     made.parts = tuple(parts)
     return made
 

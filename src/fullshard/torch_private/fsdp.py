@@ -1,0 +1,203 @@
+"""Private names of FSDP2 (`torch.distributed.fsdp._fully_shard`).
+
+FSDP2 keeps one state per unit, shared by the unit's modules; the state has one group of parameters, or none
+for a unit without parameters; the group has an object for each parameter ("engine parameter" elsewhere).
+"""
+
+import importlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fullshard.torch_private.names import PrivateName, require
+
+_PACKAGE = "torch.distributed.fsdp._fully_shard"
+_MODULE = "torch.distributed.fsdp.FSDPModule"
+_STATE = f"{_PACKAGE}._fsdp_state.FSDPState"
+_GROUP = f"{_PACKAGE}._fsdp_param_group.FSDPParamGroup"
+_PARAMETER = f"{_PACKAGE}._fsdp_param.FSDPParam"
+_PARTS = "finds the parts of a unit"
+_SHARD = "gathers offloaded and fp8 shards"
+_TRACE = "names the ranges of a trace"
+_TRACED = (
+    *("pre_forward", "post_forward", "pre_backward", "unshard", "wait_for_unshard", "finalize_backward"),
+    *("_all_gather_comm", "_reduce_scatter_comm"),
+)
+
+NAMES = require(
+    PrivateName(f"{_MODULE}._get_fsdp_state", _PARTS),
+    PrivateName(f"{_MODULE}._set_unshard_async_op", "gathers without prefetch"),
+    PrivateName(f"{_STATE}._fsdp_param_group", _PARTS),
+    PrivateName(f"{_STATE}._fsdp_param_groups", f"{_PARTS} that has several meshes", is_optional=True),
+    PrivateName(f"{_STATE}._modules", _PARTS),
+    PrivateName(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
+    PrivateName(f"{_GROUP}.fsdp_params", _PARTS),
+    PrivateName(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
+    PrivateName(f"{_GROUP}.post_backward", "reduces experts that no token reached"),
+    PrivateName(f"{_GROUP}.reduce_grads", "reduces experts that no token reached"),
+    PrivateName(f"{_GROUP}.all_reduce_grads", _TRACE),
+    PrivateName(f"{_GROUP}.mesh_info", _TRACE),
+    *(PrivateName(f"{_GROUP}.{name}", _TRACE, is_optional=True) for name in _TRACED),
+    PrivateName(f"{_PARAMETER}.sharded_param", _PARTS),
+    PrivateName(f"{_PARAMETER}._sharded_param_data", _SHARD),
+    PrivateName(f"{_PARAMETER}.sharded_size", _SHARD),
+    PrivateName(f"{_PARAMETER}.padded_sharded_param_size", _SHARD),
+    PrivateName(f"{_PARAMETER}.mp_policy", _SHARD),
+    PrivateName(f"{_PARAMETER}.mesh_info", _SHARD),
+    PrivateName(f"{_PARAMETER}.post_forward_mesh_info", _SHARD),
+    PrivateName(f"{_PARAMETER}.all_gather_inputs", _SHARD),
+    PrivateName(f"{_PARAMETER}._sharded_post_forward_param_data", _SHARD),
+    PrivateName(f"{_PARAMETER}.unsharded_param", "reduces experts that no token reached"),
+    PrivateName(
+        f"{_PARAMETER}.unsharded_accumulated_grad",
+        "reduces experts that no token reached, without set_reduce_scatter_unused_params",
+        is_optional=True,
+    ),
+    PrivateName(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
+    PrivateName(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
+    PrivateName(f"{_PACKAGE}._fsdp_param._chunk_with_empty", "shards at any rank count", is_optional=True),
+    PrivateName(f"{_PACKAGE}._fsdp_init.DeviceMesh", "shares one mesh after forward", is_optional=True),
+)
+
+
+def unit_state(module: FSDPModule) -> Any:
+    """Returns FSDP2's state of a unit, which its modules share."""
+    return module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+
+
+def unit_modules(module: FSDPModule) -> tuple[torch.nn.Module, ...]:
+    """Returns the modules of a unit, of which `module` is one."""
+    return unit_state(module)._modules
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """Returns the parameter groups of a unit: one; several with several meshes; none without parameters."""
+    state = unit_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in (groups if groups is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def engine_parameters(module: FSDPModule) -> list[Any]:
+    """Returns FSDP2's objects of the parameters of a unit."""
+    return [one for group in parameter_groups(module) for one in group.fsdp_params]
+
+
+def gather_without_prefetch(module: FSDPModule) -> None:
+    """Issues the all-gather of a unit on the compute stream, so that the next one cannot run ahead of it."""
+    module._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+
+
+def gather_before_backward(module: FSDPModule, gradient: Tensor) -> None:
+    """Gathers a unit for its backward, as its hooks do, unless it is gathered."""
+    # FSDP2 has gathered a unit whose last module has a backward, and its own order of events stays.
+    if any(not group.is_unsharded for group in parameter_groups(module)):
+        unit_state(module)._pre_backward(gradient)
+
+
+def reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
+    """Makes a unit reduce zeros for parameters without a gradient, so that all ranks take part.
+
+    For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
+    """
+    for group in parameter_groups(module):
+        _reduce_zeros(group, group.post_backward)
+
+
+def _reduce_zeros(group: Any, post_backward: Callable[..., None]) -> None:
+    def post_backward_with_zeros(*unused: Any) -> None:
+        for parameter in group.fsdp_params:
+            if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
+                continue
+            value = parameter.unsharded_param
+            if parameter.unsharded_accumulated_grad is None and value.requires_grad and value.grad is None:
+                value.grad = torch.zeros_like(value)
+        post_backward(*unused)
+
+    group.post_backward = post_backward_with_zeros
+
+
+def compute_with_plain_tensor(engine_parameter: Any) -> None:
+    """Makes modules get the gathered parameter as a plain tensor, although it is stored as a DTensor."""
+    engine_parameter.is_dtensor = False
+    engine_parameter._unsharded_dtensor_spec = None  # read instead of `is_dtensor` since torch 2.13
+
+
+def shard_data(engine_parameter: Any) -> Tensor:
+    """Returns this rank's shard, flat and padded."""
+    return engine_parameter._sharded_param_data
+
+
+def shard_shape(engine_parameter: Any) -> torch.Size:
+    """Returns the shape of this rank's shard, without padding."""
+    return engine_parameter.sharded_size
+
+
+def padded_shard_shape(engine_parameter: Any) -> torch.Size:
+    """Returns the shape of this rank's shard with the padding that the all-gather sends."""
+    return engine_parameter.padded_sharded_param_size
+
+
+def compute_dtype(engine_parameter: Any) -> torch.dtype:
+    """Returns the dtype in which the parameter is gathered. Integers are never cast."""
+    kept = engine_parameter.sharded_param.dtype
+    return (engine_parameter.mp_policy.param_dtype if kept.is_floating_point else None) or kept
+
+
+def replace_shard(engine_parameter: Any, local: Tensor) -> None:
+    """Makes `local`, of the shape of this rank's shard, the shard that FSDP2 gathers and reduces to."""
+    if engine_parameter.post_forward_mesh_info not in (None, engine_parameter.mesh_info):
+        engine_parameter.__class__ = _post_forward_class(type(engine_parameter))
+    engine_parameter._sharded_param_data = local.reshape(-1)
+    parameter: DTensor = engine_parameter.sharded_param
+    parameter._local_tensor = local  # pyright: ignore[reportPrivateUsage]
+
+
+@cache
+def _post_forward_class(cls: type[Any]) -> type[Any]:
+    """Returns a subclass of FSDP2's class that gathers from the shard kept after forward, if there is one."""
+
+    class PostForwardFSDPParam(cls):
+        @property
+        def all_gather_inputs(self) -> list[Tensor]:
+            kept = getattr(self, "_sharded_post_forward_param_data", None)
+            return super().all_gather_inputs if kept is None else [kept]
+
+    return PostForwardFSDPParam
+
+
+@contextmanager
+def replace_mesh_after_forward(make_mesh: Callable[..., Any]) -> Generator[None]:
+    """Makes `fully_shard(reshard_after_forward=<int>)` take its mesh from `make_mesh(device_type, ranks)`.
+
+    `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one.
+    """
+    with _replace_name("_fsdp_init", "DeviceMesh", value=make_mesh):
+        yield
+
+
+@contextmanager
+def replace_chunks(cut: Callable[..., Any]) -> Generator[None]:
+    """Makes `fully_shard` cut parameters by `cut(tensor, num_chunks, dim)`, perhaps not all chunks."""
+    with _replace_name("_fsdp_param", "_chunk_with_empty", value=cut):
+        yield
+
+
+@contextmanager
+def _replace_name(module: str, name: str, *, value: Any) -> Generator[None]:
+    """Replaces a name in one of FSDP2's modules while active. A torch without the name stays as it is."""
+    engine: Any = importlib.import_module(f"{_PACKAGE}.{module}")
+    before = getattr(engine, name, None)
+    if before is None:
+        yield
+        return
+    setattr(engine, name, value)
+    try:
+        yield
+    finally:
+        setattr(engine, name, before)

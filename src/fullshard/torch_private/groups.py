@@ -1,0 +1,67 @@
+"""Private names of process groups."""
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.torch_private.names import PrivateName, require
+
+_GROUP = "torch.distributed.ProcessGroup"
+_C10D = "torch.distributed.distributed_c10d"
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_BINDINGS = "torch._C._distributed_c10d"
+
+NAMES = require(
+    PrivateName(f"{_GROUP}._get_backend", "finds the backend of a device"),
+    PrivateName(
+        f"{_BINDINGS}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True
+    ),
+    PrivateName(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
+    PrivateName(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
+    *(
+        PrivateName(f"{_BINDINGS}.{name}", "reads the flight recorder", is_optional=True)
+        for name in _RECORDERS
+    ),
+)
+
+
+def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns whether the group runs collectives on tensors of this device."""
+    try:
+        group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:
+        return False
+    return True
+
+
+def count_issued_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Returns the number of collectives that this rank has issued on `group`.
+
+    The backend for `device` counts them (gloo also counts point-to-point messages); 0 if it does not.
+    """
+    try:
+        # torch's stubs do not know it of a backend.
+        backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+        return int(backend._get_sequence_number_for_group())
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return 0
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Returns the process group of this name."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
+    return resolve(name)
+
+
+def find_default_store() -> dist.Store | None:
+    """Returns the store of the default process group, or None if there is no default group."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_initialized() else None
+
+
+def dump_flight_recorders() -> list[str]:
+    """Returns what torch's recorders of collectives hold, each as JSON."""
+    bindings = importlib.import_module(_BINDINGS)
+    return [getattr(bindings, name)() for name in _RECORDERS if hasattr(bindings, name)]

@@ -1,0 +1,64 @@
+"""Private names of torch's profiler and of the CUDA allocator's history."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
+from torch.autograd.profiler import profile
+
+from fullshard.torch_private.names import PrivateName, require
+
+_RESULT = "torch._C._autograd._ProfilerResult"
+_EVENT = "torch._C._autograd._KinetoEvent"
+_MEMORY = "torch.cuda.memory"
+
+NAMES = require(
+    PrivateName("torch.autograd._profiler_enabled", "does not profile within a profile"),
+    PrivateName(f"{_RESULT}.events", "reads the events of a profile"),
+    PrivateName(f"{_RESULT}.experimental_event_tree", "reads the allocations of a profile"),
+    *(
+        PrivateName(f"{_EVENT}.{name}", "reads the events of a profile")
+        for name in (
+            *(
+                "name",
+                "start_ns",
+                "duration_ns",
+                "start_thread_id",
+                "correlation_id",
+                "linked_correlation_id",
+            ),
+            *("device_type", "is_async", "is_user_annotation"),
+        )
+    ),
+    PrivateName(f"{_MEMORY}._record_memory_history", "keeps where memory was allocated"),
+    PrivateName(f"{_MEMORY}._dump_snapshot", "writes what memory holds"),
+)
+
+is_profiling = _profiler_enabled
+"""`is_profiling()`: whether a profiler runs in this process."""
+
+
+def profile_events(profiler: profile) -> Iterator[Any]:
+    """Yields the events of a profile that has ended, with times in ns."""
+    assert profiler.kineto_results is not None, "the profiler has ended"
+    return iter(profiler.kineto_results.events())
+
+
+def profile_event_tree(profiler: profile) -> list[Any]:
+    """Returns the outermost events of a profile that has ended; those inside are their `children`."""
+    assert profiler.kineto_results is not None, "the profiler has ended"
+    return profiler.kineto_results.experimental_event_tree()
+
+
+def record_memory_history(most_entries: int | None) -> None:
+    """Makes the CUDA allocator keep its last `most_entries` events with their stacks; None: keep none."""
+    if most_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=most_entries)  # pyright: ignore[reportPrivateUsage]
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Writes the CUDA allocator's snapshot, which https://pytorch.org/memory_viz shows."""
+    torch.cuda.memory._dump_snapshot(path)  # pyright: ignore[reportPrivateUsage]

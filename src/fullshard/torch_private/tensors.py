@@ -1,0 +1,129 @@
+"""Private names of torch's tensors, modules and trees of tensors.
+
+Trees: `torch.utils._pytree` has no public twin in torch 2.11 to 2.15.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from fullshard.torch_private.names import PrivateName, require
+
+_TREES = "torch.utils._pytree"
+
+NAMES = require(
+    *(
+        PrivateName(f"{_TREES}.{name}", "finds the tensors in arguments and batches")
+        for name in ("TreeSpec", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")
+    ),
+    PrivateName("torch._foreach_norm", "computes norms of gradients"),
+    PrivateName("torch._foreach_mul_", "scales gradients"),
+    PrivateName("torch._fused_adamw_", "updates offloaded state"),
+    PrivateName("torch.UntypedStorage._cdata", "identifies memory"),
+    PrivateName("torch.Tensor._version", "sees that a saved activation was overwritten"),
+    PrivateName("torch.Tensor._base", "finds the tensor of a view"),
+    PrivateName("torch.nn.Module._parameters", "replaces parameters"),
+    PrivateName("torch.nn.Module._buffers", "replaces buffers"),
+    PrivateName("torch.nn.Module._modules", "replaces modules"),
+    PrivateName("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
+    PrivateName("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
+    PrivateName("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
+    PrivateName("torch._VF", "traces recurrent layers"),
+    PrivateName(
+        "torch._grouped_mm", "multiplies experts before torch.nn.functional.grouped_mm", is_optional=True
+    ),
+    PrivateName("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
+    PrivateName("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
+    PrivateName("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
+)
+
+variable_functions: Any = torch._VF  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+"""The functions of recurrent layers."""
+BatchNorm: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
+"""The common class of the modules that normalise over a batch."""
+
+
+def foreach_norm(
+    tensors: Sequence[Tensor], order: float, *, dtype: torch.dtype | None = None
+) -> Sequence[Tensor]:
+    """Returns the norm of each tensor."""
+    return torch._foreach_norm(list(tensors), order, dtype)  # pyright: ignore[reportPrivateUsage]
+
+
+def grouped_matmul() -> Any:
+    """Returns torch's product of groups of rows and a matrix for each group, or None without one."""
+    return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def foreach_multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiplies each tensor by `factor` in place, without rounding the factor to the tensors' dtype."""
+    torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def fused_adamw(*tensors: Any, **options: Any) -> None:  # signature: torch's
+    """Runs torch's fused update of AdamW."""
+    torch._fused_adamw_(*tensors, **options)  # pyright: ignore[reportPrivateUsage]
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Returns a number that identifies a storage, real or fake, among all live ones."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def version(tensor: Tensor) -> int:
+    """Returns the number of times that the memory of `tensor` was changed in place."""
+    return tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
+def base(tensor: Tensor) -> Tensor | None:
+    """Returns the tensor of which `tensor` is a view, or None."""
+    return tensor._base  # pyright: ignore[reportPrivateUsage]
+
+
+def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the module's own dict of parameters. Setting an item calls no setter of the module."""
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the module's own dict of buffers."""
+    return module._buffers  # pyright: ignore[reportPrivateUsage]
+
+
+def registered_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the module's own dict of children."""
+    return module._modules  # pyright: ignore[reportPrivateUsage]
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Returns the names of the module's own buffers that are not in its state dict."""
+    return module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+
+
+def parametrization_cache() -> dict[tuple[int, str], Tensor | None]:
+    """Returns the weights that `parametrize.cached()` has kept, by (id of the module, name)."""
+    return parametrize._cache  # pyright: ignore[reportPrivateUsage]
+
+
+def stored_piece(filesystem: Any, name: str, *, offset: int, length: int) -> Any:
+    """Returns DCP's record of a piece of a file. `filesystem`: `torch.distributed.checkpoint.filesystem`."""
+    return filesystem._StorageInfo(name, offset, length)
+
+
+def set_allocator(settings: str) -> bool:
+    """Sets the CUDA allocator's settings, as in its environment variable. Returns whether torch can."""
+    # The first name is deprecated in favour of the second.
+    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    names = ((torch.cuda.memory, "_set_allocator_settings"), (bindings, "_accelerator_setAllocatorSettings"))
+    found = next((getattr(module, name) for module, name in names if hasattr(module, name)), None)
+    if found is not None:
+        found(settings)
+    return found is not None
