@@ -113,13 +113,6 @@ BEFORE_ANY_RANK = [
     Wrong("absent plan", 2, ("not a saved plan",), argv=("train", "--plan", "absent.json")),
     Wrong("plan that is no plan", 2, ("not a saved plan",), argv=("train", "--plan", "file"), file="{}"),
     Wrong(
-        "plan and settings",
-        2,
-        ("carries the run", "got:", "try:"),
-        argv=("train", "--plan", "file", "--set", "train.steps=3"),
-        file="{}",
-    ),
-    Wrong(
         "TOML nested deep", 2, ("cannot be read", "deep"), argv=("train", "file"), file="a = " + "[" * 5000
     ),
     Wrong(

@@ -73,7 +73,6 @@ def test_wrong_usage_exits_with_2_and_names_the_nearest(
         (["plan", "--batch-size=8"], SpecError, "train.microbatch"),
         (["train", "absent.toml"], SpecError, "fullshard init"),
         (["train", "--plan", "absent.json"], SpecError, "absent.json"),
-        (["train", "--plan", "plan.json", "--set", "train.steps=3"], SpecError, "--set train.steps=3"),
         (["train", "--set", "run.ranks=5", "--set", "run.device=cpu"], PlanError, "20 or 25"),
     ],
 )

@@ -25,7 +25,12 @@ def train(
         bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's directory.")
     ] = False,
     plan_path: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN.json", help="A saved plan; it contains its run.")
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="PLAN.json",
+            help="A saved plan. It contains its run, except permission to run code.",
+        ),
     ] = None,
     no_plan: Annotated[
         bool, typer.Option("--no-plan", help="Do not trace the model or search: the run's plain defaults.")
@@ -60,20 +65,16 @@ def train(
 def _build_train_request(
     run_path: Path | None, overrides: list[str], *, plan_path: Path | None, started: float
 ) -> "LaunchRequest":
-    from fullshard.errors import SpecError
     from fullshard.launch.request import LaunchRequest
+    from fullshard.spec.code_settings import check_plan_is_of_run
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
+    given = Run.load(run_path, overrides=overrides)
     if plan_path is None:
-        return LaunchRequest(run=Run.load(run_path, overrides=overrides), command_started=started)
-    if run_path is not None or overrides:
-        raise SpecError(
-            "a plan carries the run it was made for.",
-            got=f"--plan {plan_path}, and {run_path or '--set ' + overrides[0]}",
-            fix="give the plan alone, or make another for this run",
-        )
+        return LaunchRequest(run=given, command_started=started)
     plan = Plan.load(plan_path)
+    check_plan_is_of_run(plan.run, given, plan=str(plan_path))
     return LaunchRequest(run=plan.run, plan=plan, command_started=started)
 
 

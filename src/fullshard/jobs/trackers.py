@@ -22,16 +22,13 @@ from fullshard.jobs.tracker_extras import (
     TensorboardTracker,
     WandbTracker,
 )
+from fullshard.spec.code_settings import TRACKERS_OF_EXTRAS
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import TRACKERS
 from fullshard.system.files import write_file_atomically
 
-_EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = {
-    "tensorboard": TensorboardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "opentelemetry": OpenTelemetryTracker,
-}
+_CLASSES = (TensorboardTracker, WandbTracker, MlflowTracker, OpenTelemetryTracker)
+_EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = dict(zip(TRACKERS_OF_EXTRAS, _CLASSES, strict=True))
 # Modules that an extra needs, if not that of its own name.
 _MODULES = {"opentelemetry": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http")}
 GROUP = "fullshard.trackers"  # group of the entry points of other packages' trackers

@@ -6,10 +6,13 @@ from pydantic import Field, model_validator
 
 from fullshard.spec.value import Count, Fraction, FrozenModel, Options, PositiveScalar
 
-# LoraConfig options that need the whole base weights, which no rank ever has, or that have their own key.
+# LoraConfig options that need the whole base weights, which no rank ever has, that import a module, or that
+# have their own key.
 _REFUSED = {
     "use_dora": "its magnitudes are norms of the whole base weights",
     "loftq_config": "it rewrites the base weights",
+    "megatron_config": "it imports a module, for layers of Megatron, which are not used here",
+    "megatron_core": "it imports a module, for layers of Megatron, which are not used here",
     "r": "it is adapter.rank",
     "lora_alpha": "it is adapter.alpha",
     "lora_dropout": "it is adapter.dropout",

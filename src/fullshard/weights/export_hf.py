@@ -19,7 +19,7 @@ from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.adapters import has_transposed_weight
 from fullshard.models.decoder_names import llama_config, llama_weight_map
-from fullshard.models.huggingface import build_hf_model
+from fullshard.models.huggingface import build_hf_model, remove_code_references
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
@@ -119,8 +119,9 @@ def _describe_for_transformers(manifest: Manifest, run: Run | None, *, doing: st
     if recorded is None and run is not None and isinstance(run.model, DecoderConfig):
         return _HFDescription(llama_config(run.model), llama_weight_map)
     if recorded is None and run is not None and isinstance(run.model, HuggingFaceModel):
-        # Whoever wrote the checkpoint may have switched it on.
-        model = run.model.model_copy(update={"trust_remote_code": False})
+        # Whoever wrote the checkpoint chose these settings, which may name code to run.
+        plain = {"options": remove_code_references(run.model.options), "attention": "auto"}
+        model = run.model.model_copy(update={"trust_remote_code": False, **plain})
         recorded = full_transformers_config(build_hf_model(model))
     if not isinstance(recorded, dict):
         named = None if run is None or isinstance(run.model, DecoderConfig) else run.model.setting_text
