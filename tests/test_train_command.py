@@ -31,7 +31,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def command(directory: Path, *settings: str, resume: bool = False, by: tuple[str, ...] = ()) -> list[str]:
-    argv = [sys.executable, *by, "-m", "fullshard.cli.main", "train", *(["--resume"] if resume else [])]
+    argv = [sys.executable, *by, "-m", "fullshard", "train", *(["--resume"] if resume else [])]
     return [*argv, *(p for s in [*TINY, f"run.dir={directory}", *settings] for p in ("--set", s))]
 
 

@@ -10,6 +10,7 @@ A room may import anything further right. Rooms separated by a bar do not import
 """
 
 import graphlib
+import re
 import subprocess
 import sys
 
@@ -162,3 +163,8 @@ def test_the_checks_see_what_they_are_for():
     assert way_to_torch("fullshard.report.table", through_package)[-2:] == ["fullshard.spec", "torch"]
     lazy = made_of(fullshard__cli__main="def train():\n    import torch")
     assert way_to_torch("fullshard.cli.main", lazy) == []
+
+
+def test_no_child_process_looks_for_modules_in_the_working_directory() -> None:
+    starts = r'sys\.executable,\s*(?:args=\()?("[^"]*")'
+    assert {option for one in package().values() for option in re.findall(starts, one.text)} == {'"-P"'}

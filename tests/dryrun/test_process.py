@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.dryrun.process import dry_run, import_function
+from fullshard.dryrun.process import dry_run
+from fullshard.dryrun.step import build_run_model
 from fullshard.dryrun.values import Program
 from fullshard.errors import MissingExtraError, PlanError, ShardError, SpecError, TrainError
 from fullshard.spec.plan import Plan
@@ -42,7 +43,7 @@ HERE = "tests.dryrun.test_process"
 
 def loud(plan: Plan) -> nn.Module:
     print("building")
-    return import_function(Program().model)(plan)
+    return build_run_model(plan)
 
 
 def test_the_process_finds_what_is_found_here_whatever_the_model_prints_and_makes_no_files(
@@ -72,9 +73,3 @@ def test_an_error_with_parameters_of_its_own_comes_back_too():
     error = MissingExtraError("hf", package="transformers", needed_for="this model")
     back = pickle.loads(pickle.dumps(error))
     assert (type(back), str(back)) == (MissingExtraError, str(error))
-
-
-@pytest.mark.parametrize("name", ["", "no_module:f", "fullshard.errors:nothing", "math:pi", ":f"])
-def test_a_name_that_is_no_function_is_refused(name):
-    with pytest.raises(SpecError, match="module:function"):
-        import_function(name)

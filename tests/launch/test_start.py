@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
+from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError, SpecError
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device, perform_request
 from fullshard.spec.plan import Plan
@@ -33,7 +33,7 @@ def test_ranks_are_those_asked_for_else_those_of_the_plan_else_two() -> None:
 
 
 def test_a_job_that_is_no_function_is_named() -> None:
-    with pytest.raises(LaunchError, match="jobs:absent is not a function"):
+    with pytest.raises(SpecError, match="jobs:absent' is not a function"):
         LaunchRequest(run=Run(), job=NO_JOB).call_job()
 
 

@@ -23,7 +23,7 @@ SMALL = [
 def train(directory: Path, *settings: str, resume: bool = False) -> str:
     """What it wrote on standard error and output."""
     sets = [part for each in (*SMALL, f"run.dir={directory}", *settings) for part in ("--set", each)]
-    argv = [sys.executable, "-m", "fullshard.cli.main", "train", *(["--resume"] if resume else []), *sets]
+    argv = [sys.executable, "-m", "fullshard", "train", *(["--resume"] if resume else []), *sets]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stderr + done.stdout

@@ -34,3 +34,17 @@ def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch:
 def test_a_path_that_leads_nowhere_is_told(dotted: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         import_callable(dotted, key="train.loss")
+
+
+def test_a_file_beside_the_run_never_replaces_a_module_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "this.py").write_text("raise SystemExit('it ran')\n")  # `this` of Python itself prints a poem
+    (tmp_path / "os.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    with pytest.raises(SpecError, match=r"this\.py, not .*this\.py"):
+        import_callable("this:make", key="model.python")
+    assert callable(
+        import_callable("os.path:join", key="train.loss")
+    )  # os.py cannot be meant: it has no path

@@ -4,10 +4,13 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
+from fullshard.spec.dotted import append_working_directory_to_path
+
 
 def digest_of_code(module: str) -> str:
     """Returns a digest of the Python files of a package or module; `absent` if it is not found."""
     try:
+        append_working_directory_to_path()
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return "absent"

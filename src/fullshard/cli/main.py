@@ -112,7 +112,3 @@ def _failure_text(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why"
     return failure.user_message(int(rank) if rank is not None else None)
-
-
-if __name__ == "__main__":  # torchrun -m fullshard.cli.main train
-    sys.exit(main())

@@ -272,7 +272,7 @@ def _start_worker(settings: TokenizeSettings) -> Worker:
     # The tokenizers' own threads are as many as the cores, in each process.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     pipe = subprocess.PIPE
-    worker = subprocess.Popen([sys.executable, "-c", _SERVE], env=environment, stdin=pipe, stdout=pipe)
+    worker = subprocess.Popen([sys.executable, "-P", "-c", _SERVE], env=environment, stdin=pipe, stdout=pipe)
     with suppress(OSError):  # the first task reports a worker that died
         pickle.dump(settings, cast(Any, worker.stdin))
     return worker

@@ -4,15 +4,14 @@ The process, `python -m fullshard.dryrun.process`, reads a pickled request and w
 multiprocessing pool would import the caller's main script again, and lose the stderr of a process that ends.
 """
 
-import importlib
 import os
 import pickle
 import subprocess
 import sys
-from typing import Any
 
 from fullshard.dryrun.values import DryRunMemory, Program
-from fullshard.errors import FullshardError, ShardError, SpecError
+from fullshard.errors import FullshardError, ShardError
+from fullshard.spec.dotted import import_callable
 from fullshard.spec.plan import Plan
 
 
@@ -26,7 +25,7 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
     last line of its standard error.
     """
     child = subprocess.run(
-        [sys.executable, "-m", "fullshard.dryrun.process"],
+        [sys.executable, "-P", "-m", "fullshard.dryrun.process"],
         input=pickle.dumps((plan, program or Program(), rank)),
         # The child must be able to import everything that this process can.
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -45,18 +44,6 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
     if isinstance(answer, FullshardError):
         raise answer
     return answer
-
-
-def import_function(name: str) -> Any:
-    """Imports and returns the function `module:function`. Raises SpecError if it does not exist."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except (ImportError, ValueError) as error:  # ValueError: an empty name
-        raise SpecError(f"{name!r} cannot be imported.", got=str(error), fix="module:function") from error
-    if not callable(found):
-        raise SpecError(f"{name!r} is not a function.", fix="module:function")
-    return found
 
 
 def _answer_request() -> None:
@@ -79,16 +66,20 @@ def _dry_run_in_this_process(plan: Plan, program: Program, *, rank: int) -> DryR
     from fullshard.dryrun.step import run_dry_step
     from fullshard.torch_private.tensors import tree_map_only
 
-    build = import_function(program.model)
+    build = import_callable(program.model, key="Program.model")
     with torch.device("meta"):
         model = build(plan)
-    given = import_function(program.batch)(plan)  # may build the model, which fake tensors cannot initialise
-    choose_loss = import_function("fullshard.training.loss:choose_loss")
+    given = import_callable(program.batch, key="Program.batch")(
+        plan
+    )  # may build the model, which fake tensors cannot initialise
+    choose_loss = import_callable("fullshard.training.loss:choose_loss", key="Program.loss")
     return run_dry_step(
         model,
         plan,
-        loss=choose_loss(plan.run, model) if program.loss is None else import_function(program.loss),
-        optimizer=import_function(program.optimizer),
+        loss=choose_loss(plan.run, model)
+        if program.loss is None
+        else import_callable(program.loss, key="Program.loss"),
+        optimizer=import_callable(program.optimizer, key="Program.optimizer"),
         batch=lambda _: tree_map_only(torch.Tensor, torch.zeros_like, given),
         rank=rank,
     )

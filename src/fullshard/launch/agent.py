@@ -93,7 +93,7 @@ def _build_local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalEla
         local_world_size=ranks,
         rdzv_handler=LoopbackRendezvous(launch),
         entrypoint=sys.executable,
-        args=("-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
+        args=("-P", "-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
         max_restarts=0,  # we start other attempts ourselves, each with its own agent and store
         monitor_interval=POLL_SECONDS,
     )

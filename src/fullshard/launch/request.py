@@ -1,6 +1,5 @@
 """The request of a launch: a job for all ranks and its arguments, in a file that the ranks read."""
 
-import importlib
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pydantic import Field
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from fullshard.launch.gc import disable_gc
+from fullshard.spec.dotted import import_callable
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
@@ -48,8 +48,8 @@ class LaunchRequest(FrozenModel):
     def call_job(self) -> None:
         """Calls the job with the request's arguments.
 
-        Raises LaunchError if the function does not exist, or if it calls `sys.exit` with any code except
-        INTERRUPTED_EXIT_CODE, even 0: unfinished work must not look finished.
+        Raises SpecError if the function does not exist; LaunchError if it calls `sys.exit` with any code
+        except INTERRUPTED_EXIT_CODE, even 0: unfinished work must not look finished.
         """
         with disable_gc():
             job = self.import_job()
@@ -67,11 +67,5 @@ class LaunchRequest(FrozenModel):
             ) from left
 
     def import_job(self) -> Callable[..., object]:
-        """Imports and returns the function that `job` names. Raises LaunchError if it does not exist."""
-        module, _, name = self.job.partition(":")
-        job = getattr(importlib.import_module(module), name, None)
-        if not callable(job):
-            raise LaunchError(
-                f"{self.job} is not a function.", got=f"module {module}, name {name!r}", fix="module:function"
-            )
-        return job
+        """Imports and returns the function that `job` names. Raises SpecError if it does not exist."""
+        return import_callable(self.job, key="job")

@@ -175,7 +175,7 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
     if torch is not None and not torch.cuda.device_count():  # asks the driver, without creating a context
         return _NO_GPUS
     try:
-        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SpecError("torch could not list the GPUs.", got=str(error)) from error
     if done.returncode:

@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fullshard.errors import SpecError
@@ -12,7 +13,8 @@ from fullshard.errors import SpecError
 def import_callable(dotted: str, *, key: str) -> Callable[..., Any]:
     """Imports the callable `dotted` (`package.module:name`) from a package or the working directory.
 
-    Raises SpecError, which names the run's setting `key`, if no such callable exists.
+    Raises SpecError, which names the run's setting `key`, if no such callable exists, and if a module of the
+    working directory has the name of an installed one.
     """
     module_name, _, name = dotted.partition(":")
     if not module_name or not name or not all(part.isidentifier() for part in module_name.split(".")):
@@ -21,10 +23,8 @@ def import_callable(dotted: str, *, key: str) -> Callable[..., Any]:
             why="it is package.module:name",
             fix=f'{key} = "mypackage.mymodule:myfunction"',
         )
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the ranks, started by `python -m`, have it too
     try:
-        module = importlib.import_module(module_name)
+        module = import_named_module(module_name, setting=f"{key} = {dotted!r}")
     except ImportError as error:
         raise SpecError(
             f"{key} = {dotted!r} cannot be imported.",
@@ -40,3 +40,41 @@ def import_callable(dotted: str, *, key: str) -> Callable[..., Any]:
         got=f"{module_name} has no {name}" if found is None else f"{name} is {type(found).__name__}",
         fix=f"one of {', '.join(there[:6])}" if there else None,
     )
+
+
+def import_named_module(name: str, *, setting: str) -> ModuleType:
+    """Imports the module `name` that `setting` names. Modules of the working directory come last.
+
+    A file there, such as tokenize.py, thus does not replace a module of Python or of an installed package.
+    Raises ImportError; SpecError if this hides the module that `setting` may mean.
+    """
+    append_working_directory_to_path()
+    try:
+        return importlib.import_module(name)
+    finally:
+        path = Path(*name.split("."))
+        for package in [*path.parents][-2::-1]:  # without "."
+            _check_hides_no_file(package, package / "__init__.py", setting=setting)
+        for own in (path.with_suffix(".py"), path / "__init__.py"):
+            _check_hides_no_file(path, own, setting=setting)
+
+
+def append_working_directory_to_path() -> None:
+    """Lets modules of the working directory be imported, after Python's own and installed ones."""
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
+def _check_hides_no_file(module: Path, own: Path, *, setting: str) -> None:
+    """Raises SpecError if `module` (`package/name`) was imported, and not from `own`, which exists."""
+    name = ".".join(module.parts)
+    if name not in sys.modules or not own.is_file():
+        return
+    imported = getattr(sys.modules[name], "__file__", None)
+    if imported is None or Path(imported).read_bytes() != own.read_bytes():
+        raise SpecError(
+            f"{setting} may mean another module than is imported.",
+            got=f"{imported or name + ' of Python itself'}, not {own.resolve()}",
+            why="modules of Python and of installed packages come before those of the working directory",
+            fix="another name for the file; or start elsewhere, to use the installed module",
+        )

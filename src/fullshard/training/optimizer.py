@@ -1,8 +1,9 @@
 """The optimizer of a sharded model."""
 
-import importlib
 import inspect
 from collections.abc import Hashable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
+from fullshard.spec.dotted import import_named_module
 from fullshard.spec.plan import Plan
 from fullshard.spec.run_checks import check_offload_supports_optimizer
 from fullshard.spec.train_section import OptimizerSection
@@ -110,10 +112,11 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         return import_adamw8bit_class()
     dotted = _NAMES.get(name.lower(), name)
     module_name, _, class_name = dotted.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name) if module_name else None
-    except (ImportError, AttributeError, TypeError):  # TypeError: a name that begins with a dot
-        found = None
+    module: ModuleType | None = torch.optim if module_name == "torch.optim" else None
+    if module is None and module_name:
+        with suppress(ImportError, TypeError, ValueError):  # the last two for dots at its ends
+            module = import_named_module(module_name, setting=f"optimizer.name = {name!r}")
+    found = getattr(module, class_name, None)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         raise SpecError(
             "optimizer.name names no optimizer.",
