@@ -139,6 +139,19 @@ def directory_inside(path: Path) -> None:
     (path / "notes").mkdir()
 
 
+def test_no_file_of_the_users_is_removed(tmp_path):
+    notes = saved(tmp_path, 1) / "notes.txt"
+    kept = [notes, tmp_path / ".del-photos" / "one.png", tmp_path / ".tmp-work" / "two.png"]
+    for file in kept:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    (tmp_path / ".tmp-empty").mkdir()
+    saved(tmp_path, 2, keep=1)
+    assert all(file.read_text() == "mine" for file in kept)
+    assert (tmp_path / ".tmp-empty").is_dir()
+    assert [one.name for one in notes.parent.iterdir()] == ["notes.txt"]  # the checkpoint itself is pruned
+
+
 @pytest.mark.parametrize("stray", [dangling_link_inside, loop_inside, directory_inside])
 def test_a_stray_inside_of_a_checkpoint_harms_nothing(tmp_path, stray: Callable[[Path], None]):
     stray(saved(tmp_path, 2))

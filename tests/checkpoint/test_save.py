@@ -368,13 +368,13 @@ def dead_pid() -> int:
 
 
 def test_only_what_is_surely_dead_is_collected(tmp_path, caplog):
-    dead = leftover(tmp_path, ".tmp-00000001-dead", pid=dead_pid())
-    half_removed = leftover(tmp_path, ".del-step-00000001-x")
-    alive = leftover(tmp_path, ".tmp-00000001-alive")
-    elsewhere = leftover(tmp_path, ".tmp-00000001-elsewhere", pid=dead_pid(), host="another")
-    unknown = leftover(tmp_path, ".tmp-00000001-unknown")
+    dead = leftover(tmp_path, ".tmp-00000001-00000000", pid=dead_pid())
+    half_removed = leftover(tmp_path, ".del-step-00000001-00000000")
+    alive = leftover(tmp_path, ".tmp-00000001-00000001")
+    elsewhere = leftover(tmp_path, ".tmp-00000001-00000002", pid=dead_pid(), host="another")
+    unknown = leftover(tmp_path, ".tmp-00000001-00000003")
     (unknown / WRITER).rename(unknown / "__0_0.distcp")
-    just_begun = leftover(tmp_path, ".tmp-00000001-begun")
+    just_begun = leftover(tmp_path, ".tmp-00000001-00000004")
     (just_begun / WRITER).write_text("{")
     path = saved(tmp_path, 2)
     assert not dead.exists()

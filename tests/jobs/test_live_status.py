@@ -9,7 +9,7 @@ import pytest
 from fullshard.errors import SpecError
 from fullshard.jobs.live_status import LiveStatusWriter
 from fullshard.jobs.progress import StepMetrics
-from fullshard.jobs.prometheus import prometheus_text
+from fullshard.jobs.prometheus import check_prometheus_file, prometheus_text
 from fullshard.spec.live_status import MOST_RANKS, LiveStatus, RankStatus
 from fullshard.spec.run import Run
 from fullshard.survival.phase import Heartbeat, PhaseTracker, RunPhase
@@ -80,7 +80,9 @@ def test_without_a_watchdog_the_rank_that_writes_is_known(tmp_path: Path):
 
 
 def test_prometheus_reads_every_line(tmp_path: Path):
+    check_prometheus_file(tmp_path / "run.prom")
     written(tmp_path, prometheus=str(tmp_path / "run.prom"))
+    check_prometheus_file(tmp_path / "run.prom")  # of an earlier run
     lines = (tmp_path / "run.prom").read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert all(SAMPLE.fullmatch(line) for line in samples)
@@ -109,3 +111,9 @@ def test_a_file_that_cannot_be_written_is_reported_and_not_raised(tmp_path: Path
 def test_a_name_that_node_exporter_ignores_is_refused():
     with pytest.raises(SpecError, match=r"\.prom"):
         Run.parse({"log": {"prometheus": "figures.txt"}}, source="the test")
+
+
+def test_a_prometheus_file_of_another_program_is_not_replaced(tmp_path: Path):
+    (tmp_path / "nvme.prom").write_text("nvme_temperature 40\n")
+    with pytest.raises(SpecError, match="of another program"):
+        check_prometheus_file(tmp_path / "nvme.prom")

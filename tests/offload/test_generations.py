@@ -217,6 +217,10 @@ def test_files_of_another_identity_are_named_and_left_alone(directory: Path, fie
     with pytest.raises(ForeignOffloadError, match=f"{field} {getattr(IDENTITY, field)} there, {value} here"):
         opened(directory, identity=IDENTITY.model_copy(update={field: value}))
     assert usable(directory) == [1]
+    (directory / "notes.json").touch()
+    discard_rank_directory(directory)
+    assert [one.name for one in directory.iterdir()] == ["notes.json"]
+    (directory / "notes.json").unlink()
     discard_rank_directory(directory)
     assert not directory.exists()
     with opened(directory, identity=IDENTITY.model_copy(update={field: value})) as generations:

@@ -130,7 +130,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path) -> None:
     named = {"FULLSHARD_CACHE": str(tmp_path / "here"), "XDG_CACHE_HOME": str(tmp_path / "there")}
     write_cached_spec(key(), SPEC, environment=named)
-    assert (tmp_path / "here" / key().file_name).is_file()
+    assert (tmp_path / "here" / "fullshard" / "specs" / key().file_name).is_file()
     assert not (tmp_path / "there").exists()
     assert cache_directory({"FULLSHARD_CACHE": "off"}) is None
     preset = shipped_key("llama3-8b")
@@ -144,7 +144,10 @@ def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[st
         os.utime(entry(environment).with_name(one.file_name), (age, age))
     size = entry(environment).with_name(keys[0].file_name).stat().st_size
     assert read_cached_spec(keys[0], environment) == SPEC  # used: the newest
-    trim_cache(entry(environment).parent, most_bytes=2 * size + 10)
+    directory = entry(environment).parent
+    (directory / "train.json").write_text("not an entry")
+    trim_cache(directory, most_bytes=2 * size + 10)
+    assert (directory / "train.json").exists()
     assert [read_cached_spec(one, environment) is not None for one in keys] == [True, False, True]
 
 

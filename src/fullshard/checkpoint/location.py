@@ -26,6 +26,7 @@ from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     parse_step_name,
+    read_manifest,
     read_manifest_and_check_sizes,
     step_name,
 )
@@ -36,6 +37,8 @@ from fullshard.system.files import fsync_path, make_durable_directory
 from fullshard.system.lock import hold_exclusive_file_lock
 from fullshard.system.object_store import ObjectStore, is_remote_url
 
+_REMOVAL = re.compile(r"\.del-step-[0-9]{8,}-[0-9a-f]{8}")
+_DRAFT = re.compile(r"\.tmp-[0-9]{8,}-[0-9a-f]{8}")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
 _LOCK = ".lock"
 
@@ -196,6 +199,12 @@ class LocalLocation:
 
     def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
         path = _path_of_local_files(checkpoint)
+        own = {MANIFEST, WRITER, *read_manifest(checkpoint).files}
+        if others := sorted({one.name for one in path.iterdir()} - own):
+            for name in (MANIFEST, *sorted(own - {MANIFEST})):  # without a manifest, it is no checkpoint
+                (path / name).unlink(missing_ok=True)
+            logger.warning("%s was removed, except %s, which no save wrote", path, ", ".join(others[:5]))
+            return
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
         fsync_path(self.path)
@@ -329,8 +338,9 @@ def _remove_leftovers(directory: Path) -> None:
     without any shard cannot belong to a running save.
     """
     for path in list_directories(directory, ".del-*"):
-        _rmtree_or_warn(path)
-    for path in list_directories(directory, ".tmp-*"):
+        if _REMOVAL.fullmatch(path.name):
+            _rmtree_or_warn(path)
+    for path in filter(lambda one: _DRAFT.fullmatch(one.name), list_directories(directory, ".tmp-*")):
         try:
             writer = WriterProcess.model_validate_json(LocalFiles(path).read_file(WRITER))
         except (OSError, ValidationError):

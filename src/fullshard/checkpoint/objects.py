@@ -155,12 +155,12 @@ class ObjectLocation:
         files = _as_object_files(checkpoint)
         store, url = self.root_as_checkpoint().store, files.url
         attempt, below = _committed_attempt(files), store.list_prefix(url)
+        copied = {WRITER, *read_manifest(files).files}
         store.remove_objects([f"{url}/{MANIFEST}"])
         if attempt in below.prefixes:
             _remove_attempt(replace(files, attempt=attempt))
         else:  # copied from a file system
-            copied = set(below.objects) - {MANIFEST, *_quarantined_manifest_names(below)}
-            store.remove_objects([f"{url}/{name}" for name in copied])
+            store.remove_objects([f"{url}/{name}" for name in copied & below.objects.keys()])
 
     def _step_files(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
         return replace(self.root_as_checkpoint(), url=f"{self.url}/{step_name(step)}", attempt=attempt)

@@ -46,7 +46,7 @@ def train(
         raise typer.BadParameter("--plan gives a plan, and --no-plan wants none")
     request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
     _check_run_directory(request.run, resume=resume)
-    _check_trackers(request.run)
+    _check_trackers_and_prometheus(request.run)
     from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import request_with_plan
 
@@ -99,8 +99,12 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
         check_unlocked(directory)
 
 
-def _check_trackers(run: "Run") -> None:
-    """Raises SpecError or MissingExtraError for a tracker that is not installed."""
+def _check_trackers_and_prometheus(run: "Run") -> None:
+    """Raises an error for a tracker that is not installed, and for a foreign file as `log.prometheus`."""
+    if run.log.prometheus is not None:
+        from fullshard.jobs.prometheus import check_prometheus_file
+
+        check_prometheus_file(Path(run.log.prometheus))
     if run.log.trackers:
         from fullshard.jobs.trackers import check_trackers_installed
 

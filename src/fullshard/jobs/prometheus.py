@@ -6,10 +6,15 @@ file (`node_textfile_mtime_seconds`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal, NamedTuple
 
+from fullshard.errors import SpecError
 from fullshard.spec.live_status import LiveStatus, RankStatus
+from fullshard.system.files import open_regular_file
 
+_BEGIN = b"# HELP fullshard_"
 _MEMORY_SUFFIX = "_bytes"
 
 
@@ -20,6 +25,20 @@ class _Metric(NamedTuple):
     kind: Literal["gauge", "counter"]
     text: str
     samples: Iterable[tuple[Mapping[str, str], float | None]]
+
+
+def check_prometheus_file(path: Path) -> None:
+    """Raises SpecError if `path` exists and is not a file that a run wrote, which a run may replace."""
+    begin = b""
+    with suppress(OSError), open(path, "rb", opener=open_regular_file) as file:
+        begin = file.read(len(_BEGIN))
+    if begin not in (b"", _BEGIN):
+        raise SpecError(
+            f"log.prometheus = {str(path)!r} is a file of another program.",
+            got=f"a file that does not begin with {_BEGIN.decode()}",
+            why="a run replaces it",
+            fix="another path",
+        )
 
 
 def prometheus_text(status: LiveStatus, *, run: str) -> str:

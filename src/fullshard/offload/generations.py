@@ -13,6 +13,7 @@ import errno
 import logging
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -55,6 +56,8 @@ logger = logging.getLogger("fullshard")
 
 PAYLOAD_BYTES = 16 << 20  # allocated for each payload; a larger one can still be written
 _MARGIN_BYTES = 1 << 20  # manifests and file system metadata
+# Files of a rank's directory, and drafts of them, except the lock.
+_OWN_FILE = re.compile(r"\.?(state-[01]|identity|parameters|frozen)\.(data|payload|json)(\.tmp)?")
 _PIECE_BYTES = 16 << 20  # read while the previous piece is digested
 Check = Literal["asked", "always"]  # records are checked against their digests if `verify` is set, or always
 
@@ -259,17 +262,21 @@ def _read_complete_manifests(
 
 
 def discard_rank_directory(directory: Path) -> None:
-    """Removes a rank's directory with all of its files. Raises OffloadError if another process uses it."""
+    """Removes a rank's files, and its directory unless others are in it.
+
+    Raises OffloadError if another process uses it.
+    """
     if not os.path.exists(directory):  # also if its parent cannot be read
         return
     with lock_directory(directory), translate_os_errors(f"{directory} cannot be removed."):
         for slot in SLOTS:
             remove_file_and_flush(manifest_path(directory, slot))
         for path in directory.iterdir():
-            if path.name != LOCK:
+            if _OWN_FILE.fullmatch(path.name):
                 path.unlink()
         (directory / LOCK).unlink()
-        directory.rmdir()
+        with suppress(OSError):  # files that are not ours
+            directory.rmdir()
         with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty_parents`
             fsync_path(directory.parent)
 

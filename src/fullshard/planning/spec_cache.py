@@ -1,8 +1,8 @@
 """The cache of ModelSpecs: a spec that was traced before is read without importing torch.
 
-An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`, or in the directory that FULLSHARD_CACHE names. Its
-name is the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the
-spec as JSON. An entry that does not match its digest or its key is ignored, and written anew.
+An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`; FULLSHARD_CACHE replaces XDG_CACHE_HOME. Its name is
+the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the spec as
+JSON. An entry that does not match its digest or its key is ignored, and written anew.
 
 The specs of presets are shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes,
 as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -41,6 +42,7 @@ OFF = "off"
 MOST_BYTES = 64 << 20
 """Limit of the size of the whole cache, in bytes. The least recently used entries are removed first."""
 
+_ENTRY = re.compile(r"[0-9a-f]{32}\.json|\.[0-9a-f]{32}\.json\.tmp-[0-9a-f]+")  # or the draft of one
 _OF_MIXTURES = {
     *("experts", "experts_per_token", "expert_d_ff", "shared_experts", "balance_loss", "balance_bias_rate"),
 }
@@ -177,15 +179,15 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
     if named == OFF:
         return None
     root = environment.get("XDG_CACHE_HOME", "")
-    base = root if os.path.isabs(root) else os.path.expanduser("~/.cache")
-    path = os.path.expanduser(named) if named else os.path.join(base, "fullshard", "specs")
-    return Path(path) if os.path.isabs(path) else None
+    base = named or (root if os.path.isabs(root) else "~/.cache")
+    path = Path(os.path.expanduser(base), "fullshard", "specs")
+    return path if path.is_absolute() else None
 
 
 def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the least recently used files until the rest take at most `most_bytes`."""
+    """Removes the least recently used entries, and drafts of them, until the rest take `most_bytes`."""
     room = most_bytes
-    found = [(path.stat(), path) for path in directory.iterdir() if ".json" in path.suffixes]
+    found = [(path.stat(), path) for path in directory.iterdir() if _ENTRY.fullmatch(path.name)]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
         room -= status.st_size
         if room < 0:
