@@ -25,13 +25,15 @@ from fullshard.cli import (
 from fullshard.cli.examples import examples_text
 from fullshard.cli.settings_command import SettingsCommand
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
+from fullshard.system.standard_streams import prepare_standard_streams
 from fullshard.system.terminal import escape_control_characters, escape_log_messages
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 75 interrupted and
 saved (resume with train --resume), 130 ended by Ctrl-C, 1 unexpected error, 2 wrong usage or run.toml,
-3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload, 10 a failed check.
+3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload, 10 a failed check, 141 the reader
+of standard output has left (a run continues without one).
 """
 
 _COMMANDS: Mapping[str, Callable[..., None]] = {
@@ -56,9 +58,14 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` or the command line names. Returns its exit code (`fullshard.errors`)."""
+    if argv is None:
+        prepare_standard_streams()
     escape_log_messages()
     with ProcessOutcome() as ending:
-        _build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
+        try:
+            _build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
+        finally:
+            sys.stdout.flush()  # its error is one of this command
     if ending.failure is not None:
         message = _failure_text(ending.failure, os.environ.get("RANK"))
         print(escape_control_characters(message), file=sys.stderr)

@@ -1,7 +1,9 @@
 """`fullshard train`."""
 
 import os
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +60,9 @@ def train(
     finally:
         _advise_after_out_of_memory(given, request.plan, since=started)
     if os.environ.get("RANK", "0") == "0":
-        _show_measurement(request.run, since=started, as_json=as_json)
+        with suppress(SystemExit):  # the reader of standard output has left, after the run has ended
+            _show_measurement(request.run, since=started, as_json=as_json)
+            sys.stdout.flush()
     raise typer.Exit(exit_code)
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
@@ -15,6 +15,7 @@ from fullshard.launch.gc import freeze_imports_in_gc
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import LaunchRequest
 from fullshard.system.last_words import call_on_watchdog_exit
+from fullshard.system.standard_streams import prepare_standard_streams
 from fullshard.system.terminal import escape_log_messages
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """
     directory, launcher = Path(argv[0]), int(argv[1])
     _end_with_launcher(launcher)
+    prepare_standard_streams()
     escape_log_messages()
     prepare_rank_environment()
     path = directory / f"rank-{os.environ['RANK']}.json"
@@ -77,9 +79,9 @@ def _redirect_stdout_to_stderr() -> Generator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
 
