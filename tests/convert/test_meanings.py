@@ -355,15 +355,33 @@ def test_options_in_python_are_read(text, format, strategy):
         ("distributed_type: MEGATRON_LM", ["distributed_type"]),
         ("distributed_type: FSDP\nmixed_precision: int4", ["mixed_precision"]),
         ("base_model: a/b\nsequence_len: 512\nload_in_4bit: true", ["load_in_4bit"]),
+        ("sequence_len: 512\nrl: dpo\nlearning_rate: 0.1", ["rl"]),
+        ("sequence_len: 512\noptimizer: lion", ["optimizer"]),
+        ("sequence_len: 512\nadapter: ia3\ntrain_on_inputs: false", ["adapter", "train_on_inputs"]),
+        ("model_name_or_path: a\nstage: dpo\npref_beta: 0.1", ["stage", "pref_beta"]),
+        ("model_name_or_path: a\nstage: sft\nfinetuning_type: full\ntrain_on_prompt: true", []),
+        ("model_name_or_path: a\nlabel_smoothing_factor: 0.1", ["label_smoothing_factor"]),
+        ("model_name_or_path: a\ndataset_mixer: {a: 0.5, b: 1.0}", ["dataset_mixer.a"]),
+        ("a = DPOConfig(output_dir='out')", ["trainer"]),
+        ("t = Trainer(m, args=TrainingArguments('out'), optimizers=(o, s))", ["optimizer_objects"]),
+        ("t = LossTrainer(m, args=TrainingArguments('out'))", ["trainer"]),
+        ("t = SFTTrainer(m, args=SFTConfig('out'))", []),
+        ('{"zero_optimization": {"stage": 3}, "optimizer": {"type": "Lion"}}', ["optimizer.type"]),
+        (
+            '{"zero_optimization": {"stage": 3}, "data_efficiency": {"enabled": true}}',
+            ["data_efficiency.enabled"],
+        ),
+        ('[training]\nsteps = 9\n[optimizer]\nname = "Lion"', ["optimizer.name"]),
     ],
 )
-def test_the_exit_code_says_whether_strategy_and_precision_are_kept(text, lost, tmp_path, capsys):
+def test_the_exit_code_says_whether_the_run_trains_as_the_config_does(text, lost, tmp_path, capsys):
     path = tmp_path / "config"
     path.write_text(text)
     assert main(["convert", str(path)]) == (SpecError.exit_code if lost else 0)
     shown = capsys.readouterr()
     assert "# From config" in shown.out
-    assert bool(lost) == ("lacks the strategy or precision" in shown.err)
+    assert bool(lost) == ("trains in another way" in shown.err)
+    assert all(f"# LOST: {key} = " in shown.out for key in lost)
     main(["convert", str(path), "--json"])
     assert json.loads(capsys.readouterr().out)["lost"] == lost
 

@@ -43,7 +43,8 @@ def convert(
     """Print another tool's config as a run.toml.
 
     What became of each of its keys is reported on standard error. The exit code is 2 if the
-    run.toml lacks a strategy or a precision that the config requests.
+    run.toml lacks a strategy or a precision that the config requests, or trains in another way: another
+    objective, optimizer, adapter or mask.
     """
     from fullshard.convert.conversion import convert_config as converted
     from fullshard.errors import SpecError
@@ -110,4 +111,4 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     print(f"{head}: {counts}", file=sys.stderr)
     if conversion.lost_keys:
         lost = escape_control_characters(", ".join(conversion.lost_keys))
-        print(f"the run.toml lacks the strategy or precision that these request: {lost}", file=sys.stderr)
+        print(f"the run.toml trains in another way than these request: {lost}", file=sys.stderr)

@@ -65,12 +65,14 @@ class Conversion(FrozenModel):
 
     @property
     def lost_keys(self) -> tuple[str, ...]:
-        """Keys of the config that request a strategy or precision which `run` does not have."""
-        return tuple(one.key for one in self.key_results if one.loses_strategy_or_precision)
+        """Keys that request a strategy, a precision or a way to train which `run` does not have."""
+        return tuple(one.key for one in self.key_results if one.is_lost)
 
     def run_toml_text(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
+        lost = (f"\nLOST: {one.key} = {one.value!r}: {one.why}" for one in self.key_results if one.is_lost)
+        head += "".join(lost)
         tables = _nested_tables(self.settings)
         return toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
 

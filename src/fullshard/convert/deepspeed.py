@@ -192,7 +192,7 @@ def _convert_optimizer(state: ConversionState) -> None:
             "adamw stands instead, with the same rate; optimizer.name takes the dotted name of any "
             "torch.optim.Optimizer"
         )
-        state.record_unsupported(key, instead)
+        state.record_unsupported(key, instead, misses="optimizer.name")
     # The scheduler may replace the learning rate, so the optimizer's keys come first.
     rules = load_rules("deepspeed").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith("optimizer.")})

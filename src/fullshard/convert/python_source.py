@@ -34,8 +34,20 @@ LIGHTNING_STRATEGIES: dict[str, tuple[str, ...]] = {
     "ModelParallelStrategy": ("parallelize_fn", "data_parallel_size", "tensor_parallel_size"),
 }
 LIGHTNING_HOSTS: dict[str, tuple[str, ...]] = {"Fabric": (), "Trainer": ()}
+_OBJECTIVES = ("SFT", "DPO", "OnlineDPO", "KTO", "ORPO", "CPO", "BCO", "XPO", "NashMD", "GRPO", "RLOO", "PPO")
 TRAINER_CALLS: dict[str, tuple[str, ...]] = {
-    name: ("output_dir",) for name in ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
+    name: ("output_dir",)
+    for name in (
+        *("TrainingArguments", "Seq2SeqTrainingArguments"),
+        *(f"{objective}Config" for objective in (*_OBJECTIVES, "GKD", "Reward", "PRM")),
+    )
+}
+# Arguments of a Trainer that change what is trained, and their names in trainer.toml.
+_TRAINER_PARTS = {
+    "optimizers": "optimizer_objects",
+    "optimizer_cls_and_kwargs": "optimizer_objects",
+    "compute_loss_func": "compute_loss_func",
+    "peft_config": "peft_config",
 }
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 FSDP_CALLS: dict[str, tuple[str, ...]] = {
@@ -88,6 +100,23 @@ class PythonSource:
         best = max(calls, key=lambda one: len(one.keywords) + len(one.args))
         name = _bare_callee(best)
         return name, self._argument_values(best, names[name]), len(calls) - 1
+
+    def trainer_and_its_parts(self, arguments: str) -> dict[str, Any]:
+        """Returns the class of the program's Trainer, and arguments of it that change what is trained.
+
+        arguments: the class of the arguments, which names the Trainer if it is none of transformers' own
+        """
+        found: dict[str, Any] = {}
+        if arguments.endswith("Config"):
+            found["trainer"] = arguments.removesuffix("Config") + "Trainer"
+        for call in (one for one in ast.walk(self._tree) if isinstance(one, ast.Call)):
+            if _bare_callee(call).endswith("Trainer"):
+                found["trainer"] = _bare_callee(call)
+                parts = {_TRAINER_PARTS[one.arg]: one for one in call.keywords if one.arg in _TRAINER_PARTS}
+                found |= {name: UnevaluatedExpression(ast.unparse(one.value)) for name, one in parts.items()}
+            elif _bare_callee(call) == "get_peft_model":
+                found["peft_config"] = UnevaluatedExpression(ast.unparse(call))
+        return found
 
     def iterate_options(self) -> Iterator[dict[str, Any]]:
         """Yields the non-empty dicts that stand alone or are assigned, and the fields of classes with values.

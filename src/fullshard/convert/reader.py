@@ -10,7 +10,12 @@ from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
 
 AUTO = "auto"
-_STRATEGY_AND_PRECISION = ("sharding.strategy", "sharding.tensor_parallel", "precision.mode")
+# Settings that must not be lost: how it is sharded and computed, and what is trained.
+_NOT_TO_BE_LOST = (
+    *("sharding.strategy", "sharding.tensor_parallel", "precision.mode"),
+    *("train.loss", "optimizer.name", "optimizer.options", "adapter.rank", "adapter.options"),
+    *("adapter.trained", "data.train_on", "data.sources"),
+)
 
 
 class ConfigFormat(StrEnum):
@@ -68,9 +73,9 @@ class KeyResult(FrozenModel):
     why: str = ""
 
     @property
-    def loses_strategy_or_precision(self) -> bool:
-        """True if `key` requests a strategy or precision that the run lacks. "auto" requests none."""
-        return self.misses in _STRATEGY_AND_PRECISION and self.value != AUTO
+    def is_lost(self) -> bool:
+        """True if `key` requests what the run lacks, and must not be lost. "auto" requests nothing."""
+        return self.misses in _NOT_TO_BE_LOST and self.value != AUTO
 
     @property
     def verdict_text(self) -> str:

@@ -249,7 +249,7 @@ def _settings_from_python_calls(source: PythonSource, format: ConfigFormat | Non
         return ConfigFormat.FSDP, arguments, [more] if others else []
     arguments = source.fullest_call(TRAINER_CALLS) if format in (None, ConfigFormat.TRAINER) else None
     if arguments is not None and arguments[1]:
-        return ConfigFormat.TRAINER, arguments[1], []
+        return ConfigFormat.TRAINER, source.trainer_and_its_parts(arguments[0]) | arguments[1], []
     for options in source.iterate_options():
         for kind, keys in {ConfigFormat.DEEPSPEED: _DEEPSPEED, ConfigFormat.FSDP: _FSDP}.items():
             if format in (None, kind) and keys & options.keys():
