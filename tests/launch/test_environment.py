@@ -2,11 +2,14 @@
 
 import pytest
 
+from fullshard.errors import LaunchError
 from fullshard.launch.environment import (
     count_slurm_tasks_on_node,
+    drop_unused_launcher_variables,
     first_slurm_host,
     is_started_by_srun,
     is_started_by_torchrun,
+    prepare_rank_environment,
     set_default_allocator,
     set_default_log_levels,
     set_default_omp_threads,
@@ -58,6 +61,35 @@ def test_a_task_of_srun_becomes_a_rank_of_torchrun() -> None:
     }
     assert 1024 < port < 32768
     assert is_started_by_torchrun({**environment, "MASTER_PORT": str(port)})
+
+
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+def test_variables_that_another_job_left_are_dropped_and_those_of_a_rank_kept() -> None:
+    left = {name: value for name, value in RANK.items() if name != "RANK"}
+    environment = {**left, "TORCHELASTIC_RUN_ID": "another", "OMP_NUM_THREADS": "3"}
+    drop_unused_launcher_variables(environment)
+    assert environment == {"OMP_NUM_THREADS": "3"}
+    assert not prepare_rank_environment(environment)
+    for kept in (dict(RANK), SRUN | {"MASTER_PORT": "1"}):
+        environment = dict(kept)
+        drop_unused_launcher_variables(environment)
+        assert environment == kept
+
+
+@pytest.mark.parametrize(
+    "changed", [{"WORLD_SIZE": None}, {"MASTER_ADDR": None}, {"RANK": "first"}, {"WORLD_SIZE": "1"}]
+)
+def test_a_part_of_the_variables_of_a_rank_is_an_error(changed: dict[str, str | None]) -> None:
+    environment = {name: value for name, value in (RANK | changed).items() if value is not None}
+    drop_unused_launcher_variables(environment)
+    with pytest.raises(LaunchError, match="RANK="):
+        prepare_rank_environment(environment)
+
+
+def test_the_shell_of_an_interactive_step_is_no_rank() -> None:
+    assert not is_started_by_srun(SRUN | {"SLURM_PTY_PORT": "40001"})
 
 
 def test_all_tasks_of_a_step_meet_at_one_port_and_other_steps_at_another() -> None:

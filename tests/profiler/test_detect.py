@@ -31,9 +31,10 @@ def test_ranks_on_the_cpu_share_its_cores_and_memory(tmp_path: Path):
 
 
 def test_torchruns_ranks_are_taken_where_none_are_asked_for(tmp_path: Path):
-    under = environment(tmp_path, WORLD_SIZE="8", LOCAL_WORLD_SIZE="2")
-    hardware = detect_hardware("cpu", environment=under)
+    left = environment(tmp_path, WORLD_SIZE="8", LOCAL_WORLD_SIZE="2")
+    hardware = detect_hardware("cpu", environment=left | {"RANK": "3"})
     assert (hardware.nodes, hardware.ranks_per_node) == (4, 2)
+    assert detect_hardware("cpu", environment=left).ranks_per_node == 1  # another job left the variables
 
 
 def test_a_saved_file_of_this_machine_is_used_for_as_many_ranks(tmp_path: Path):

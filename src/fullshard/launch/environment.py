@@ -4,9 +4,18 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
+from fullshard.errors import LaunchError
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, count_usable_cores
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LEFT_BEHIND = (
+    *_TORCHRUN,
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+)
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -20,24 +29,58 @@ def is_started_by_torchelastic(environment: Mapping[str, str] = os.environ) -> b
 
 
 def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if this process is one of several tasks of a SLURM job step; False in a batch script."""
+    """Returns True if this process is one of several tasks of a SLURM job step.
+
+    False in a batch script, and in the shell of `srun --pty`, of which only the first task has the terminal.
+    """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
+    is_task = "SLURM_PROCID" in environment and "SLURM_PTY_PORT" not in environment
+    return is_task and tasks.isdecimal() and int(tasks) > 1
+
+
+def drop_unused_launcher_variables(environment: MutableMapping[str, str]) -> None:
+    """Removes variables of a launcher that did not start this process, which another job left in the shell.
+
+    A process with a RANK may have been started by one: `prepare_rank_environment` checks its variables.
+    """
+    if not is_started_by_srun(environment) and "RANK" not in environment:
+        for name in [one for one in environment if one in _LEFT_BEHIND or one.startswith("TORCHELASTIC_")]:
+            del environment[name]
 
 
 def prepare_rank_environment(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Sets log levels, threads, allocator and (under srun) torchrun's variables, before a rank imports torch.
 
-    Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank.
+    Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank. Raises
+    LaunchError if only some of a rank's variables are set, or if they are not numbers of a rank.
     """
     if is_started_by_srun(environment) and not is_started_by_torchrun(environment):
         environment.update(torchrun_variables_from_slurm(environment))
-    if not is_started_by_torchrun(environment):
+    if "RANK" not in environment:
         return False
+    _check_rank_variables(environment)
     set_default_log_levels(environment)
     set_default_omp_threads(environment)
     set_default_allocator(environment)
     return True
+
+
+def _check_rank_variables(environment: Mapping[str, str]) -> None:
+    missing = [name for name in _TORCHRUN if name not in environment]
+    numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    are_valid = all(map(str.isdecimal, numbers.values())) and int(numbers["RANK"]) < int(
+        numbers["WORLD_SIZE"]
+    )
+    if missing or not are_valid:
+        shown = ", ".join(f"{name}={environment[name]}" for name in _TORCHRUN if name in environment)
+        raise LaunchError(
+            "the environment is that of a rank, but not whole."
+            if missing
+            else "the environment is of no rank.",
+            got=f"{shown}; without {', '.join(missing)}" if missing else shown,
+            why="a launcher sets all of these for a rank",
+            fix="torchrun … -m fullshard, which sets them; or env -u RANK fullshard, to start ranks here",
+        )
 
 
 def torchrun_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Running a request's job on ranks that torchrun or srun started, or on ranks that fullshard starts."""
 
+import os
+
 from fullshard.errors import LaunchError
 from fullshard.launch.agent import run_attempts
 from fullshard.launch.environment import prepare_rank_environment
@@ -36,9 +38,10 @@ def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceTyp
 
         gpus = torch.cuda.device_count()
     if run.run.device == "cuda" and not gpus:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         raise LaunchError(
             "this machine has no CUDA device that torch can use.",
-            got='run.device = "cuda"',
+            got=f'run.device = "cuda"{", CUDA_VISIBLE_DEVICES is empty" if hidden else ""}',
             fix='run.device = "cpu", or a CUDA build of torch',
         )
     device: DeviceType = "cuda" if gpus else "cpu"

@@ -72,7 +72,7 @@ def detect_hardware(
 
     Raises SpecError for an invalid file, and for a GPU that is neither in the file nor in the catalog.
     """
-    if ranks is None and "WORLD_SIZE" in environment:
+    if ranks is None and {"RANK", "WORLD_SIZE"} <= environment.keys():
         ranks = int(environment["WORLD_SIZE"])
         ranks_per_node = ranks_per_node or int(environment.get("LOCAL_WORLD_SIZE", str(ranks)))
     path = user_hardware_path(environment)

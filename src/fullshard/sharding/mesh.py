@@ -76,7 +76,8 @@ def process_group(
     `fullshard.distributed.loopback`.
     """
     kind = choose_device_type(device)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    is_rank = dist.is_initialized() or "RANK" in os.environ  # else another job has left the variables
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if is_rank else 0
     # A scheduler may make only its own GPU visible to each process, as number 0.
     own_device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu")
     if kind == "cuda":
@@ -106,8 +107,9 @@ def _use_expandable_segments() -> None:
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-    return RankInfo(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
+    world_size = dist.get_world_size()
+    local_world_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))), world_size)
+    return RankInfo(dist.get_rank(), world_size, local_rank, local_world_size, device)
 
 
 def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
@@ -121,7 +123,13 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
 
 def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise LaunchError(
+            "the environment is that of a rank, but not whole.",
+            got=f"RANK={os.environ['RANK']}, without WORLD_SIZE",
+            fix="torchrun, which sets both; or neither, for a single rank",
+        )
+    if "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
