@@ -25,6 +25,23 @@ def test_files_are_listed_once_by_name_without_empty_ones(tmp_path: Path):
     assert [file.size for file in files] == [3, 2, 1, 1]
 
 
+@pytest.mark.parametrize("name", ["data [v2].txt", "what?*.txt", "[x] {a}/50 % #1 ü.txt"])
+def test_a_path_that_exists_is_no_pattern(tmp_path: Path, name: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    for other in (name, "data v.txt", "whatx.txt"):
+        (tmp_path / other).write_text("text")
+    assert [file.path for file in list_matching_files([f"{tmp_path}/{name}"], kind="text")] == [
+        str(tmp_path / name)
+    ]
+
+
+def test_a_directory_that_exists_is_no_pattern_in_front_of_one(tmp_path: Path):
+    (tmp_path / "run [1]").mkdir()
+    (tmp_path / "run [1]" / "a.txt").write_text("text")
+    for pattern in ("run [1]/*.txt", "run [1]", "run */*.txt"):
+        assert len(list_matching_files([f"{tmp_path}/{pattern}"], kind="text")) == 1
+
+
 def test_stdlib_is_source_without_tests():
     root = Path(sysconfig.get_path("stdlib"))
     names = {Path(file.path).relative_to(root).as_posix() for file in list_stdlib_files()}

@@ -36,6 +36,8 @@ def test_directories_and_globs_of_a_store_are_as_on_a_disk():
     assert found("memory://listed") == found("memory://listed/") == every
     assert found("memory://listed/*/*.gz") == every[1:]
     assert found("memory://listed/a.jsonl") == every[:1]
+    memory.pipe("/brackets/a [1].jsonl", b"{}")
+    assert found("memory://brackets/a [1].jsonl") == ["memory://brackets/a [1].jsonl"]
     for absent in ("memory://listed/absent", "memory://listed/*.txt"):
         with pytest.raises(DataError, match="matches no file"):
             found(absent)

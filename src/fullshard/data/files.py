@@ -69,9 +69,10 @@ def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
 def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[SourceFile]:
     """Returns the non-empty files that match any of the globs (with `**` and `~`), sorted by path.
 
-    A directory stands for the files of `kind` below it. A URL is looked up through fsspec. Raises DataError
-    for a pattern without a match, for a file that cannot be read, and if all are empty; MissingExtraError for
-    a compression or a store whose package is not installed; SpecError for an unusable URL.
+    A path or an object that exists is taken by its name, also if that has wildcards. A directory stands for
+    the files of `kind` below it. A URL is looked up through fsspec. Raises DataError for a pattern without a
+    match, for a file that cannot be read, and if all are empty; MissingExtraError for a compression or a
+    store whose package is not installed; SpecError for an unusable URL.
     """
     found: dict[str, SourceFile] = {}
     for pattern in patterns:
@@ -91,12 +92,25 @@ def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[Sour
 
 
 def _list_local_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
-    paths = glob.glob(os.path.expanduser(pattern.removeprefix("file://")), recursive=True)
+    paths = _existing_path_or_matches(os.path.expanduser(pattern.removeprefix("file://")))
     files = [path for path in paths if not os.path.isdir(path)]
     if not files:
         below = [str(path) for directory in paths for path in _walk_files(Path(directory))]
         files = _select_files_of_kind(below, kind, pattern=pattern)
     return _stat_files(map(os.path.abspath, files))
+
+
+def _existing_path_or_matches(pattern: str) -> list[str]:
+    """Returns `pattern` if it exists, else the paths that match it.
+
+    Names with wildcards, such as `data [v2]`, thus stand for themselves, also those of leading directories.
+    """
+    if os.path.lexists(pattern):
+        return [pattern]
+    head = os.path.dirname(pattern)
+    while head and not os.path.isdir(head):
+        head = os.path.dirname(head)
+    return glob.glob(glob.escape(head) + pattern[len(head) :], recursive=True)
 
 
 def _list_remote_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:

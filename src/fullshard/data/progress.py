@@ -60,7 +60,11 @@ def _show_progress_bar(name: str, progress: TokenizationProgress, *, file: TextI
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.fields[name]}"), BarColumn(), TextColumn("{task.fields[text]}"))
+    columns = (
+        TextColumn("{task.fields[name]}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
     console = Console(file=file, force_terminal=True)
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         total = max(progress.total_bytes, 1)

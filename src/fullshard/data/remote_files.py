@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, BinaryIO, cast
 
@@ -67,7 +68,7 @@ def _list_entries(store: ObjectStore, url: str) -> Mapping[str, Mapping[str, Any
     """Returns the entries of files by name, as fsspec lists them."""
     everything: Mapping[str, Mapping[str, Any]]
     try:
-        if is_glob(url):
+        if is_glob(url) and not _is_object(store, url):
             everything = store.call_backend(url, "glob", url, options={"detail": True})
         elif url.endswith("/"):
             everything = store.call_backend(url, "find", url, options={"detail": True})
@@ -79,6 +80,13 @@ def _list_entries(store: ObjectStore, url: str) -> Mapping[str, Mapping[str, Any
     except FileNotFoundError:
         return {}
     return {name: entry for name, entry in everything.items() if entry["type"] == "file"}
+
+
+def _is_object(store: ObjectStore, url: str) -> bool:
+    """Returns whether `url`, which has wildcards, is the name of an object."""
+    with suppress(OSError):
+        return cast(Mapping[str, Any], store.call_backend(url, "info", url))["type"] == "file"
+    return False
 
 
 def _url_of_entry(store: ObjectStore, name: str) -> str:
