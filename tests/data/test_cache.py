@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from fullshard.data.cache import (
     read_manifest,
 )
 from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSection
 
 WRITES_AND_DIES = """
 import os, signal, sys
@@ -135,3 +137,17 @@ def test_a_file_of_this_moment_is_not_remembered(tmp_path: Path):
 
 def test_keys_follow_facts():
     assert cache_key({"a": 1, "b": [2]}) == cache_key({"b": [2], "a": 1}) != cache_key({"a": 1, "b": [3]})
+
+
+def test_a_user_without_a_home_has_a_private_default_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "~")  # which cannot be expanded
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = make_cache_directory(DataSection().cache)
+    assert (place.parent, place.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    with pytest.raises(DataError, match="no home"):
+        make_cache_directory("~/elsewhere")
+    place.chmod(0o777)
+    with pytest.raises(DataError, match="others can write"):
+        make_cache_directory(DataSection().cache)

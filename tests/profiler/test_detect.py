@@ -96,3 +96,8 @@ def test_attention_has_the_rates_of_the_kernel_that_torch_chooses_here(
     entry = find_catalog_entry_of_chip(found.chip)
     assert found.attention_kernel == kernel
     assert found.rates == default_gpu_rates(entry, kernel)
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "~")  # which cannot be expanded
+    assert not user_hardware_path({}).exists()

@@ -117,6 +117,12 @@ def _check_output_is_writable(path: Path) -> None:
     """Raises SpecError if `path` could not be written. This is checked before measuring for minutes."""
     from fullshard.errors import SpecError
 
+    if path.parts[:1] == ("~",):
+        raise SpecError(
+            "there is no place for the hardware.toml.",
+            got="no home: neither HOME nor an entry of this user in /etc/passwd",
+            fix="--out FILE, and FULLSHARD_HARDWARE=FILE for the commands that read it",
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ from fullshard.cli import (
 )
 from fullshard.cli.examples import examples_text
 from fullshard.cli.settings_command import SettingsCommand
-from fullshard.launch.environment import drop_unused_launcher_variables
+from fullshard.launch.environment import drop_unused_launcher_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.standard_streams import prepare_standard_streams
 from fullshard.system.terminal import escape_control_characters, escape_log_messages
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_standard_streams()
     escape_log_messages()
     drop_unused_launcher_variables(os.environ)
+    set_default_user_name(os.environ)
     with ProcessOutcome() as ending:
         try:
             _build_app()(args=None if argv is None else [*argv], prog_name="fullshard")

@@ -17,6 +17,8 @@ import math
 import os
 import secrets
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +29,7 @@ import xxhash
 
 from fullshard.data.files import SourceFile
 from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSection
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.system.files import atomic_replace_context, fsync_path
 from fullshard.system.lock import hold_exclusive_file_lock
@@ -51,13 +54,34 @@ def cache_key(facts: Mapping[str, Any]) -> str:
 
 
 def make_cache_directory(directory: str | Path) -> Path:
-    """Returns the cache directory, and creates it if needed. Raises DataError if it cannot be created."""
+    """Returns the cache directory, and creates it if needed. Raises DataError if it cannot be created.
+
+    A container may run as a user without a home. The default cache is then in the temporary directory, in one
+    that only this user can write.
+    """
     root = Path(os.path.expanduser(directory)).absolute()
     try:
+        if os.path.expanduser(directory).startswith("~"):
+            root = _private_temporary_directory(str(directory))
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable_cache_error(root, error) from error
     return root
+
+
+def _private_temporary_directory(named: str) -> Path:
+    if named != DataSection.model_fields["cache"].default:
+        raise DataError(
+            f"data.cache = {named!r} cannot be used.",
+            got="no home: neither HOME nor an entry of this user in /etc/passwd",
+            fix="data.cache = a directory that begins with /",
+        )
+    place = Path(tempfile.gettempdir(), f"fullshard-data-{os.getuid()}")
+    place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others can write there", str(place))
+    return place
 
 
 def read_manifest(entry: Path) -> dict[str, Any]:

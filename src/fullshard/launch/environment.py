@@ -1,5 +1,6 @@
 """The launcher of this process, and the environment that must be set before torch is imported."""
 
+import getpass
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -124,6 +125,14 @@ def set_default_log_levels(environment: MutableMapping[str, str]) -> None:
     """Sets torch's log level to errors and NCCL's to warnings, unless the user has set other levels."""
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("NCCL_DEBUG", "WARN")
+
+
+def set_default_user_name(environment: MutableMapping[str, str]) -> None:
+    """Names a user without an entry in /etc/passwd by its number: torch's caches and trackers need a name."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        environment["LOGNAME"] = str(os.getuid())
 
 
 def set_default_allocator(environment: MutableMapping[str, str]) -> None:

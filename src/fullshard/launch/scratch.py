@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fullshard.errors import LaunchError
 from fullshard.system.files import open_regular_file
 from fullshard.system.lock import try_lock
 from fullshard.system.process import boot_id
@@ -23,7 +24,14 @@ def temporary_private_directory() -> Generator[Path]:
 
     First removes the directories that killed processes left: see `remove_abandoned_directories`.
     """
-    remove_abandoned_directories(Path(tempfile.gettempdir()))
+    try:
+        remove_abandoned_directories(Path(tempfile.gettempdir()))
+    except FileNotFoundError as error:
+        raise LaunchError(
+            "there is no temporary directory.",
+            got=error.strerror,
+            fix="TMPDIR = a directory that can be written",
+        ) from error
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         directory = Path(name)
         with (directory / _UNLOCKED).open("w") as lock:

@@ -141,7 +141,7 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
     if environment.get(HARDWARE_VARIABLE):
         return Path(environment[HARDWARE_VARIABLE])
     configuration = environment.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(configuration).expanduser() / "fullshard" / "hardware.toml"
+    return Path(os.path.expanduser(configuration), "fullshard", "hardware.toml")
 
 
 def cpu_name_with_core_count() -> str:
