@@ -89,3 +89,8 @@ def test_the_code_of_a_plan_is_refused_before_it_runs(
     Plan.from_run(run, world_size=2).save("plan.json")
     assert main(["train", "--plan", "plan.json"]) == SpecError.exit_code
     assert "train.loss = 'evil:make'" in capsys.readouterr().err
+
+
+def test_options_of_an_adapter_that_import_a_module_are_refused() -> None:
+    with pytest.raises(SpecError, match="megatron_core cannot be set"):
+        Run.load(overrides=["adapter.rank=2", 'adapter.options={megatron_core="evil"}'])
