@@ -69,7 +69,7 @@ def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
     def step() -> float:
         start = time.perf_counter()
         batches = microbatches(plan, device)
-        run_step(state, plan, microbatches=batches, loss=loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=batches, loss=loss)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - start

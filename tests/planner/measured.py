@@ -101,7 +101,7 @@ def measured(plan: Plan, frozen: str = "", *, most_steps: int = MOST_STEPS) -> d
     state = TrainState(model, build_optimizer(model, plan))
 
     def step() -> None:
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
 
     step()
     peaks: list[PeakMemory] = []

@@ -55,7 +55,7 @@ def moved_bytes(plan: Plan) -> Counter[str]:
     model = shard(meta_model(plan), plan)
     state = TrainState(model, build_optimizer(model, plan))
     with torch.autograd.set_multithreading_enabled(False), CountBytes() as count:
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
     return count.bytes
 
 

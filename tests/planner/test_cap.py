@@ -45,7 +45,7 @@ def runs(plan: Plan, cap: int) -> bool:
     state = TrainState(model, build_optimizer(model, plan))
 
     def step() -> None:
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
 
     step()
     allocator = CappedAllocator(cap)

@@ -39,7 +39,7 @@ def sent_bytes(plan: Plan) -> int:
 
     dist.isend = counted
     try:
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
     finally:
         dist.isend = send
     return sent

@@ -76,7 +76,7 @@ def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveTrafficBy
     model = shard(meta_model(plan, frozen=frozen), plan, system=patient())
     state = TrainState(model, build_optimizer(model, plan))
     for _ in range(warm + steps + 1):
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
     state.wait_for_updates()
     offloaded = find_offloaded_state(model)
     assert offloaded is not None, "the plan has a tier"

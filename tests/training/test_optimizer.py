@@ -63,6 +63,7 @@ def test_any_class_of_torch_optim_and_its_options(ranks: Any) -> None:
 
 
 REFUSED = [
+    ("adamw", "{lr=0.1,weight_decay=0.2}", "lr = 0.1, weight_decay = 0.2"),
     ("adamv", "{}", "names no optimizer"),
     ("torch.optim.Adamant", "{}", "names no optimizer"),
     ("torch.nn.Linear", "{}", "names no optimizer"),

@@ -23,7 +23,6 @@ from fullshard.spec.run import Run
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.data import Rows, global_batch
@@ -258,14 +257,9 @@ def poisoned_in_the_second_step(kind: str, more: tuple[str, ...]) -> dict[str, A
 def without_the_second_step(more: tuple[str, ...]) -> dict[str, Tensor]:
     state, plan = sharded(run_of("train.steps=4", "train.microbatch=2", *more))
     for step in (0, 2, 3):
-        factor = learning_rate_factor(plan.run.schedule, step=step, steps=4)
-        run_step(
-            state,
-            plan,
-            microbatches=Pairs().microbatches(step, rank=dist.get_rank(), plan=plan),
-            loss=mean_square,
-            learning_rate=plan.run.optimizer.learning_rate * factor,
-        )
+        state.step = step
+        batches = Pairs().microbatches(step, rank=dist.get_rank(), plan=plan)
+        run_step(state, plan, microbatches=batches, loss=mean_square)
     return whole(state.model)
 
 

@@ -159,7 +159,7 @@ def _time_steps_of_plan(plan: Plan, ranks: RankInfo, *, seconds: float) -> Seque
     def run_timed_step() -> float:
         started = time.perf_counter()
         batches = [batch] * plan.accumulation
-        run_step(state, plan, microbatches=batches, loss=loss, learning_rate=1e-4)
+        run_step(state, plan, microbatches=batches, loss=loss)
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
         return time.perf_counter() - started

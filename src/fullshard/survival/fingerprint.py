@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 5.0
 _DIFFERENCES = {
     "step": "the number of the step differs",
     "collectives": "the number of collectives within it differs",
-    "settings": "its learning rate, batch or place in the data differs",
+    "settings": "its learning rates, batch, place in the data, or kind of loss (a mean or a sum) differs",
 }
 
 
@@ -55,9 +55,15 @@ class StepFingerprint:
         return [float(number) for value in cut for number in (value, value * value)]
 
 
-def step_settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
-    """Returns a checksum of a step's learning rate, batch and position in the data."""
-    return zlib.crc32(struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset))
+def step_settings_checksum(
+    plan: Plan, *, learning_rates: Sequence[float], data_offset: int, nominal: int
+) -> int:
+    """Returns a checksum of a step's learning rates, batch, position in the data, and nominal count.
+
+    nominal: see [Note: one denominator] in `fullshard.training.step`
+    """
+    numbers = (plan.microbatch, plan.accumulation, data_offset, nominal)
+    return zlib.crc32(struct.pack(f"<{len(learning_rates)}d4q", *learning_rates, *numbers))
 
 
 def count_issued_collectives(device: torch.device) -> int:

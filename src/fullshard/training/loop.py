@@ -21,9 +21,9 @@ from fullshard.survival.replicas import ReplicaCheck
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.garbage import collect_garbage_between_steps
+from fullshard.training.learning_rates import warn_of_unused_settings
 from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.loss_scale import LossScale
-from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 
@@ -41,6 +41,7 @@ class Step:
     device busy, read them a step later.
 
     index: number of the step, from 1
+    learning_rate: that of the optimizer's first group; NaN if the group has none
     data_seconds: time spent waiting for data
     stopping: whether this is the last step because a rank was asked to stop, before it or the step before
     rollback: whether the caller should call `roll_back` and then `train` again, because
@@ -101,6 +102,8 @@ def train(
     should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
         is the last on all ranks
 
+    Learning rates: see [Note: whose rates] in `learning_rates.py`.
+
     On a GPU, the host does not wait for a step before it launches the next one, except in the strict order
     (see `update.waits_each_step`). What follows from the figures of a step thus happens one step later.
     Python's garbage collector is off until the iterator ends, and runs between steps.
@@ -117,6 +120,7 @@ def train(
     skips = _SkipsInARow(plan.run.train.max_skipped_steps)
     replicas = ReplicaCheck(plan)
     state.model.train()
+    warn_of_unused_settings(state.optimizer, plan.run.optimizer)
     state.phase.step = state.step
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
@@ -162,11 +166,11 @@ def _launch_step(
     if batches is None:
         return None
     timed = _TimedMicrobatches(batches, seconds=time.perf_counter() - started)
-    factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.step_count)
-    rate = plan.run.optimizer.learning_rate * factor
-    result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
+    result = run_step(state, plan, microbatches=timed, loss=loss, stop=should_stop())
     state.phase.enter(RunPhase.REDUCE)
     state.count_step_and_commit(result)
+    first = state.optimizer.param_groups[0].get("lr")
+    rate = math.nan if first is None else float(first)
     return Step(index=state.step, learning_rate=rate, data_seconds=timed.seconds, result=result, timer=timer)
 
 

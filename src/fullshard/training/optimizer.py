@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -60,15 +60,6 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             why=str(error).partition("\n")[0],
             fix="other optimizer.options, or another optimizer.name",
         ) from error
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of all parameter groups, in place if it is a tensor (compiled optimizers)."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def _check_sharded(model: nn.Module) -> None:
@@ -131,6 +122,13 @@ def _optimizer_options(
 ) -> dict[str, Any]:
     """Returns the keyword arguments that construct `cls` from `section`; `section.options` come last."""
     takes = inspect.signature(cls).parameters
+    if twice := {"lr", "weight_decay"} & section.options.keys():
+        raise SpecError(
+            "optimizer.options has values that have settings of their own.",
+            got=", ".join(f"{key} = {section.options[key]}" for key in sorted(twice)),
+            why="parameter groups have the values of these settings, and would ignore the options",
+            fix="optimizer.learning_rate, optimizer.weight_decay",
+        )
     options: dict[str, Any] = {"lr": section.learning_rate}
     if "betas" in takes:  # Adam's family; in other optimizers, eps has another meaning
         options["betas"] = section.betas

@@ -33,7 +33,6 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.torch_private.fsdp import parameter_groups
 from fullshard.training.gradients import local_gradient_norms, sum_gradients_over_tensor_axis
-from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.update import update_parameters
 
 
@@ -51,7 +50,7 @@ class OptimizerInBackward:
         self._factor: float | None = None
 
     @contextmanager
-    def update_during_backward(self, *, factor: float | None, learning_rate: float) -> Generator[None]:
+    def update_during_backward(self, *, factor: float | None) -> Generator[None]:
         """Context in which one backward runs, to be followed by `update_remaining_parameters`.
 
         factor: multiplies the reduced gradients; None measures their norms without an update
@@ -64,8 +63,6 @@ class OptimizerInBackward:
         self._left = Counter(self._unit_of.values())
         groups = self.optimizer.param_groups
         self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        if factor is not None:
-            set_learning_rate(self.optimizer, learning_rate)
         with ExitStack() as hooks:
             for parameter in self._unit_of:
                 # The hook runs when FSDP2 has reduced the parameter's gradient.

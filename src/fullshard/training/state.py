@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import JsonValue
@@ -19,6 +19,7 @@ from fullshard.survival.spikes import RecentSteps
 from fullshard.torch_private.tensors import non_persistent_buffers
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
 from fullshard.training.figures import PendingResult
+from fullshard.training.learning_rates import rates_set_by_others, restore_rates_set_by_others
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
@@ -95,6 +96,7 @@ class TrainState:
 
         Waits for the last step. Raises TrainError if the ranks were not in the same step.
         """
+        _reshard_unsharded_units(self.model)
         best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
@@ -106,6 +108,7 @@ class TrainState:
             "loss_scale_window": self.loss_scale.window,
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "optimizer": _optimizer_class_name(self.optimizer),
+            "learning_rates": rates_set_by_others(self.model, self.optimizer),
             "tied": dict(_tied_parameter_names(self.model)),
             "huggingface": full_transformers_config(self.model),
         }
@@ -158,6 +161,8 @@ class TrainState:
             if name in states:
                 state = quantize_state_for_optimizer(self.optimizer, parameter, state=states[name])
                 self.optimizer.state[parameter] = state
+        rates = cast(dict[str, JsonValue], values.get("learning_rates", {}))
+        restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
         _set_rng_states(received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.data_offset, self.rollbacks = (

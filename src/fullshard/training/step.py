@@ -61,8 +61,8 @@ from fullshard.training.gradients import (
     sum_gradients_over_tensor_axis,
     tensors_counted_here,
 )
+from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.loss import Loss
-from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.state import TrainState
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
@@ -96,7 +96,6 @@ def run_step(
     *,
     microbatches: Iterable[Any],
     loss: Loss,
-    learning_rate: float,
     stop: bool = False,
 ) -> PendingResult:
     """Trains `state` on `microbatches`, exactly `plan.accumulation` of this rank. Collective.
@@ -115,10 +114,9 @@ def run_step(
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = count_issued_collectives(device)
     sums = torch.zeros(_SUMS - 1, dtype=torch.float64, device=device)  # without the stop requests
-    agree = partial(
-        _all_reduce, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued, stop=stop
-    )
-    updates = partial(_backward_context, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
+    rates = set_learning_rates(state.optimizer, plan.run, step=state.step)
+    agree = partial(_all_reduce, sums, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
+    updates = partial(_backward_context, state=state, plan=plan, agree=agree)
     run = partial(_run_microbatches, state, plan, microbatches=microbatches, loss=loss, sums=sums)
     with reuse_weight_scales(state.model):
         nominal = run(updates=updates)
@@ -129,7 +127,7 @@ def run_step(
     with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
         sums[2] = local_share_of_squared_norm(_counted_norms(gradients, in_backward))
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
-    totals = agree()
+    totals = agree(nominal)
     where.enter(RunPhase.OPTIMIZER)
     # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
     nominal = nominal * plan.averaging_ranks / state.loss_scale.scale
@@ -137,7 +135,6 @@ def run_step(
     result = _copy_result_to_host(decision, totals)
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
         result.read()
-    set_learning_rate(state.optimizer, learning_rate)
     with TimedRange("optimizer"):
         if not result.is_read:
             update_as_device_decides(state.optimizer, decision)
@@ -197,7 +194,7 @@ def _nonfinite_update_error(norm: float, *, step: int) -> TrainError:
 
 
 def _backward_context(
-    nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], _Totals]
+    nominal: int, *, state: TrainState, plan: Plan, agree: Callable[[int], _Totals]
 ) -> AbstractContextManager[None]:
     """Returns the context in which a backward runs, which updates if the run has the optimizer in backward.
 
@@ -206,18 +203,25 @@ def _backward_context(
     if not plan.run.optimizer.in_backward:
         return nullcontext()
     state.phase.enter(RunPhase.REDUCE)
-    totals = agree()
+    totals = agree(nominal)
     loss_sum, count, *rest = HostCopy(totals.numbers).read()
     totals.check_ranks(rest[_SUMS - 2 :])
     factor = None
     if math.isfinite(loss_sum) and count != 0:
         state.run_before_update_callbacks()
         factor = nominal * plan.averaging_ranks / count
-    return state.in_backward.update_during_backward(factor=factor, learning_rate=learning_rate)
+    return state.in_backward.update_during_backward(factor=factor)
 
 
 def _all_reduce(
-    sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int, stop: bool
+    sums: Tensor,
+    nominal: int,
+    *,
+    state: TrainState,
+    plan: Plan,
+    rates: Sequence[float],
+    issued: int,
+    stop: bool,
 ) -> _Totals:
     """Sums `sums` (loss, count, squared norm), stop requests and fingerprints over ranks. Collective.
 
@@ -228,7 +232,9 @@ def _all_reduce(
         own = StepFingerprint(
             step=state.step + 1,
             collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
-            settings=step_settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
+            settings=step_settings_checksum(
+                plan, learning_rates=rates, data_offset=state.data_offset, nominal=nominal
+            ),
         )
         numbers = own.summable_numbers(plan.world_size)
     known_here = torch.tensor([float(stop), *numbers], dtype=torch.float64)

@@ -1,0 +1,140 @@
+"""The learning rates of an optimizer's groups, which follow the run's schedule or the user's own.
+
+[Note: whose rates]
+Each group's own rate is multiplied by the factor of [schedule]. A group whose own rate is
+`optimizer.learning_rate` follows this setting, also if a later `train` has another. A group is left alone
+from the step on in which its rate is not the one that was set here, because the loop sets it then, and so
+are all groups if a torch scheduler is attached to the optimizer (`initial_lr` shows this).
+
+Facts about a group are entries of the group itself, as those of torch's schedulers are, so they are in the
+optimizer's `state_dict`. Checkpoints hold the rates that others set. The rates that are set here follow from
+the optimizer, the settings and the step.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+
+from fullshard.distributed.agreement import rank
+from fullshard.errors import CheckpointError
+from fullshard.spec.run import Run
+from fullshard.spec.train_section import OptimizerSection
+from fullshard.training.schedule import learning_rate_factor
+
+logger = logging.getLogger("fullshard")
+
+_LAST = "fullshard_lr"  # the rate that was set here last; None if others set the rate
+_BASE = "fullshard_base_lr"  # the group's own rate, unless it is `optimizer.learning_rate`
+_KEYS = {"learning_rate": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int) -> list[float]:
+    """Sets the learning rates of step `step` (from 0), and returns those of all groups.
+
+    See [Note: whose rates]. Groups without a rate (some optimizers choose it themselves) are left out.
+    """
+    factor = learning_rate_factor(run.schedule, step=step, steps=run.train.step_count)
+    groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+    has_scheduler = any("initial_lr" in group for group in groups)
+    is_taken_over = False
+    for group in groups:
+        rate = float(group["lr"])
+        if has_scheduler or group.get(_LAST, rate) != rate:
+            is_taken_over |= group.get(_LAST, rate) is not None
+            group[_LAST] = None
+            continue
+        if _LAST not in group and not math.isclose(rate, run.optimizer.learning_rate, rel_tol=1e-6):
+            group[_BASE] = rate
+        _set_rate(group, group.get(_BASE, run.optimizer.learning_rate) * factor)
+        group[_LAST] = float(group["lr"])
+    if is_taken_over and rank() == 0:
+        logger.warning(
+            "from step %d, a scheduler or the loop sets learning rates, which [schedule] then leaves alone",
+            step + 1,
+        )
+    return [float(group["lr"]) for group in groups]
+
+
+def warn_of_unused_settings(optimizer: torch.optim.Optimizer, section: OptimizerSection) -> None:
+    """Logs the settings that are neither defaults nor values of a group: the optimizer's own values count."""
+    unused = list[str]()
+    for name, key in _KEYS.items():
+        wanted = getattr(section, name)
+        found = [
+            _initial_value(group, key, wanted=wanted) for group in optimizer.param_groups if key in group
+        ]
+        is_default = wanted == getattr(OptimizerSection(), name)
+        if found and not is_default and not any(_is_same(wanted, value) for value in found):
+            unused.append(f"optimizer.{name} = {wanted}, but the optimizer has {found[0]}")
+    if unused and rank() == 0:
+        logger.warning("settings without effect: %s", "; ".join(unused))
+
+
+def rates_set_by_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, JsonValue]:
+    """Returns {name: [rate, initial rate of a torch scheduler, or None]} of parameters with such a rate."""
+    found: dict[Tensor, JsonValue] = {}
+    for group in optimizer.param_groups:
+        initial = group.get("initial_lr")
+        if initial is not None or group.get(_LAST, 0.0) is None:
+            rates: list[JsonValue] = [float(group["lr"]), None if initial is None else float(initial)]
+            found |= {parameter: rates for parameter in group["params"]}
+    return {name: found[parameter] for name, parameter in model.named_parameters() if parameter in found}
+
+
+def restore_rates_set_by_others(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, saved: Mapping[str, JsonValue]
+) -> None:
+    """Restores what `rates_set_by_others` returned, as torch's `load_state_dict` of an optimizer does.
+
+    Logs a warning if rates change. Raises CheckpointError if the parameters of a group had several rates.
+    """
+    rates_of = {parameter: saved.get(name) for name, parameter in model.named_parameters()}
+    is_changed = False
+    for group in optimizer.param_groups:
+        found = {str(rates_of[parameter]): rates_of[parameter] for parameter in group["params"]}
+        if len(found) > 1:
+            raise CheckpointError(
+                "parameters of one group had several learning rates in the checkpoint.",
+                got=", ".join(sorted(found)),
+                why="the loop or a scheduler had set them, so they do not follow from the settings",
+                fix="an optimizer with the groups of the run that wrote the checkpoint",
+            )
+        for rates in found.values():
+            if rates is not None:
+                rate, initial = cast(list[Any], rates)
+                is_changed |= float(group["lr"]) != rate
+                _set_rate(group, rate)
+                group |= {_LAST: None} | ({} if initial is None else {"initial_lr": initial})
+            elif group.get(_LAST, 0.0) is None:  # taken over after the step of the checkpoint
+                group[_LAST] = float(group["lr"])
+    if is_changed and rank() == 0:
+        logger.warning(
+            "the learning rates are those of the checkpoint, where a scheduler or the loop set them"
+        )
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Sets the rate of a group, in place if it is a tensor (compiled optimizers)."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _initial_value(group: Mapping[str, Any], key: str, *, wanted: object) -> object:
+    """Returns the value of `key` that `group` began with. `wanted` is that of a group that follows it."""
+    if key != "lr":
+        return group[key]
+    return group.get("initial_lr", group.get(_BASE, wanted if _LAST in group else group["lr"]))
+
+
+def _is_same(wanted: object, found: object) -> bool:
+    """Returns whether two values are equal. Tensors of rates are rounded to fp32."""
+    if isinstance(wanted, float) and isinstance(found, float | Tensor):
+        return math.isclose(wanted, float(found), rel_tol=1e-6)
+    return wanted == found

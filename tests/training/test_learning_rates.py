@@ -1,0 +1,210 @@
+"""The rates of an optimizer's groups: in proportion to the schedule, or the user's own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
+
+from fullshard.errors import CheckpointError, TrainError
+from fullshard.spec.run import Run
+from fullshard.training.learning_rates import (
+    rates_set_by_others,
+    restore_rates_set_by_others,
+    set_learning_rates,
+    warn_of_unused_settings,
+)
+from fullshard.training.loop import train
+from fullshard.training.schedule import learning_rate_factor
+from tests.training.runs import local_bits, mean_square, run_of, sharded
+
+FALLING = run_of("schedule.kind=linear", "schedule.warmup_steps=2")
+
+
+def factor(step: int) -> float:
+    return learning_rate_factor(FALLING.schedule, step=step, steps=6)
+
+
+def two_groups(*rates: Any) -> tuple[nn.Module, SGD]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": part.parameters(), "lr": rate} for part, rate in zip(model, rates, strict=True)]
+    return model, SGD(groups, lr=1e-2)
+
+
+def rates_of_steps(optimizer: torch.optim.Optimizer, steps: range, run: Run = FALLING) -> list[list[float]]:
+    return [set_learning_rates(optimizer, run, step=step) for step in steps]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_each_groups_own_rate_is_multiplied_by_the_schedule(kind: Any) -> None:
+    _, optimizer = two_groups(kind(0.5), kind(0.0))
+    for step in range(6):
+        assert set_learning_rates(optimizer, FALLING, step=step) == pytest.approx([0.5 * factor(step), 0])
+    assert type(optimizer.param_groups[0]["lr"]) is type(kind(0.5))
+
+
+def test_a_group_that_is_added_later_has_its_own_rate_too() -> None:
+    _, optimizer = two_groups(0.5, 0.1)
+    rates_of_steps(optimizer, range(3))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.3})
+    assert set_learning_rates(optimizer, FALLING, step=3)[2] == 0.3 * factor(3)
+
+
+def test_a_group_at_the_rate_of_the_settings_follows_them() -> None:
+    _, optimizer = two_groups(1e-2, 0.5)
+    rates_of_steps(optimizer, range(3))
+    later = FALLING.with_overrides(["optimizer.learning_rate=1e-3"])
+    assert set_learning_rates(optimizer, later, step=3) == [1e-3 * factor(3), 0.5 * factor(3)]
+
+
+def test_a_rate_that_the_loop_sets_is_left_alone_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = two_groups(0.5, 0.1)
+    rates_of_steps(optimizer, range(3))
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert rates_of_steps(optimizer, range(3, 6)) == [[0.2, 0.1 * factor(step)] for step in (3, 4, 5)]
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["from step 4"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 9),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9),
+    ],
+)
+def test_the_rates_of_a_torch_scheduler_are_left_alone(make: Any) -> None:
+    alone, (_, optimizer) = two_groups(0.5, 0.1)[1], two_groups(0.5, 0.1)
+    expected, given = make(alone), make(optimizer)
+    for step in range(6):
+        assert set_learning_rates(optimizer, FALLING, step=step) == expected.get_last_lr()
+        for scheduler in (expected, given):
+            scheduler.optimizer.step()
+            scheduler.step()
+
+
+def test_an_optimizer_without_a_rate_is_left_alone() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as Adafactor of transformers, which chooses it itself
+    assert set_learning_rates(optimizer, FALLING, step=3) == []
+    assert optimizer.param_groups[0]["lr"] is None
+
+
+def test_the_state_dict_of_an_optimizer_continues_the_schedule() -> None:
+    first, second = two_groups(0.5, 1e-2)[1], two_groups(7.0, 8.0)[1]
+    rates_of_steps(first, range(3))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert rates_of_steps(second, range(3, 6)) == rates_of_steps(first, range(3, 6))
+
+
+def test_a_checkpoint_has_the_rates_that_others_set_for_any_grouping() -> None:
+    model, optimizer = two_groups(0.5, 0.1)
+    set_learning_rates(optimizer, FALLING, step=0)
+    optimizer.param_groups[1]["lr"] = 0.7
+    set_learning_rates(optimizer, FALLING, step=1)
+    saved = rates_set_by_others(model, optimizer)
+    assert saved == {"1.weight": [0.7, None], "1.bias": [0.7, None]}
+
+    other = SGD([{"params": [one], "lr": 0.5} for one in model.parameters()])
+    restore_rates_set_by_others(model, other, saved=saved)
+    assert set_learning_rates(other, FALLING, step=2) == [0.5 * factor(2), 0.5 * factor(2), 0.7, 0.7]
+    with pytest.raises(CheckpointError, match="several learning rates"):
+        restore_rates_set_by_others(model, SGD(model.parameters()), saved=saved)
+
+
+def test_a_checkpoint_from_before_the_loop_set_a_rate_returns_to_the_schedule() -> None:
+    model, optimizer = two_groups(0.5, 1e-2)
+    set_learning_rates(optimizer, FALLING, step=0)
+    saved = rates_set_by_others(model, optimizer)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.7
+    set_learning_rates(optimizer, FALLING, step=1)
+    restore_rates_set_by_others(model, optimizer, saved=saved)
+    assert set_learning_rates(optimizer, FALLING, step=1) == [0.5 * factor(1), 1e-2 * factor(1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["optimizer.learning_rate=0.2", "optimizer.betas=[0.5,0.6]"], ("learning_rate = 0.2", "betas")),
+        (["optimizer.learning_rate=0.1", "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]"], ()),
+    ],
+)
+def test_settings_that_the_optimizer_does_not_have_are_logged(
+    settings: list[str], expected: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, run = AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1)), run_of(*settings)
+    warn_of_unused_settings(optimizer, run.optimizer)
+    set_learning_rates(optimizer, run, step=0)
+    assert all(f"optimizer.{text}" in caplog.text for text in expected)
+    assert len(caplog.records) == bool(expected)
+    adafactor = Adafactor([nn.Parameter(torch.ones(2))], eps=(None, 1e-3))
+    warn_of_unused_settings(adafactor, run_of("optimizer.eps=1e-4").optimizer)
+    assert "optimizer.eps" in caplog.text
+
+
+# On ranks
+
+PATHS = (
+    ("optimizer.name=sgd",),
+    ("optimizer.in_backward=true", "optimizer.clip_norm=0"),
+    ("offload.tier=optimizer:cpu",),
+    ("precision.mode=bf16_pure",),
+)
+
+
+def moved(*more: str) -> set[str]:
+    """Parameters that three steps change, if the rate of the first group, the matrices, is 0."""
+    state, plan = sharded(run_of("train.steps=3", *more))
+    state.optimizer.param_groups[0]["lr"] = 0.0
+    before = local_bits(state)
+    list(train(state, plan, loss=mean_square))
+    return {name for name, bits in local_bits(state).items() if not torch.equal(bits, before.get(name, bits))}
+
+
+def moved_on_each_path() -> list[set[str]]:
+    return [moved(*path) for path in PATHS]
+
+
+def test_a_group_of_rate_zero_stays_on_every_path_of_the_update(ranks: Any) -> None:
+    for names in ranks(1).run(moved_on_each_path)[0]:
+        assert {name for name in names if name.startswith("model.")} == {
+            *(f"model.layers.{i}.linear.bias" for i in range(3)),
+            "model.head.bias",
+        }
+
+
+def train_with_rates_of_one_rank() -> None:
+    state, plan = sharded(run_of())
+    for step in train(state, plan, loss=mean_square):
+        if step.index == 2 and torch.distributed.get_rank() == 1:
+            state.optimizer.param_groups[0]["lr"] = 0.1
+
+
+def test_rates_that_differ_between_ranks_are_refused_on_all(ranks: Any) -> None:
+    with pytest.raises(TrainError, match=r"\(step 3\): its learning rates"):
+        ranks(2).run(train_with_rates_of_one_rank)
+
+
+def restored_rates(saves: bool, path: str) -> list[float]:
+    from fullshard.checkpoint.load import load
+    from fullshard.checkpoint.save import save
+
+    state, plan = sharded(run_of("optimizer.name=sgd"))
+    scheduler = lr_scheduler.ExponentialLR(state.optimizer, 0.5)
+    if not saves:
+        load(state, path)
+    found = list[float]()
+    for step in train(state, plan, loss=mean_square):
+        found.append(step.learning_rate)
+        scheduler.step()
+        if saves and step.index == 3:
+            save(state, path, plan=plan)
+    return found
+
+
+def test_a_resumed_run_has_the_rates_of_a_scheduler(ranks: Any, tmp_path: Any) -> None:
+    whole = ranks(2).run(restored_rates, True, str(tmp_path / "saved"))
+    assert whole == [pytest.approx([1e-2 * 0.5**i for i in range(6)])] * 2
+    assert ranks(1).run(restored_rates, False, str(tmp_path / "saved"))[0] == pytest.approx(whole[0][3:])
