@@ -4,7 +4,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -360,71 +360,6 @@ def test_replicas_are_reduced_once_a_step(ranks: Any) -> None:
     """Not once a microbatch (pytorch's own default): the four units' gradients, and the step's own sums."""
     for microbatch in (6, 2):
         assert ranks(2).run(all_reduces, microbatch) == [5, 5]
-
-
-# What is refused
-
-
-def refusals(losses: Sequence[Callable[..., Any]], numbers: Sequence[int]) -> list[str]:
-    """What is said to each loss, and to each number of microbatches where it should be 3."""
-    said = []
-    for loss, data in [*((loss, None) for loss in losses), *((mean_square, Number(n)) for n in numbers)]:
-        state, plan = sharded(run_of("train.microbatch=4"), data=data)
-        with pytest.raises(TrainError) as raised:
-            next(iter(train(state, plan, loss=loss)))
-        said.append(str(raised.value))
-    return said
-
-
-def no_loss(model: nn.Module, batch: Any) -> Any:
-    model(batch[0])
-
-
-def loss_of_rows(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0]).square().sum(1)
-
-
-def loss_as_float(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch).item()
-
-
-def detached_loss(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch).detach(), 4
-
-
-def loss_of_three(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch), 4, "rows"
-
-
-class Number:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from [pairs(step, plan.microbatch)] * self.number
-
-
-NO_LOSSES: dict[Callable[..., Any], str] = {
-    no_loss: "NoneType",
-    loss_of_rows: "a tensor of shape [4], requires_grad=True",
-    loss_as_float: "float",
-    detached_loss: "a tensor of shape [], requires_grad=False",
-    loss_of_three: "tuple",
-}
-
-
-def test_what_is_no_loss_is_refused(ranks: Any) -> None:
-    said = ranks(1).run(refusals, list(NO_LOSSES), [])[0]
-    for message, got in zip(said, NO_LOSSES.values(), strict=True):
-        assert "the loss function gave no loss to train on" in message
-        assert f"got: {got}\n" in message
-
-
-def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
-    said = ranks(1).run(refusals, [], [2, 4, 0])[0]
-    for message, got in zip(said, ("2", "more than 3", "0"), strict=True):
-        assert "a step takes 3 microbatches of each rank" in message
-        assert f"got: {got}\n" in message
 
 
 # What a step leaves behind

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fullshard.errors import TrainError
 from fullshard.spec.run import Run
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.figures import StepResult
@@ -36,7 +37,7 @@ def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run
     counted = torch.where(count > 0, count, math.nan)  # without a valid token, nothing is finite
     mean, unscale = loss_sum / counted, nominal / counted
     norm = squared.sqrt() * unscale
-    accepted = torch.isfinite(mean) & torch.isfinite(norm)
+    accepted = torch.isfinite(mean) & torch.isfinite(norm) & torch.isfinite(count)
     spike = torch.zeros_like(accepted)
     if section.on_spike != "none":
         spike = accepted & recent.is_spike(mean, norm, section=section)
@@ -48,8 +49,15 @@ def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run
 
 
 def step_result(figures: list[float]) -> StepResult:
-    """Returns the result for the figures of a StepDecision."""
+    """Returns the result for the figures of a StepDecision. Raises TrainError for an impossible count."""
     mean, norm, count, accepted, spike, stops, factor = figures
+    if not 0 <= count < math.inf:
+        raise TrainError(
+            "the counts of the loss function do not sum to a number of items.",
+            got=f"{count}, over all ranks and microbatches of the step",
+            why="the summed loss and its gradient are divided by the sum of the counts",
+            fix="(sum, count) with a finite count >= 0 on each rank",
+        )
     return StepResult(
         loss=mean,
         grad_norm=norm,

@@ -1,5 +1,6 @@
 """Evaluation of a model: the validation loss, and generated text."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import world_size
 from fullshard.sharding.fp8 import reuse_weight_scales
-from fullshard.training.loss import Loss
+from fullshard.training.loss import Loss, sum_and_count
 from fullshard.training.step import move_batch_to_device
 
 _TEMPERATURE = 0.7
@@ -17,22 +18,24 @@ _TEMPERATURE = 0.7
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
-    """Returns the mean loss over the microbatches of all ranks, equal on every rank. Collective."""
+    """Returns the mean loss over the microbatches of all ranks, equal on every rank. Collective.
+
+    It is NaN if nothing counts. Raises TrainError as a step does for what is not a loss.
+    """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     with reuse_weight_scales(model):
         for batch in microbatches:
-            value = loss(model, move_batch_to_device(batch, device))
-            total, count = value if isinstance(value, tuple) else (value, 1)
+            total, count = sum_and_count(loss(model, move_batch_to_device(batch, device)))
             sums[0] += total
             sums[1] += count
     model.train(was_training)
     if world_size() > 1:
         dist.all_reduce(sums)
     total_loss, total_count = cast(list[float], sums.tolist())
-    return total_loss / max(total_count, 1.0)
+    return total_loss / total_count if total_count else math.nan
 
 
 @torch.no_grad()

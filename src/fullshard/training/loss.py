@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
@@ -19,6 +20,46 @@ from fullshard.spec.run import Run
 # (model, microbatch) -> the summed loss and the number of items in the sum, or only a mean, which counts as
 # one item: means of microbatches of different lengths then weigh the same.
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
+
+
+def sum_and_count(value: Any) -> tuple[Tensor, Tensor | float]:
+    """Returns (sum, count) from the result of a loss function, with count 1 for a mean.
+
+    Raises TrainError for any other result. Values are not read, as the device may still compute them.
+    """
+    is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
+    pair: tuple[Any, Any] = cast(tuple[Any, Any], value) if is_pair else (value, 1)
+    total, count = pair
+    if not _is_real_scalar(total):
+        raise TrainError(
+            "the loss function gave no loss to train on.",
+            got=_result_text(total),
+            fix="a mean, or (sum, count): a scalar tensor that depends on the model's parameters",
+        )
+    if not isinstance(count, int | float) and not _is_real_scalar(count):
+        raise TrainError(
+            "the loss function gave no count with its sum.",
+            got=_result_text(count),
+            why="the second of two results is the number of items in the sum",
+            fix="a mean alone, or (sum, count)",
+        )
+    return total.reshape(()), count.detach().reshape(()) if isinstance(count, Tensor) else count
+
+
+def _is_real_scalar(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.numel() == 1
+        and not value.is_complex()
+        and not isinstance(value, DTensor)
+    )
+
+
+def _result_text(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = "a DTensor" if isinstance(value, DTensor) else f"a {value.dtype} tensor".replace("torch.", "")
+    return f"{kind} of shape {list(value.shape)}"
 
 
 def choose_loss(run: Run, model: nn.Module) -> Loss:

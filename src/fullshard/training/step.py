@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ from fullshard.training.gradients import (
     tensors_counted_here,
 )
 from fullshard.training.learning_rates import set_learning_rates
-from fullshard.training.loss import Loss
+from fullshard.training.loss import Loss, sum_and_count
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.state import TrainState
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
@@ -207,7 +207,7 @@ def _backward_context(
     loss_sum, count, *rest = HostCopy(totals.numbers).read()
     totals.check_ranks(rest[_SUMS - 2 :])
     factor = None
-    if math.isfinite(loss_sum) and count != 0:
+    if math.isfinite(loss_sum) and 0 < count < math.inf:
         state.run_before_update_callbacks()
         factor = nominal * plan.averaging_ranks / count
     return state.in_backward.update_during_backward(factor=factor)
@@ -253,7 +253,7 @@ def _run_microbatches(
     sums: receives the loss sum and the count
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
-    nominal, counts = 1, plan.counts_tokens(rank())
+    nominal, kinds, counts = 1, set[bool](), plan.counts_tokens(rank())
     expected = _iterate_expected_batches(microbatches, plan.accumulation, where=state.phase)
     for index, batch in enumerate(expected):
         if engine is not None and plan.accumulation > 1:
@@ -261,7 +261,10 @@ def _run_microbatches(
         with record_function("fullshard::compute"):
             state.phase.enter(RunPhase.FORWARD)
             value = loss(state.model, move_batch_to_device(batch, sums.device))
-            total, count = _parse_loss_result(value)
+            total, count = sum_and_count(value)
+        kinds.add(isinstance(value, tuple))
+        if len(kinds) > 1:
+            raise _mixed_loss_error()
         # A sum is over the tokens of the batch. A mean counts as one item.
         tokens = plan.run.tokens_per_step // plan.averaging_ranks
         nominal = 1 << ((tokens if isinstance(value, tuple) else plan.accumulation) - 1).bit_length()
@@ -270,8 +273,16 @@ def _run_microbatches(
             sums[1] += count
         with updates(nominal), record_function("fullshard::compute"):
             state.phase.enter(RunPhase.BACKWARD)
-            (total * (state.loss_scale.scale / nominal)).backward()
+            (_require_gradient(total) * (state.loss_scale.scale / nominal)).backward()
     return nominal
+
+
+def _mixed_loss_error() -> TrainError:
+    return TrainError(
+        "the loss function gives a mean for some microbatches, and a sum with its count for others.",
+        why="a mean counts as one item, and a sum as many: their gradients cannot be added",
+        fix="(sum, count) for all of them, with a count of 0 if nothing counts",
+    )
 
 
 def _iterate_expected_batches(batches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
@@ -297,19 +308,18 @@ def _microbatch_count_error(got: str, expected: int) -> TrainError:
     )
 
 
-def _parse_loss_result(value: Any) -> tuple[Tensor, Any]:
-    """Returns (sum, count) from the loss function's result, with count 1 for a mean. Raises TrainError."""
-    is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
-    total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
-    if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+def _require_gradient(total: Tensor) -> Tensor:
+    """Returns `total`, a loss. Raises TrainError if backward cannot start from it."""
+    if not total.requires_grad:
         raise TrainError(
             "the loss function gave no loss to train on.",
-            got=f"a tensor of shape {list(total.shape)}, requires_grad={total.requires_grad}"
-            if isinstance(total, Tensor)
-            else type(total).__name__,
-            fix="a mean, or (sum, count): a scalar tensor that depends on the model's parameters",
+            got="a loss without a gradient (requires_grad=False)",
+            why=None
+            if torch.is_grad_enabled()
+            else "torch.no_grad or inference_mode is active around the step",
+            fix="a loss that depends on the model's parameters, undetached, computed while gradients are on",
         )
-    return total.reshape(()), count
+    return total
 
 
 def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
