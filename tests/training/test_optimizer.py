@@ -204,9 +204,17 @@ def built_on_the_frozen() -> str:
     return raised.value.what
 
 
+def step_with_a_closure() -> str:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TrainError) as raised:
+        TrainState(model, torch.optim.LBFGS(model.parameters()))
+    return raised.value.what
+
+
 @pytest.mark.parametrize(
     ("attempt", "what"),
     [
+        (step_with_a_closure, "the step of LBFGS needs arguments."),
         (built_on_the_unsharded, "Regression is not sharded."),
         (built_while_gathered, "is gathered at the moment."),
         (built_before_sharding, "the optimizer holds parameters that are not the model's."),

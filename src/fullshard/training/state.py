@@ -1,5 +1,6 @@
 """TrainState: everything that a step changes and a checkpoint holds."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
@@ -45,7 +46,8 @@ class TrainState:
         ("trained"); the frozen parameters then need their values before `load`
 
     A checkpoint holds everything except the data: a source by step resumes exactly, a plain iterable
-    restarts. Raises TrainError for an optimizer that does not update the model's parameters.
+    restarts. Raises TrainError for an optimizer that does not update the model's
+    parameters, or whose step needs a closure.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class TrainState:
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
-        _reshard_unsharded_units(model)
+        reshard_unsharded_units(model)
         _check_optimizer_has_model_params(model, optimizer)
+        _check_step_takes_no_closure(optimizer)
 
     @property
     def tokens(self) -> int:
@@ -96,7 +99,7 @@ class TrainState:
 
         Waits for the last step. Raises TrainError if the ranks were not in the same step.
         """
-        _reshard_unsharded_units(self.model)
+        reshard_unsharded_units(self.model)
         best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
@@ -228,7 +231,7 @@ class TrainState:
             act()
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        _reshard_unsharded_units(self.model)
+        reshard_unsharded_units(self.model)
         tensors: dict[str, Tensor] = {
             f"model.{name}": parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -304,7 +307,7 @@ def _optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _reshard_unsharded_units(model: nn.Module) -> None:
+def reshard_unsharded_units(model: nn.Module) -> None:
     """Reshards units that a forward without backward left unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -320,6 +323,18 @@ def _check_optimizer_has_model_params(model: nn.Module, optimizer: torch.optim.O
             got=f"{strangers} of them",
             why="it was built before fullshard.shard replaced them, and would never update the model",
             fix="optimizer = fullshard.build_optimizer(model, plan), after fullshard.shard(model, plan)",
+        )
+
+
+def _check_step_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]:
+        raise TrainError(
+            f"the step of {type(optimizer).__name__} needs arguments.",
+            got=", ".join(needed),
+            why="a step computes its loss and gradients once, before the update",
+            fix="an optimizer whose step needs no closure",
         )
 
 
