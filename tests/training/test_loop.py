@@ -1,7 +1,9 @@
 """train(state, plan): what it yields, when it ends, and that it can be left and entered again."""
 
+import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
+from fullshard.training.evaluate import validation_loss
 from fullshard.training.loop import Step, train
 from tests.fakes.device import FakeDevice
 from tests.fakes.sampling import sampled
@@ -204,21 +207,108 @@ def test_a_finished_run_takes_no_more_steps(ranks: Any) -> None:
     assert ranks(1).run(finished) == [[1, 2]]
 
 
-def modes() -> list[bool]:
-    state, plan = sharded(run_of("train.steps=2"))
-    state.model.eval()
-    seen: list[bool] = []
+def modes(*, root: bool) -> list[list[bool]]:
+    """Modes of a layer that the user froze, and of another, in each step of a loop that evaluates by itself,
+    validates, and fails to validate."""
+    state, plan = sharded(run_of("train.steps=4"))
+    frozen, other = state.model.get_submodule("layers.0"), state.model.get_submodule("layers.1")
+    frozen.eval()
+    state.model.training = root
+    seen: list[list[bool]] = []
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        seen.append(model.training)
+        if model.training:
+            seen.append([frozen.training, other.training])
         return mean_square(model, batch)
 
-    list(train(state, plan, loss=loss))
+    for step in train(state, plan, loss=loss):
+        if step.index == 1:
+            state.model.eval()
+        elif step.index == 2:
+            validation_loss(state.model, [pairs(0)], loss=loss)
+        elif step.index == 3:
+            with suppress(TrainError):
+                validation_loss(state.model, [pairs(0)], loss=lambda *_: None)  # type: ignore[arg-type,return-value]
     return seen
 
 
-def test_the_model_is_put_into_training_mode(ranks: Any) -> None:
-    assert ranks(1).run(modes) == [[True, True]]
+def test_modules_train_in_the_modes_that_the_user_chose(ranks: Any) -> None:
+    assert ranks(1).run(partial(modes, root=True)) == [[[False, True]] * 4]
+
+
+def test_a_model_in_evaluation_mode_is_put_into_training_mode(ranks: Any) -> None:
+    assert ranks(1).run(partial(modes, root=False)) == [[[True, True]] * 4]
+
+
+def freezes_in_the_loop() -> list[bool]:
+    state, plan = sharded(run_of("train.steps=3"))
+    layer = state.model.get_submodule("layers.0")
+    seen = []
+    for _ in train(state, plan, loss=mean_square):
+        seen.append(layer.training)
+        layer.eval()
+    return seen
+
+
+def test_a_module_that_the_loop_freezes_stays_frozen(ranks: Any) -> None:
+    assert ranks(1).run(freezes_in_the_loop) == [[True, False, False]]
+
+
+def backward_between_steps() -> None:
+    state, plan = sharded(run_of())
+    for _ in train(state, plan, loss=mean_square):
+        mean_square(state.model, pairs(0)).backward()
+
+
+def test_gradients_from_outside_of_a_step_are_refused(ranks: Any) -> None:
+    with pytest.raises(TrainError, match="gradients before step 2"):
+        ranks(1).run(backward_between_steps)
+
+
+def autocast(place: str) -> list[float]:
+    def context(own: str) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16) if own == place else nullcontext()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with context("in the loss"):
+            return mean_square(model, batch)
+
+    state, plan = sharded(run_of("train.microbatch=2", "optimizer.learning_rate=0.1"))
+    with context("around the loop"):
+        return [step.grad_norm for step in train(state, plan, loss=loss)]
+
+
+def test_autocast_around_the_loop_casts_the_weights_of_each_step(ranks: Any) -> None:
+    around, within = (ranks(2).run(autocast, place)[0] for place in ("around the loop", "in the loss"))
+    assert around == pytest.approx(within, rel=1e-2)
+
+
+def train_with_half_an_optimizer() -> list[str]:
+    state, plan = sharded(run_of("train.steps=4"))
+    layer = state.model.get_submodule("layers.0.linear")
+    layer.requires_grad_(False)
+    state.optimizer.param_groups = [
+        group | {"params": [p for p in group["params"] if p.requires_grad]}
+        for group in state.optimizer.param_groups
+    ]
+    logged = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(f"step {state.step}: {record.getMessage()}")
+    logging.getLogger("fullshard").addHandler(handler)
+    for step in train(state, plan, loss=mean_square):
+        layer.requires_grad_(step.index == 2)
+    logging.getLogger("fullshard").removeHandler(handler)
+    return logged
+
+
+def test_a_parameter_that_is_unfrozen_without_the_optimizer_is_logged(ranks: Any) -> None:
+    (logged,) = ranks(1).run(train_with_half_an_optimizer)
+    assert [text.rpartition(": ")[::2] for text in logged] == [
+        (
+            "step 2: trainable parameters that are not in the optimizer are never updated",
+            "layers.0.linear.weight, layers.0.linear.bias",
+        )
+    ]
 
 
 def after_a_validation() -> tuple[bool, bool]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fullshard.distributed.agreement import world_size
 from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.training.loss import Loss, sum_and_count
+from fullshard.training.modes import evaluation_mode
 from fullshard.training.step import move_batch_to_device
 
 _TEMPERATURE = 0.7
@@ -24,14 +25,11 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
     """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
-    with reuse_weight_scales(model):
+    with evaluation_mode(model), reuse_weight_scales(model):
         for batch in microbatches:
             total, count = sum_and_count(loss(model, move_batch_to_device(batch, device)))
             sums[0] += total
             sums[1] += count
-    model.train(was_training)
     if world_size() > 1:
         dist.all_reduce(sums)
     total_loss, total_count = cast(list[float], sums.tolist())
@@ -51,16 +49,15 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     text = list(prompt)
-    was_training = model.training
-    model.eval()
-    for _ in range(tokens):
-        seen = text[-window:]
-        unread = [0] * (-len(seen) % multiple)
-        output = model(torch.tensor([seen + unread], device=device))  # (1, up to window)
-        logits: Tensor = getattr(output, "logits", output)[0, len(seen) - 1].float().cpu()
-        chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator).to(device)
-        if world_size() > 1:
-            dist.broadcast(chosen, src=0)
-        text.append(int(chosen.item()))
-    model.train(was_training)
+    with evaluation_mode(model):
+        for _ in range(tokens):
+            seen = text[-window:]
+            unread = [0] * (-len(seen) % multiple)
+            output = model(torch.tensor([seen + unread], device=device))  # (1, up to window)
+            logits: Tensor = getattr(output, "logits", output)[0, len(seen) - 1].float().cpu()
+            chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator)
+            chosen = chosen.to(device)
+            if world_size() > 1:
+                dist.broadcast(chosen, src=0)
+            text.append(int(chosen.item()))
     return text

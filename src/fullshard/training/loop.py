@@ -19,6 +19,7 @@ from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
 from fullshard.torch_private.tensors import tree_leaves
+from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.garbage import collect_garbage_between_steps
 from fullshard.training.learning_rates import warn_of_unused_settings
@@ -102,7 +103,8 @@ def train(
     should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
         is the last on all ranks
 
-    Learning rates: see [Note: whose rates] in `learning_rates.py`.
+    Learning rates: see [Note: whose rates] in `learning_rates.py`. Modules train in the modes that the user
+    gave them; see `ModelBetweenSteps` for a model in evaluation mode.
 
     On a GPU, the host does not wait for a step before it launches the next one, except in the strict order
     (see `update.waits_each_step`). What follows from the figures of a step thus happens one step later.
@@ -112,18 +114,20 @@ def train(
     iterable, training ends on all ranks as soon as the iterable ends on any rank; another `train`, and a
     resumed run, start the iterable from the beginning. Only `data.MicrobatchSource` resumes exactly.
 
-    Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
-    ranks are not in the same step, and if replicas compared by `fault_tolerance.check_replicas_every` differ.
+    Raises TrainError if there is no data, if the loop leaves gradients in the model, after
+    `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and if replicas
+    compared by `fault_tolerance.check_replicas_every` differ.
     """
     source = _make_microbatch_source(state, plan)
     _set_or_keep_loss_scale(state, plan)
     skips = _SkipsInARow(plan.run.train.max_skipped_steps)
     replicas = ReplicaCheck(plan)
-    state.model.train()
+    between = ModelBetweenSteps(state)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
     state.phase.step = state.step
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
+            between.prepare_step()
             launched = _launch_step(state, plan, source=source, loss=loss, should_stop=should_stop)
             if launched is None:
                 break

@@ -159,6 +159,7 @@ def _counted_norms(gradients: Sequence[Tensor], in_backward: OptimizerInBackward
 def _finish_update(state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter]) -> None:
     """Clears the gradients of `parameters`, and changes the biases of experts, if the model has some."""
     clear_gradients(parameters, state.optimizer)
+    torch.clear_autocast_cache()
     section = plan.run.model
     if isinstance(section, DecoderConfig) and section.balance_bias_rate:
         balance_experts(state.model, rate=section.balance_bias_rate)
@@ -260,6 +261,7 @@ def _run_microbatches(
             _set_gradient_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
             state.phase.enter(RunPhase.FORWARD)
+            torch.clear_autocast_cache()  # else autocast around the loop has casts of earlier weights
             value = loss(state.model, move_batch_to_device(batch, sums.device))
             total, count = sum_and_count(value)
         kinds.add(isinstance(value, tuple))

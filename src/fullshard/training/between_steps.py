@@ -1,0 +1,65 @@
+"""The model between two steps: changes that the code of the loop made are used or refused."""
+
+import logging
+from collections.abc import Mapping
+
+from torch import nn
+
+from fullshard.distributed.agreement import rank
+from fullshard.errors import TrainError
+from fullshard.training.gradients import list_gradients
+from fullshard.training.modes import module_modes, restore_modes
+from fullshard.training.state import TrainState, reshard_unsharded_units
+
+logger = logging.getLogger("fullshard")
+
+
+class ModelBetweenSteps:
+    """The modes and trainable parameters of the model of `state`, as the step before had them.
+
+    A model that is in evaluation mode as a whole is put into training mode: all of it at the start, and later
+    the modules that trained in the step before. Modules that the user puts into evaluation mode within a
+    training model keep it.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state, self._trainable = state, list[bool]()
+        if not state.model.training:
+            state.model.train()
+        self._modes: Mapping[nn.Module, bool] = module_modes(state.model)
+
+    def prepare_step(self) -> None:
+        """Restores the modes if the loop left the model in evaluation mode, and keeps them otherwise.
+
+        Logs trainable parameters that the optimizer lacks. Raises TrainError if there are gradients already.
+        """
+        model = self._state.model
+        if not model.training and self._modes[model]:
+            restore_modes(model, self._modes)
+        self._modes = module_modes(model)
+        parameters = list(model.parameters())
+        if list_gradients(parameters, self._state.optimizer):
+            raise TrainError(
+                f"the model has gradients before step {self._state.step + 1}.",
+                got="a backward outside of the loss function, or a step that was broken off",
+                why="they would be added to those of the step",
+                fix="optimizer.zero_grad() after it, or a loss that includes the term",
+            )
+        trainable = [parameter.requires_grad for parameter in parameters]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            _warn_of_parameters_without_optimizer(self._state)
+
+
+def _warn_of_parameters_without_optimizer(state: TrainState) -> None:
+    reshard_unsharded_units(state.model)
+    updated = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
+    named = state.model.named_parameters()
+    left = [name for name, parameter in named if parameter.requires_grad and parameter not in updated]
+    if left and rank() == 0:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        logger.warning(
+            "trainable parameters that are not in the optimizer are never updated: %s%s",
+            ", ".join(left[:3]),
+            more,
+        )
