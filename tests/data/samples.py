@@ -38,6 +38,25 @@ def save_tokenizer(directory: Path, *, template: str | None = None) -> str:
     return str(directory)
 
 
+def save_metaspace_tokenizer(directory: Path) -> str:
+    """A tokenizer like Llama 2's: a blank before the first word of a text. Returns the directory's name."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(["\n\n".join(WORDS), " ".join(WORDS)] * 4, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
 def text(i: int) -> str:
     """The i-th of many short texts, each of another length and beginning."""
     return f"{i}: " + " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 23))

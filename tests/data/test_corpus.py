@@ -1,15 +1,18 @@
 """Sources become the tokens of the library itself, the same by any number of processes; made once."""
 
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.files import SourceFile
-from fullshard.data.readers import split_file_into_parts
+from fullshard.data.readers import FilePart, split_file_into_parts
 from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import TokenStore
@@ -17,7 +20,16 @@ from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import DataSourceFields
-from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines, write_rows
+from tests.data.samples import (
+    CHAT,
+    run_of,
+    save_metaspace_tokenizer,
+    save_tokenizer,
+    text,
+    texts_file,
+    write_json_lines,
+    write_rows,
+)
 
 
 def store_of(tmp_path: Path, **data: object) -> TokenStore:
@@ -39,7 +51,8 @@ def tokenizer(tmp_path: Path) -> str:
 
 def expected(path: str, texts: list[str]) -> list[list[int]]:
     tokenizer = open_tokenizer(path)
-    return [[*tokens.tolist(), *tokenizer.tokens_after_document] for tokens in tokenizer.encode_texts(texts)]
+    before, after = tokenizer.tokens_before_document, tokenizer.tokens_after_document
+    return [[*before, *tokens.tolist(), *after] for tokens in tokenizer.encode_texts(texts)]
 
 
 def write_source(kind: str, directory: Path) -> tuple[list[str], dict[str, object]]:
@@ -112,6 +125,24 @@ def test_tokens_are_made_again_only_when_something_they_follow_from_changes(tmp_
     assert len({before.key, *(store.key for store in other)}) == 4
 
 
+@pytest.mark.parametrize("save", [save_tokenizer, save_metaspace_tokenizer])
+def test_a_text_has_the_same_tokens_wherever_it_is_cut(tmp_path: Path, save: Callable[[Path], str]):
+    path, whole = save(tmp_path / "tok"), "the cat\n\nsat é\n\n\n  on a mat\n" * 60
+    (tmp_path / "a.txt").write_text(whole)
+    size = len(whole.encode())
+    recipe = TokenizeSettings(DataSourceFields(), path, None, train_on="all", on_error="stop", dtype="uint16")
+    (expected_tokens,) = expected(path, [whole])
+    for step in (size, 97, 8):
+        cuts = [*range(0, size, step), size]
+        parts = [
+            FilePart("text", f"{tmp_path}/a.txt", begin, end, end - begin, last=end == size)
+            for begin, end in itertools.pairwise(cuts)
+        ]
+        (found,) = tokenize_tasks([parts], recipe, processes=1)
+        assert found.tokens.tolist() == expected_tokens
+        assert found.ends.tolist() == [len(expected_tokens)]
+
+
 def test_a_long_text_is_one_document(tmp_path: Path):
     whole = (text(3) + "\n") * (9_000_000 // len(text(3)))
     (tmp_path / "a.txt").write_text(whole)
@@ -138,6 +169,26 @@ def test_prompts_are_left_out_of_the_labels(tmp_path: Path, tokenizer: str):
         assert store.tokens[begin:end][store.loss_mask[begin:end] == 1].tolist() == wanted
 
 
+@pytest.mark.parametrize("save", [save_tokenizer, save_metaspace_tokenizer, lambda _: None])
+def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(
+    tmp_path: Path, save: Callable[[Path], str | None]
+):
+    path = save(tmp_path / "tok")
+    pairs = [("the cat", " sat"), ("the c", "at sat"), ("the cat\n\n", "\n sat"), ("", "the sat"), ("é", "é")]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    settings = {**write_rows("jsonl", tmp_path, rows), "tokenizer": path, "records": "completion"}
+    store = store_of(tmp_path, **settings, train_on="completion")
+    assert documents(store) == expected(path, ["".join(pair) for pair in pairs])
+    tokenizer = open_tokenizer(path)
+    for begin, end, (prompt, _) in zip(store.begins, store.ends, pairs, strict=True):
+        tokens, trained = store.tokens[begin:end].tolist(), store.loss_mask[begin:end].tolist()
+        around, first = len(tokenizer.tokens_before_document), trained.index(1)
+        assert 0 not in trained[first:]
+        before, with_first = (tokenizer.decode(tokens[around:count]) for count in (first, first + 1))
+        assert prompt.startswith(before)
+        assert not prompt.startswith(with_first)  # a token across the boundary is trained on
+
+
 def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str):
     talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     path = write_json_lines(tmp_path / "a.jsonl", [{"messages": talk}] * 3)
@@ -162,6 +213,50 @@ def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
     assert [bytes(tokens) for tokens in documents(store)] == [b"good\0", b"too\0"]
     assert store.skipped == 3
     assert [told.split(": ")[0].rpartition(" ")[2] for told in store.skip_messages] == ["2", "3", "4"]
+
+
+ASKS = {"role": "user", "content": "the"}
+BAD_FIELDS: dict[str, list[Any]] = {
+    "text": ["\ud83d", None, 7, ["a"]],
+    "prompt": ["\ud83d", None, 7],
+    "messages": [[ASKS | {"content": "\ud83d"}], [], "{", [7], [{"role": "user"}], [ASKS | {"content": 7}]],
+    "input_ids": [["a"], None, [-1], [10**6], {}],
+}
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+def test_every_row_that_cannot_be_tokenized_is_left_out_or_located(
+    tmp_path: Path, tokenizer: str, field: str
+):
+    good: dict[str, Any] = {
+        "text": "the",
+        "prompt": "the",
+        "completion": "cat",
+        "messages": [ASKS],
+        "input_ids": [1],
+    }
+    records = {"prompt": "completion", "input_ids": "tokens"}.get(field, field)
+    rows = [good, *({**good, field: value} for value in BAD_FIELDS[field]), good]
+    settings = {**write_rows("jsonl", tmp_path, rows), "tokenizer": tokenizer, "records": records}
+    with pytest.raises(DataError, match=r"rows\.jsonl line [2-5]\."):
+        store_of(tmp_path, **settings)
+    store = store_of(tmp_path, **settings, on_error="skip")
+    assert (store.document_count, store.skipped) == (2, len(BAD_FIELDS[field]))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_a_text_of_arrow_that_is_no_utf8_is_left_out_or_located(tmp_path: Path, kind: str):
+    arrow = pytest.importorskip("pyarrow")
+    texts = arrow.array([b"a", b"\xff", b"b"]).view(arrow.string())
+    path, table = str(tmp_path / "rows"), arrow.table({"text": texts})
+    if kind == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        pytest.importorskip("datasets").Dataset(table).save_to_disk(path)
+    with pytest.raises(DataError, match=r"rows\S* (row group 0 )?row 1\.(?s:.)*utf-8"):
+        store_of(tmp_path, source=kind, paths=(path,))
+    store = store_of(tmp_path, source=kind, paths=(path,), on_error="skip")
+    assert (documents(store), store.skipped) == ([[97, 0], [98, 0]], 1)
 
 
 @pytest.mark.parametrize(

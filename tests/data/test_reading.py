@@ -63,7 +63,9 @@ def test_a_text_is_whole_wherever_it_is_cut(tmp_path_factory, text, cuts):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_text(text)
     found = read(cut_at("text", path, cuts))
-    assert "".join(one.value for one in found if isinstance(one, TextRecord)) == text
+    own = [one.value[one.context[0] : len(one.value) - one.context[1]] for one in found]
+    assert "".join(own) == text
+    assert all(one.value in text for one in found)
     assert [one.begins for one in found] == [True] + [False] * (len(found) - 1)
     assert [one.ends for one in found] == [False] * (len(found) - 1) + [True]
 
@@ -92,6 +94,13 @@ def test_text_that_is_no_utf8_is_told_with_the_byte(tmp_path: Path):
     (told,) = read(parts_of("text", tmp_path / "a.txt"))
     assert isinstance(told, CorruptRecord)
     assert told.where() == f"{tmp_path}/a.txt at byte 4"
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path):
+    for kind, content in (("text", b"four"), ("jsonl", b'{"text": "four"}')):
+        (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + content)
+        (record,) = read(parts_of(kind, tmp_path / "a"))
+        assert record.value in ("four", {"text": "four"})
 
 
 def packed_by_arrow(codec: str, data: bytes) -> bytes:

@@ -62,7 +62,7 @@ class TrainingData(MicrobatchSource, Protocol):
         ...
 
     def describe(self) -> str:
-        """Returns a description of the data: one line, and one for each warning."""
+        """Returns a description of the data: one line, and one for each warning or record left out."""
         ...
 
 

@@ -23,7 +23,12 @@ from numpy.typing import NDArray
 
 from fullshard.data.conversation import Conversation, Message
 from fullshard.data.row_fields import UntokenizableRecordError
-from fullshard.data.tokenizer import list_tokenizer_files, locate_tokenizer_file, read_tokenizer_text
+from fullshard.data.tokenizer import (
+    EncodedText,
+    list_tokenizer_files,
+    locate_tokenizer_file,
+    read_tokenizer_text,
+)
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
 
@@ -118,14 +123,14 @@ class ChatTemplate:
     def _encode_text_with_spans(
         self, text: str, spans: Iterable[tuple[int, int]]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns (tokens of `text`, mask of those that begin within `spans` of characters)."""
+        """Returns (tokens of `text`, mask of those within `spans` of characters)."""
         with _convert_template_errors():
             coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        begins = np.array([begin for begin, _ in coded["offset_mapping"]], dtype=np.int64)
-        trained = np.zeros(len(begins), dtype=np.bool_)
+        encoded = EncodedText.from_offsets(coded["input_ids"], coded["offset_mapping"])
+        trained = np.zeros(len(encoded.tokens), dtype=np.bool_)
         for begin, end in spans:
-            trained |= (begins >= begin) & (begins < end)
-        return np.array(coded["input_ids"], dtype=np.int64), trained
+            trained |= encoded.mask_tokens_in(begin, end)
+        return encoded.tokens, trained
 
     def _ends_special(self, tokens: NDArray[np.int64]) -> bool:
         """Returns True if the last of `tokens` that is not blank is a special token."""

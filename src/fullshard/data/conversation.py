@@ -126,6 +126,8 @@ def _read_message(value: Any, number: int, *, fields: DataSourceFields) -> Messa
         raise UntokenizableRecordError(f"message {number} has no {fields.role_field!r}, but {there}")
     if content is None and not _INSTEAD_OF_CONTENT & message.keys():
         raise UntokenizableRecordError(f"message {number} has no {fields.content_field!r}, but {there}")
+    if not isinstance(content, str | list | None):
+        raise UntokenizableRecordError(f"message {number} has a content of {type(content).__name__}")
     message["role"] = fields.roles.get(role, role)
     if content is not None:
         message["content"] = content

@@ -16,6 +16,7 @@ from fullshard.data.token_store import TokenStore, TokenStream
 from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
+from fullshard.system.terminal import escape_to_single_line
 
 _RowPieces = tuple[TokenStream, Iterator[Piece]]
 
@@ -175,7 +176,7 @@ class PackedData:
         return " ".join(map(str, numbers)) if self.tokenizer is None else self.tokenizer.decode(numbers)
 
     def describe(self) -> str:
-        """Returns a description of the data: one line, and one for each warning."""
+        """Returns a description of the data: one line, and one for each warning and for a record left out."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts, entropy = self.summary_figures(), self.byte_entropy
         left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
@@ -185,6 +186,10 @@ class PackedData:
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
             f"{100 * facts['efficiency']:.2f} % full{frequency}"
+            + "".join(
+                f"\nleft out, for example: {escape_to_single_line(text)}"
+                for text in facts["skip_messages"][:1]
+            )
             + "".join(f"\nwarning: {text}" for text in facts["warnings"])
         )
 

@@ -17,10 +17,11 @@ from fullshard.data.files import (
 )
 from fullshard.data.json_array import first_character, read_json_array
 from fullshard.data.remote_files import open_remote_file
-from fullshard.data.row_fields import find_arrow_columns
+from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns
 from fullshard.data.token_rows import iterate_list_rows
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.small_files import ForeignErrorTranslator
 from fullshard.system.disk import ExplainedOSError
 from fullshard.system.object_store import is_remote_url, without_secrets
 
@@ -29,9 +30,13 @@ SHARD_BYTES = 1 << 20
 
 _REMOTE_PART_BYTES = 16 << 20
 _ROWS_AT_ONCE = 1000
+# Around a part of a text, so that it is tokenized as within the text: a tokenizer may join blanks of two
+# lines, or put a blank before the first word.
+_CONTEXT_BYTES = 256
 
 RecordKind = Literal["text", "jsonl", "parquet"]
 Kind = RecordKind | Literal["json_array", "datasets"]
+_Row = Mapping[str, Any] | UntokenizableRecordError
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,14 @@ class TextRecord:
     value: the text, or a dict of the row's fields
     where: returns the record's location for messages
     begins, ends: whether the document begins and ends with this record
+    context: number of characters at the beginning and at the end of the text that belong to other records
     """
 
     value: Any
     where: Callable[[], str]
     begins: bool = True
     ends: bool = True
+    context: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -176,20 +183,26 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
 
 def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the lines that begin within the part, as one piece of the file's single document."""
+    before = after = text = ""
     with open_source_file(shard.path) as file:
         if is_compressed(shard.path):
             data, begin = file.read(), 0
         else:
             data, begin = _read_block_of_whole_lines(file, shard)
-    begins, text = shard.begin == 0, ""
+            behind = begin + len(data)
+            before = _read_context(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
+            after = _read_context(file, behind, end=behind + _CONTEXT_BYTES)
+    begins = shard.begin == 0
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig" if begins else "utf-8")
     except UnicodeDecodeError as error:
         at = begin + error.start
         yield CorruptRecord(lambda: f"{shard.name} at byte {at}", f"no UTF-8: {error.reason}")
         if begins and shard.last:
             return
-    yield TextRecord(text, lambda: shard.name, begins=begins, ends=shard.last)
+    context = (len(before), len(after)) if text else (0, 0)
+    text = f"{before}{text}{after}" if text else ""
+    yield TextRecord(text, lambda: shard.name, begins=begins, ends=shard.last, context=context)
 
 
 def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
@@ -243,7 +256,7 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
             for value in _iterate_arrow_rows(batch, fields, paths=paths):
-                yield TextRecord(value, lambda row=row: f"{place} row {row}")
+                yield _record_of(value, lambda row=row: f"{place} row {row}")
                 row += 1
     except (ExplainedOSError, FileNotFoundError) as error:  # the store's, not the content's
         raise unreadable_path_error(shard.path, error) from error
@@ -251,7 +264,7 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
 
-def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord]:
+def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
     schema, rows = dataset.features.arrow_schema, range(shard.begin, shard.end)
     paths = find_arrow_columns(schema, fields, where=str(name), first_row=lambda: dataset[0])
@@ -261,23 +274,56 @@ def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         table = part.with_format("arrow")[:]
         values = (v for batch in table.to_batches() for v in _iterate_arrow_rows(batch, fields, paths=paths))
     else:  # `datasets` decodes the values of its own types
-        values = (_drop_null_struct_members(value, fields) for value in part)
+        values = (_drop_null_struct_members(value, fields) for value in _iterate_dataset_rows(part))
     for row, value in zip(rows, values, strict=True):
-        yield TextRecord(value, lambda row=row: f"{name} row {row}")
+        yield _record_of(value, lambda row=row: f"{name} row {row}")
+
+
+def _record_of(value: _Row, where: Callable[[], str]) -> TextRecord | CorruptRecord:
+    if isinstance(value, UntokenizableRecordError):
+        return CorruptRecord(where, value.what)
+    return TextRecord(value, where)
+
+
+def _iterate_dataset_rows(dataset: Any) -> Iterator[_Row]:
+    """Yields the rows of a `datasets.Dataset`; an error for one with values that cannot be decoded."""
+    at = 0
+    while at < len(dataset):
+        try:
+            with ForeignErrorTranslator(UntokenizableRecordError):
+                for value in dataset.select(range(at, len(dataset))):
+                    at += 1
+                    yield value
+        except UntokenizableRecordError as error:
+            at += 1
+            yield error
 
 
 def _iterate_arrow_rows(
     batch: Any, fields: DataSourceFields, *, paths: Mapping[str, Sequence[str]]
-) -> Iterator[Mapping[str, Any]]:
-    """Yields the rows of a pyarrow.RecordBatch. `paths` are the paths of its columns."""
+) -> Iterator[_Row]:
+    """Yields the rows of a pyarrow.RecordBatch; an error for one with values that cannot be decoded.
+
+    paths: paths of its columns
+    """
     if fields.records == "tokens":
-        return iterate_list_rows(batch, paths)
-    return (_drop_null_struct_members(row, fields) for row in batch.to_pylist())
+        yield from iterate_list_rows(batch, paths)
+        return
+    try:
+        with ForeignErrorTranslator(UntokenizableRecordError):
+            rows: list[Any] = batch.to_pylist()
+        yield from (_drop_null_struct_members(row, fields) for row in rows)
+    except UntokenizableRecordError as error:
+        if len(batch) == 1:
+            yield error
+            return
+        for i in range(len(batch)):
+            yield from _iterate_arrow_rows(batch.slice(i, 1), fields, paths=paths)
 
 
-def _drop_null_struct_members(row: Mapping[str, Any], fields: DataSourceFields) -> Mapping[str, Any]:
+def _drop_null_struct_members(row: _Row, fields: DataSourceFields) -> _Row:
     """Returns `row`; of conversations, without null members of structs."""
-    if fields.records != "messages":
+    if isinstance(row, UntokenizableRecordError) or fields.records != "messages":
         return row
     return {name: drop_null_members(value) for name, value in row.items()}
 
@@ -310,6 +356,14 @@ def _read_block_of_whole_lines(file: BinaryIO, shard: FilePart) -> tuple[bytes, 
     if len(data) < count:
         raise DataError(f"{shard.name} changed while it was read.", got=f"{count - len(data)} bytes fewer")
     return (data if data.endswith(b"\n") else data + file.readline()), begin
+
+
+def _read_context(file: BinaryIO, begin: int, *, end: int) -> str:
+    """Returns the text of some bytes of a file, without characters that are cut."""
+    if end <= begin:
+        return ""
+    file.seek(begin)
+    return file.read(end - begin).decode(errors="ignore")
 
 
 def _is_json_array(path: str) -> bool:

@@ -24,15 +24,14 @@ _SHAREGPT_ROLES = {
 }
 
 
-class UntokenizableRecordError(ValueError):
+class UntokenizableRecordError(DataError):
     """Raised, with the reason, for a record that cannot be converted to tokens.
 
     lines: settings of [data] that fit the record
     """
 
-    def __init__(self, why: str, *, lines: Sequence[str] = ()) -> None:
-        super().__init__(why)
-        self.lines = lines
+    def __init__(self, reason: str, *, lines: Sequence[str] = ()) -> None:
+        super().__init__(reason, fix=lines_to_write(lines) if lines else None)
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ from fullshard.data.row_fields import (
     ABSENT,
     UntokenizableRecordError,
     absent_field_error,
-    lines_to_write,
     look_up_field,
     used_field_names,
 )
 from fullshard.data.token_rows import TOKEN_LIMIT, read_token_row
-from fullshard.data.tokenizer import open_tokenizer
+from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.small_files import ForeignErrorTranslator
 
 Worker = subprocess.Popen[bytes]
 Task = Sequence[FilePart]
@@ -76,6 +76,19 @@ class TokenizeSettings:
         if self.fields.records == "tokens":
             return True
         return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
+
+
+@dataclass(frozen=True)
+class RowText:
+    """The text of a record.
+
+    first_trained: index of the first character that is trained on
+    context: see `TextRecord`
+    """
+
+    text: str
+    first_trained: int = 0
+    context: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -150,39 +163,38 @@ class TaskTokenizer:
         for part in task:
             for record in read_records(part, self.settings.fields):
                 if isinstance(record, CorruptRecord):
-                    self._skip_or_raise(record.where, record.why)
+                    self._skip_or_raise(record.where, UntokenizableRecordError(record.why))
                 else:
                     yield record
 
-    def _skip_or_raise(self, where: Callable[[], str], why: str, *, lines: Sequence[str] = ()) -> None:
-        """Counts a record that cannot be read, or raises DataError, with settings `lines` that fit it."""
+    def _skip_or_raise(self, where: Callable[[], str], error: DataError) -> None:
+        """Counts a record that cannot be tokenized, or raises DataError with its location."""
+        reason = error.what if error.got is None else f"{error.what.rstrip('.')}: {error.got}"
         if self.settings.on_error == "stop":
             fix = 'mend it, or data.on_error = "skip", which leaves such records out and counts them'
-            fix = lines_to_write(lines) if lines else fix
-            raise DataError(f"a record cannot be read: {where()}.", got=why, fix=fix)
+            what = f"a record cannot be read: {where()}."
+            raise DataError(what, got=reason, why=error.why, fix=error.fix or fix) from error
         self._skipped += 1
         if len(self._skip_messages) < _REPORTED_RECORDS:
-            self._skip_messages.append(f"{where()}: {why}")
+            self._skip_messages.append(f"{where()}: {reason}")
 
     def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
         """Yields (record, tokens, mask of the trained tokens), without the records that are skipped."""
-        good: list[tuple[TextRecord, list[str]]] = []
+        texts: list[tuple[TextRecord, RowText]] = []
         for record in batch:
+            found = None
             try:
-                if self._encode_row is None:
-                    good.append((record, self._record_texts(record)))
-                else:
-                    yield record, *self._encode_row(record)
-            except UntokenizableRecordError as error:
-                self._skip_or_raise(record.where, str(error), lines=error.lines)
-        for (record, _), (*prompt, last) in zip(good, self._encode_texts_by_record(good), strict=True):
-            before = self._tokenizer.tokens_before_document if record.begins else ()
-            after = self._tokenizer.tokens_after_document if record.ends else ()
-            tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, *prompt, last, after)])
-            trained = np.ones(len(tokens), dtype=np.bool_)
-            if self.settings.needs_loss_mask:
-                trained[: len(tokens) - len(last) - len(after)] = False
-            yield record, tokens, trained
+                with ForeignErrorTranslator(UntokenizableRecordError):
+                    if self._encode_row is None:
+                        texts.append((record, self._read_text(record)))
+                    else:
+                        found = self._encode_row(record)
+            except DataError as error:
+                self._skip_or_raise(record.where, error)
+            if found is not None:
+                yield record, *found
+        for record, found in self._encode_texts_by_record(texts):
+            yield record, *found
 
     def _encode_conversation(self, record: TextRecord) -> tuple[Tokens, Mask]:
         assert self._chat is not None, "opened for messages"
@@ -200,23 +212,48 @@ class TaskTokenizer:
         size = self._tokenizer.vocabulary_size if known else TOKEN_LIMIT
         return read_token_row(record.value, tokens, fields=fields, vocabulary_size=size)
 
-    def _encode_texts_by_record(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
-        try:
-            found = iter(self._tokenizer.encode_texts([text for _, texts in good for text in texts]))
-        except DataError:
-            for record, texts in good:  # find the record at fault
-                try:
-                    self._tokenizer.encode_texts(texts)
-                except DataError as error:
-                    what = f"{record.where()}: {error.what}"
-                    raise DataError(what, got=error.got, why=error.why, fix=error.fix) from error
-            raise
-        return [[next(found) for _ in texts] for _, texts in good]
+    def _encode_texts_by_record(
+        self, rows: Sequence[tuple[TextRecord, RowText]]
+    ) -> Iterator[tuple[TextRecord, tuple[Tokens, Mask]]]:
+        """Yields (record, (tokens, mask of the trained tokens)), without the records that are skipped."""
+        encoded: list[tuple[Tokens, Mask]] | None = None
+        with suppress(DataError):
+            encoded = self._encode_texts(rows)
+        for i, (record, row) in enumerate(rows):
+            try:
+                # After an error, one at a time, to find the record at fault.
+                found = encoded[i] if encoded is not None else self._encode_texts([(record, row)])[0]
+            except DataError as error:
+                self._skip_or_raise(record.where, error)
+                if record.begins and record.ends:
+                    continue
+                found = np.empty(0, np.int64), np.empty(0, np.bool_)  # a document may end with this part
+            yield record, found
 
-    def _record_texts(self, record: TextRecord) -> list[str]:
-        """Returns [text] of a record, or [prompt, completion]."""
+    def _encode_texts(self, rows: Sequence[tuple[TextRecord, RowText]]) -> list[tuple[Tokens, Mask]]:
+        """Returns (tokens, mask of the trained tokens) of each row. Raises DataError if any has none."""
+        texts = [row.text for _, row in rows]
+        if any(row.first_trained or any(row.context) for _, row in rows):
+            encoded = self._tokenizer.encode_texts_with_offsets(texts)
+            parts = [_select_own_tokens(one, row) for one, (_, row) in zip(encoded, rows, strict=True)]
+        else:  # offsets take time
+            parts = [(one, np.ones(len(one), np.bool_)) for one in self._tokenizer.encode_texts(texts)]
+        found: list[tuple[Tokens, Mask]] = []
+        for (record, _), (tokens, trained) in zip(rows, parts, strict=True):
+            before = self._tokenizer.tokens_before_document if record.begins else ()
+            after = self._tokenizer.tokens_after_document if record.ends else ()
+            around = [np.full(len(before), not self.settings.needs_loss_mask), trained, np.ones(len(after))]
+            tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, tokens, after)])
+            found.append((tokens, np.concatenate(around).astype(np.bool_)))
+        return found
+
+    def _read_text(self, record: TextRecord) -> RowText:
+        """Returns the text of a record: of a text, or of a prompt and its completion."""
         if isinstance(record.value, str):
-            return [record.value]
+            if self.settings.tokenizer is not None:
+                return RowText(record.value, context=record.context)
+            before, after = record.context  # bytes are the same in any context
+            return RowText(record.value[before : len(record.value) - after])
         texts: list[str] = []
         for name in used_field_names(self.settings.fields).required:
             text = self._record_field(record, name)
@@ -224,7 +261,8 @@ class TaskTokenizer:
                 kind = "null" if text is None else type(text).__name__
                 raise UntokenizableRecordError(f"{name!r} is not text but {kind}")
             texts.append(text)
-        return texts
+        *prompt, _ = texts
+        return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
 
     def _record_field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
@@ -233,6 +271,16 @@ class TaskTokenizer:
         if self.settings.on_error == "stop":
             raise absent_field_error(name, row, where=record.where())
         raise UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
+
+
+def _select_own_tokens(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:
+    """Returns (tokens that begin in the row's own part of its text, mask of the trained ones)."""
+    before, after = row.context
+    own = encoded.begins >= before
+    if after:
+        own &= encoded.begins < len(row.text) - after
+    trained = encoded.mask_tokens_in(row.first_trained, len(row.text) + 1)
+    return encoded.tokens[own], trained[own]
 
 
 def tokenize_tasks(

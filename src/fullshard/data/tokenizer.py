@@ -27,6 +27,37 @@ _MOST_BYTES = 64 << 20  # the largest tokenizer.json files have about forty mill
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
 
 
+@dataclass(frozen=True)
+class EncodedText:
+    """Tokens of a text, and the characters that each stands for.
+
+    begins, ends: token i stands for the characters from begins[i] to before ends[i]
+    """
+
+    tokens: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def from_offsets(cls, tokens: Sequence[int], offsets: Sequence[tuple[int, int]]) -> "EncodedText":
+        """Returns the tokens with `offsets` of a Hugging Face tokenizer.
+
+        Some tokenizers report the offsets of a token without the blanks at its beginning. So a token begins
+        at the end of the one before, or earlier: all bytes of a character have the character's offsets.
+        """
+        pairs = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        begins, ends = pairs[:, 0], pairs[:, 1]
+        begins = np.minimum(begins, np.concatenate([begins[:1] * 0, ends[:-1]]))
+        return cls(np.array(tokens, dtype=np.int64), begins, ends)
+
+    def mask_tokens_in(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Returns the mask of the tokens that stand for a character from `begin` to before `end`.
+
+        A token across `begin` counts: it says how the text continues.
+        """
+        return (self.begins < end) & ((self.ends > begin) | (self.begins >= begin))
+
+
 class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
@@ -48,6 +79,10 @@ class Tokenizer(Protocol):
         """Returns the tokens of each text, without those around a document."""
         ...
 
+    def encode_texts_with_offsets(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Returns the tokens of each text, as `encode_texts`, with the characters that each stands for."""
+        ...
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`."""
         ...
@@ -64,6 +99,13 @@ class ByteTokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Returns the bytes of each text. Raises DataError for a SEPARATOR or half a surrogate pair."""
         return [self._encode_text(text) for text in texts]
+
+    def encode_texts_with_offsets(self, texts: Sequence[str]) -> list[EncodedText]:
+        found: list[EncodedText] = []
+        for tokens in self.encode_texts(texts):
+            begins = np.cumsum((tokens & 0xC0) != 0x80) - 1  # other bytes continue a character
+            found.append(EncodedText(tokens, begins, begins + 1))
+        return found
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text. Invalid UTF-8 and tokens beyond a byte become U+FFFD; the separator becomes ␀."""
@@ -101,6 +143,11 @@ class FileTokenizer:
         with _convert_backend_errors():
             found = self.backend.encode_batch_fast([*texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def encode_texts_with_offsets(self, texts: Sequence[str]) -> list[EncodedText]:
+        with _convert_backend_errors():
+            found = self.backend.encode_batch([*texts], add_special_tokens=False)
+        return [EncodedText.from_offsets(one.ids, one.offsets) for one in found]
 
     def decode(self, tokens: Iterable[int]) -> str:
         known = self.vocabulary_size
