@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fullshard.data.chat_template import ChatTemplate
-from fullshard.data.conversation import Conversation
+from fullshard.data.conversation import Conversation, read_conversation
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSourceFields
 from tests.data.samples import CHAT, END, save_tokenizer
 
 TALK = [
@@ -132,3 +134,80 @@ def test_a_template_that_takes_arguments_as_text_gets_text(tmp_path: Path, writt
         template="{% for m in messages %}" + SAYS.replace("ARGUMENTS", written) + "{% endfor %}",
     )
     assert whole_text(path, CALLS).startswith('look {"at": "the cat"}<|endoftext|>')
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED])
+@pytest.mark.parametrize("train_on", ["all", "assistant"])
+def test_a_message_that_a_flag_excludes_is_not_trained_on(tmp_path: Path, template: str, train_on: str):
+    path = save_tokenizer(tmp_path / "tok", template=template)
+    messages = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
+    talk = read_conversation({}, messages, fields=DataSourceFields(records="messages"))
+    said = trained_text(path, train_on, talk)
+    assert "ran" in said[-1]
+    assert "sat on a mat" not in "".join(said)
+    assert ("the cat" in said[0]) == (train_on == "all")
+
+
+THOUGHT = {"role": "assistant", "content": "ran", "reasoning_content": "away"}
+SYSTEM = {"role": "system", "content": "a mat"}
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content and loop.last %}"
+    "({{ m.reasoning_content | trim }}){% endif %}{{ m.content | tojson }}<|endoftext|>{% endfor %}"
+)
+ONE_SYSTEM = CHAT.replace(
+    "m in messages", "m in messages[:1] + messages[1:] | rejectattr('role', 'eq', 'system') | list"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "what"),
+    [
+        (
+            CHAT,
+            [TALK[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+            "'tool_calls' of message 2",
+        ),
+        (CHAT, [TALK[0], THOUGHT], "'reasoning_content' of message 2"),
+        ("{{ messages[0].content }}", TALK, "'content' of message 2"),
+        (
+            CHAT.replace("m.content", "m.content.split('</think>')[-1]"),
+            [{**THOUGHT, "content": "<think>a</think>b"}],
+            "'content' of message 1",
+        ),
+        (CHAT, [TALK[0], {"role": "assistant", "content": " \n"}], "message 2, of the assistant, is empty"),
+    ],
+)
+def test_an_answer_that_the_template_does_not_write_is_refused(
+    tmp_path: Path, template: str, messages: list[dict[str, Any]], what: str
+):
+    path = save_tokenizer(tmp_path / "tok", template=template)
+    with pytest.raises(UntokenizableRecordError, match=what):
+        trained_text(path, "all", Conversation(messages))
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "names"),
+    [
+        (THINKS, Conversation([TALK[0], THOUGHT, TALK[2], THOUGHT]), {"reasoning_content of assistant"}),
+        (THINKS, Conversation([{**TALK[0], "content": ' "é" \n'}, THOUGHT]), set()),
+        (ONE_SYSTEM, Conversation([SYSTEM, SYSTEM, *TALK]), {"content of system"}),
+        (CHAT, Conversation([{**TALK[0], "name": "dog"}, TALK[1]], tools=TOOLS), {"name of user", "tools"}),
+        (CHAT, Conversation(TALK, template_kwargs={"brief": True}), {"chat_template_kwargs.brief"}),
+        (WITH_TOOLS, CALLS, set()),
+    ],
+)
+def test_content_that_is_only_context_is_reported_if_the_template_does_not_write_it(
+    tmp_path: Path, template: str, conversation: Conversation, names: set[str]
+):
+    chat = ChatTemplate(save_tokenizer(tmp_path / "tok", template=template))
+    if "assistant" not in str(names):
+        conversation = replace(conversation, untrained=frozenset(range(len(conversation.messages))))
+    assert chat.encode_conversation(conversation, train_on="all").unwritten == names
+
+
+def test_parts_of_text_are_text_for_a_template_that_takes_text(tmp_path: Path):
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    talk = Conversation([{"role": "user", "content": parts}])
+    for template in (CHAT, CHAT.replace("m.content", "'' + m.content")):
+        path = save_tokenizer(tmp_path / "tok", template=template)
+        assert whole_text(path, talk).startswith("<|user|>\nthe cat<|endoftext|>")

@@ -20,7 +20,7 @@ FIELDS = DataSourceFields(records="tokens")
 
 
 def read(row: dict[str, Any], size: int = 100) -> tuple[list[int], list[bool]]:
-    tokens, trained = read_token_row(row, row["input_ids"], fields=FIELDS, vocabulary_size=size)
+    tokens, trained, _ = read_token_row(row, row["input_ids"], fields=FIELDS, vocabulary_size=size)
     return tokens.tolist(), trained.tolist()
 
 
@@ -73,6 +73,12 @@ def test_lists_of_arrow_share_its_memory():
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 values for 2 tokens"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "'labels' has 2 at position 0, where 1 is the token"),
         ({"input_ids": [1, 2], "loss_mask": [0.5, 1]}, "weights, such as 0.5"),
+        ({"input_ids": [1, 2], "loss_mask": [2, 1]}, "weights, such as 2"),
+        ({"input_ids": [1, 2], "position_ids": [3, 4]}, "'position_ids' does not count from 0"),
+        ({"input_ids": [1, 2], "segment_ids": [1, 0]}, "'segment_ids' ends with 0, which is padding"),
+        ({"input_ids": [1, 2], "cu_seqlens": [0, 1]}, "'cu_seqlens' does not divide 2 tokens"),
+        ({"input_ids": [1, 2], "special_tokens_mask": [0, 1]}, "'special_tokens_mask' is"),
+        ({"input_ids": [1, 2], "weight": 0}, "'weight' is 0"),
     ],
 )
 def test_what_is_no_row_of_tokens_is_refused(row: dict[str, Any], why: str):
@@ -113,3 +119,39 @@ def test_data_of_which_nothing_is_trained_on_is_refused(tmp_path: Path):
 def test_a_row_with_a_list_of_tokens_suggests_the_settings(tmp_path: Path):
     with pytest.raises(DataError, match=r'(?s)records = "tokens"\s+tokens_field = "ids"'):
         store_of(tmp_path, **write_rows("jsonl", tmp_path, [{"ids": [1, 2]}]))
+
+
+PACKED = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"position_ids": [0, 1, 2, 0, 0, 1]},
+        {"seq_idx": [0, 0, 0, 1, 2, 2]},
+        {"segment_ids": [1, 1, 1, 2, 3, 3]},
+        {"attention_mask": [1, 1, 1, 2, 3, 3]},
+        {"cu_seqlens": [0, 3, 4, 6]},
+        {"seq_start_id": [0, 3, 4]},
+        {"seq_lengths": [3, 1, 2]},
+    ],
+)
+def test_a_row_that_another_program_packed_is_several_documents(mark: dict[str, Any]):
+    _, _, ends = read_token_row({"ids": PACKED, **mark}, PACKED, fields=FIELDS, vocabulary_size=100)
+    assert ends == [3, 4, 6]
+
+
+def test_documents_of_a_packed_row_are_found_without_its_padding():
+    row = {"position_ids": [0, 0, 1, 0, 1, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
+    tokens, _, ends = read_token_row(row, PACKED, fields=FIELDS, vocabulary_size=100)
+    assert (tokens.tolist(), ends) == ([6, 7, 8, 9], [2, 4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_of_every_source_are_several_documents(tmp_path: Path, kind: str):
+    rows = [
+        {"data": {"ids": PACKED, "position_ids": [0, 1, 2, 3, 0, 1], "completion_mask": [0, 1, 1, 1, 0, 1]}}
+    ]
+    store = store_of(tmp_path, **write_rows(kind, tmp_path, rows), records="tokens", tokens_field="data.ids")
+    assert documents(store) == [PACKED[:4], PACKED[4:]]
+    assert store.loss_mask.tolist() == [0, 1, 1, 1, 0, 1]

@@ -11,7 +11,7 @@ raised.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import signature
@@ -29,6 +29,7 @@ from fullshard.data.tokenizer import (
     locate_tokenizer_file,
     read_tokenizer_text,
 )
+from fullshard.data.written_content import Content, mark_content
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
 
@@ -44,11 +45,13 @@ class EncodedConversation:
     tokens: tokens of the whole conversation
     trained: mask of the trained tokens
     has_end_of_turn: False if the last message is the assistant's and nothing follows its content
+    unwritten: names of the content that the template does not write
     """
 
     tokens: NDArray[np.int64]
     trained: NDArray[np.bool_]
     has_end_of_turn: bool
+    unwritten: frozenset[str] = frozenset()
 
 
 class ChatTemplate:
@@ -103,22 +106,76 @@ class ChatTemplate:
     ) -> EncodedConversation:
         """Returns the tokens of the conversation.
 
-        Raises UntokenizableRecordError if the template rejects it or the assistant's words cannot be found.
+        Raises UntokenizableRecordError if the template rejects it or does not write an answer that is trained
+        on, and if the assistant's words cannot be found.
         """
         self._check_template_kwargs(conversation.template_kwargs)
         conversation, text = self._render_conversation(conversation)
+        unwritten = self._check_content_is_written(conversation, train_on=train_on)
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if train_on == "assistant" and self._marked:
-            tokens, trained = self._encode_by_generation_marks(conversation)
-        else:
-            spans = [(0, len(text))] if train_on == "all" else self._assistant_text_spans(conversation, text)
+            tokens, trained = self._encode_by_generation_marks(conversation, answers)
+        elif train_on == "assistant":
+            own = [i for i in answers if i not in conversation.untrained]
+            spans = [self._message_span(conversation, i, text=text) for i in own]
             tokens, trained = self._encode_text_with_spans(text, spans)
-        for end in np.flatnonzero(trained[:-1] & ~trained[1:]):
+        else:
+            spans = [self._message_span(conversation, i, text=text) for i in conversation.untrained]
+            tokens, excluded = self._encode_text_with_spans(text, spans)
+            trained = ~excluded
+        ends = np.flatnonzero(trained[:-1] & ~trained[1:]) if train_on == "assistant" else []
+        for end in ends:
             # See [Note: what the assistant says]: the token that ends the turn may follow the marked words.
             if tokens[end + 1] in self._special_tokens and not self._ends_special(tokens[: end + 1]):
                 trained[end + 1] = True
         return EncodedConversation(
-            tokens, trained, self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens)
+            tokens,
+            trained,
+            self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens),
+            unwritten,
         )
+
+    def _check_content_is_written(
+        self, conversation: Conversation, *, train_on: Literal["all", "assistant"]
+    ) -> frozenset[str]:
+        """Returns names of the content that the template does not write. See [Note: marked content].
+
+        Raises UntokenizableRecordError for such content of a message that is trained on, unless the template
+        leaves it out only of earlier messages, and for an answer that is empty.
+        """
+        template = str(self._tokenizer.chat_template)
+        unwritten = {
+            f"chat_template_kwargs.{name}" for name in conversation.template_kwargs if name not in template
+        }
+        marked, pieces = mark_content(conversation)
+        try:
+            text = self._render(marked)
+        except UntokenizableRecordError:  # the template takes only certain words
+            return frozenset(unwritten)
+        for i, message in enumerate(conversation.messages):
+            role = message["role"]
+            trained = i not in conversation.untrained and (train_on == "all" or role == "assistant")
+            own = [piece for piece in pieces if piece.message == i]
+            if trained and role == "assistant" and all(piece.field == "name" for piece in own):
+                raise UntokenizableRecordError(f"message {i + 1}, of the assistant, is empty")
+            for piece in own:
+                if piece.is_written(text):
+                    continue
+                if trained and piece.field != "name" and not self._is_written_last(marked, piece):
+                    raise UntokenizableRecordError(
+                        f"the chat template does not write all of {piece.field!r} of message {i + 1} ({role})"
+                    )
+                unwritten.add(f"{piece.field} of {role}")
+        unwritten |= {"tools" for piece in pieces if piece.message is None and not piece.is_written(text)}
+        return frozenset(unwritten)
+
+    def _is_written_last(self, marked: Conversation, piece: Content) -> bool:
+        """Returns whether the template writes the piece of content if its message is the last one."""
+        assert piece.message is not None, "it is a message's"
+        try:
+            return piece.is_written(self._render(marked, piece.message + 1))
+        except UntokenizableRecordError:
+            return False
 
     def _encode_text_with_spans(
         self, text: str, spans: Iterable[tuple[int, int]]
@@ -154,24 +211,29 @@ class ChatTemplate:
             raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
 
     def _render_conversation(self, conversation: Conversation) -> tuple[Conversation, str]:
-        """Returns (conversation with arguments as the template takes them, text of the conversation).
+        """Returns (conversation in the form that the template takes, text of the conversation).
 
-        See [Note: arguments of tool calls].
+        See [Note: arguments of tool calls]. A list of text parts becomes one text for a template that takes
+        only text.
         """
-        given = [arguments for arguments in conversation.tool_arguments() if arguments]
-        if not given:
-            return conversation, self._render(conversation)
-        as_text = conversation.with_text_arguments()
-        try:
-            text = self._render(conversation)
-        except UntokenizableRecordError as error:
+        given = [one for one in (*conversation.tool_arguments(), *conversation.part_lists()) if one]
+        forms = [conversation]
+        if any(conversation.tool_arguments()):
+            forms.append(conversation.with_text_arguments())
+        if any(conversation.part_lists()):
+            forms += [form.with_text_contents() for form in forms]
+        error: UntokenizableRecordError | None = None
+        for form in forms:
             try:
-                return as_text, self._render(as_text)
-            except UntokenizableRecordError:
-                raise error from None
-        if any(repr(arguments) in text for arguments in given):  # a template that writes what it is given
-            return as_text, self._render(as_text)
-        return conversation, text
+                text = self._render(form)
+            except UntokenizableRecordError as raised:
+                error = error or raised
+                continue
+            # A template that writes what it is given needs text.
+            if form is forms[-1] or not any(repr(one) in text for one in given):
+                return form, text
+        assert error is not None, "the last form is returned unless it raises"
+        raise error
 
     def _render(self, conversation: Conversation, count: int | None = None, *, opening: bool = False) -> str:
         """Returns the text of the first `count` messages; with `opening`, also the header of an answer."""
@@ -179,11 +241,25 @@ class ChatTemplate:
         return cast(str, self._apply_template(part, {"tokenize": False, "add_generation_prompt": opening}))
 
     def _encode_by_generation_marks(
-        self, conversation: Conversation
+        self, conversation: Conversation, answers: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Returns (tokens, mask of those that the template marks), without answers that are not trained on.
+
+        answers: indexes of the assistant's messages
+        """
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         coded = self._apply_template(conversation, {"tokenize": True, **options})
-        return np.array(coded["input_ids"], np.int64), np.array(coded["assistant_masks"], np.bool_)
+        trained = np.array(coded["assistant_masks"], np.bool_)
+        runs = np.flatnonzero(np.diff(trained, prepend=False, append=False)).reshape(-1, 2)
+        excluded = [place for place, i in enumerate(answers) if i in conversation.untrained]
+        if excluded and len(runs) != len(answers):
+            raise UntokenizableRecordError(
+                f"message {answers[excluded[0]] + 1} is not to be trained on, but cannot be found: the chat "
+                f"template marks {len(runs)} parts of {len(answers)} answers"
+            )
+        for begin, end in runs[excluded]:
+            trained[begin:end] = False
+        return np.array(coded["input_ids"], np.int64), trained
 
     def _apply_template(self, conversation: Conversation, options: Mapping[str, bool]) -> Any:
         with _convert_template_errors():
@@ -191,21 +267,22 @@ class ChatTemplate:
                 [*conversation.messages], tools=conversation.tools, **conversation.template_kwargs, **options
             )
 
-    def _assistant_text_spans(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Returns (begin, end) of the assistant's words in `text`. See [Note: what the assistant says]."""
-        spans: list[tuple[int, int]] = []
-        for i, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
-                continue
-            behind = self._render(conversation, i + 1)
-            before = self._render(conversation, i, opening=True) if i else self._first_header(conversation)
-            if not (text.startswith(behind) and behind.startswith(before)):
-                raise UntokenizableRecordError(
-                    f"message {i + 1} changes how the chat template writes out those before it, so what the "
-                    "assistant says cannot be found; a template with {% generation %} marks it"
-                )
-            spans.append((len(before), len(behind)))
-        return spans
+    def _message_span(self, conversation: Conversation, i: int, *, text: str) -> tuple[int, int]:
+        """Returns (begin, end) of message `i` in `text`: of an answer, without the header.
+
+        See [Note: what the assistant says].
+        """
+        behind, answers = self._render(conversation, i + 1), conversation.messages[i]["role"] == "assistant"
+        if i:
+            before = self._render(conversation, i, opening=answers)
+        else:
+            before = self._first_header(conversation) if answers else ""
+        if not (text.startswith(behind) and behind.startswith(before)):
+            raise UntokenizableRecordError(
+                f"message {i + 1} changes how the chat template writes out those before it, so what the "
+                "assistant says cannot be found; a template with {% generation %} marks it"
+            )
+        return len(before), len(behind)
 
     def _first_header(self, conversation: Conversation) -> str:
         """Returns the text before the words of a conversation that begins with the assistant.

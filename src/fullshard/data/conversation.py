@@ -19,6 +19,7 @@ from fullshard.data.row_fields import (
     role_names,
     sharegpt_role_lines,
 )
+from fullshard.data.row_marks import is_message_trained
 from fullshard.spec.data_section import DataSourceFields
 from fullshard.spec.small_files import parse_json
 
@@ -37,17 +38,19 @@ class Conversation:
     messages: messages with `role`, and `content` or tool calls
     tools: definitions of the tools that the assistant may call; None without tools
     template_kwargs: further variables of the template
+    untrained: indexes of the messages that their own fields exclude from training
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    untrained: frozenset[int] = frozenset()
 
     def tool_arguments(self) -> Iterator[Any]:
         """Yields the arguments of each tool call."""
         for message in self.messages:
             for call in message.get("tool_calls", ()):
-                yield _function_of_call(call).get("arguments")
+                yield function_of_call(call).get("arguments")
 
     def with_text_arguments(self) -> "Conversation":
         """Returns the conversation with the arguments of tool calls as JSON text."""
@@ -58,6 +61,24 @@ class Conversation:
         messages = [
             {**message, "tool_calls": [_convert_arguments(call, encode) for call in message["tool_calls"]]}
             if "tool_calls" in message
+            else message
+            for message in self.messages
+        ]
+        return replace(self, messages=messages)
+
+    def part_lists(self) -> Iterator[list[Any]]:
+        """Yields each content that is a list of parts, all of which are text."""
+        for message in self.messages:
+            content = message.get("content")
+            if isinstance(content, list) and None not in map(_text_of_part, cast(list[Any], content)):
+                yield content
+
+    def with_text_contents(self) -> "Conversation":
+        """Returns the conversation with each content of text parts as one text."""
+        lists = list(self.part_lists())
+        messages = [
+            {**message, "content": "".join(_text_of_part(part) or "" for part in message["content"])}
+            if any(message.get("content") is one for one in lists)
             else message
             for message in self.messages
         ]
@@ -76,10 +97,14 @@ def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSour
     kwargs = _decode_json(_look_up_optional(row, fields.chat_template_kwargs_field), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UntokenizableRecordError(f"chat_template_kwargs is not an object, but {_type_name(kwargs)}")
+    read = [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)]
     return Conversation(
-        [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)],
+        read,
         tools=_read_tools(_look_up_optional(row, fields.tools_field)),
         template_kwargs={**fields.chat_template_kwargs, **cast(Mapping[str, Any], kwargs or {})},
+        untrained=frozenset(
+            i for i, one in enumerate(read) if not is_message_trained(one, f"message {i + 1}")
+        ),
     )
 
 
@@ -128,6 +153,10 @@ def _read_message(value: Any, number: int, *, fields: DataSourceFields) -> Messa
         raise UntokenizableRecordError(f"message {number} has no {fields.content_field!r}, but {there}")
     if not isinstance(content, str | list | None):
         raise UntokenizableRecordError(f"message {number} has a content of {type(content).__name__}")
+    for part in cast(list[Any], content) if isinstance(content, list) else []:
+        kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+        if any(medium in kind for medium in ("image", "audio", "video", "file")):
+            raise UntokenizableRecordError(f"message {number} has a part of type {kind!r}, which is not text")
     message["role"] = fields.roles.get(role, role)
     if content is not None:
         message["content"] = content
@@ -139,7 +168,7 @@ def _read_message(value: Any, number: int, *, fields: DataSourceFields) -> Messa
 def _read_tool_calls(value: Any, what: str) -> list[Mapping[str, Any]]:
     calls = _read_objects(value, what)
     for call in calls:
-        if not isinstance(_function_of_call(call).get("name"), str):
+        if not isinstance(function_of_call(call).get("name"), str):
             raise UntokenizableRecordError(f"{what} have a call without a name")
     return [_convert_arguments(call, lambda value: _decode_arguments(value, what)) for call in calls]
 
@@ -159,7 +188,13 @@ def _read_objects(value: Any, what: str) -> list[Mapping[str, Any]]:
     raise UntokenizableRecordError(f"{what} are not a list of objects, but {_type_name(items)}")
 
 
-def _function_of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_of_part(part: Any) -> str | None:
+    """Returns the text of a part of a content; None for a part that is not text."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    return text if isinstance(text, str) else None
+
+
+def function_of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the part of a tool call that has its name and arguments: `function`, or the call itself."""
     function = call.get("function")
     return cast(Mapping[str, Any], function) if isinstance(function, Mapping) else call
@@ -167,7 +202,7 @@ def _function_of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _convert_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:
     """Returns the tool call with `convert` applied to its arguments."""
-    function = _function_of_call(call)
+    function = function_of_call(call)
     converted = {**function, "arguments": convert(function.get("arguments"))}
     return converted if function is call else {**call, "function": converted}
 

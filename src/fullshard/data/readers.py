@@ -17,7 +17,15 @@ from fullshard.data.files import (
 )
 from fullshard.data.json_array import first_character, read_json_array
 from fullshard.data.remote_files import open_remote_file
-from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns
+from fullshard.data.row_fields import (
+    MEDIA,
+    FieldNames,
+    UntokenizableRecordError,
+    find_arrow_columns,
+    unused_content_names,
+    used_field_names,
+)
+from fullshard.data.row_marks import mark_names
 from fullshard.data.token_rows import iterate_list_rows
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import DataSourceFields
@@ -251,7 +259,8 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         batch = next(file.iter_batches(1), None)
         return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
 
-    paths = find_arrow_columns(file.schema_arrow, fields, where=shard.name, first_row=read_first_row)
+    names = _read_field_names(fields)
+    paths = find_arrow_columns(file.schema_arrow, names, where=shard.name, first_row=read_first_row)
     columns = [".".join(path) for path in paths.values()]
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
@@ -267,7 +276,8 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
 def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
     schema, rows = dataset.features.arrow_schema, range(shard.begin, shard.end)
-    paths = find_arrow_columns(schema, fields, where=str(name), first_row=lambda: dataset[0])
+    names = _read_field_names(fields)
+    paths = find_arrow_columns(schema, names, where=str(name), first_row=lambda: dataset[0])
     columns = list(dict.fromkeys(path[0] for path in paths.values()))
     part = dataset.select_columns(columns).select(rows)
     if fields.records == "tokens":
@@ -277,6 +287,13 @@ def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         values = (_drop_null_struct_members(value, fields) for value in _iterate_dataset_rows(part))
     for row, value in zip(rows, values, strict=True):
         yield _record_of(value, lambda row=row: f"{name} row {row}")
+
+
+def _read_field_names(fields: DataSourceFields) -> FieldNames:
+    """Returns the names of the fields to read: those that are used, and others that are checked."""
+    names = used_field_names(fields)
+    checked = {*mark_names(names.required[0]), *unused_content_names(fields)} - {*MEDIA, *names.required}
+    return FieldNames(names.required, tuple({*names.optional, *checked}))
 
 
 def _record_of(value: _Row, where: Callable[[], str]) -> TextRecord | CorruptRecord:

@@ -24,6 +24,15 @@ _SHAREGPT_ROLES = {
 }
 
 
+# Kind of records -> fields with further content, as in LLaMA-Factory, Alpaca, NeMo, ms-swift and Dolly.
+_CONTENT_OF_OTHERS = {
+    "messages": ("system", "system_prompt", "images", "videos", "audios"),
+    "completion": ("system", "input", "history", "context", "images", "videos", "audios"),
+}
+MEDIA = ("images", "videos", "audios")
+"""Fields of large values, whose columns are not read."""
+
+
 class UntokenizableRecordError(DataError):
     """Raised, with the reason, for a record that cannot be converted to tokens.
 
@@ -59,6 +68,12 @@ def used_field_names(fields: DataSourceFields) -> FieldNames:
             (fields.labels_field, fields.loss_mask_field, fields.attention_mask_field),
         ),
     }[fields.records]
+
+
+def unused_content_names(fields: DataSourceFields) -> list[str]:
+    """Returns names of fields that have content in the formats of other programs, and that are not read."""
+    names, read = _CONTENT_OF_OTHERS.get(fields.records, ()), used_field_names(fields)
+    return [name for name in names if name not in (*read.required, *read.optional)]
 
 
 def look_up_field(row: Mapping[str, Any], name: str) -> Any:
@@ -97,13 +112,12 @@ def find_arrow_path(fields: Any, name: str) -> list[str] | None:
 
 
 def find_arrow_columns(
-    schema: Any, fields: DataSourceFields, *, where: str, first_row: Callable[[], Mapping[str, Any]]
+    schema: Any, names: FieldNames, *, where: str, first_row: Callable[[], Mapping[str, Any]]
 ) -> dict[str, list[str]]:
     """Returns the path of each column to read, see `find_arrow_path`, by the name of its field.
 
     first_row: returns the first row with all its columns. Raises DataError if a required column is missing.
     """
-    names = used_field_names(fields)
     found = {name: find_arrow_path(schema, name) for name in (*names.required, *names.optional)}
     for name in names.required:
         if found[name] is None:

@@ -239,7 +239,7 @@ def _tokenize_to_callback(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
     ends, counts, messages = [np.zeros(1, dtype=np.int64)], Counter[str](), list[str]()
-    largest = -1
+    largest, unwritten = -1, Counter[str]()
     for one in tokenize_tasks(_group_parts_into_tasks(files.split()), settings, processes=processes):
         write(one)
         ends.append(one.ends + counts["tokens"])
@@ -247,6 +247,7 @@ def _tokenize_to_callback(
         counts.update(tokens=one.tokens.size, trained=trained, skipped=one.skipped, unended=one.unended)
         largest = max(largest, int(one.tokens.max(initial=0)))
         messages += one.skip_messages
+        unwritten += one.unwritten
     facts = {
         "tokens": 0,
         "trained": 0,
@@ -255,6 +256,7 @@ def _tokenize_to_callback(
         **counts,
         "largest": largest,
         "skip_messages": messages[:5],
+        "unwritten": unwritten,
     }
     return np.unique(np.concatenate(ends)), facts
 

@@ -1,7 +1,8 @@
 """Token stores: tokens of a source in memory, or in files that the ranks of a node map into memory."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -39,6 +40,7 @@ class TokenStore:
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     unended: number of conversations whose last answer has nothing that ends the turn
+    unwritten: name of content that is not in the tokens -> number of records that have it
     """
 
     name: str
@@ -52,6 +54,7 @@ class TokenStore:
     skipped: int = 0
     skip_messages: tuple[str, ...] = ()
     unended: int = 0
+    unwritten: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def document_count(self) -> int:
@@ -60,13 +63,18 @@ class TokenStore:
     @property
     def warnings(self) -> list[str]:
         """Warnings about tokens that train a model otherwise than expected."""
+        unwritten = [
+            f"{number:,} records of {self.name} have content that is not in the tokens: {name}"
+            for name, number in sorted(self.unwritten.items())
+        ]
         if not self.unended:
-            return []
+            return unwritten
         return [
+            *unwritten,
             f"{self.unended:,} of {self.document_count:,} conversations of {self.name} end without a token "
             "that ends the assistant's turn, so that the model does not learn to stop. Write one behind the "
             'content in the chat template, such as {{ eos_token }}: data.chat_template = "<file>.jinja" is '
-            "used in place of the tokenizer's template"
+            "used in place of the tokenizer's template",
         ]
 
 
@@ -89,6 +97,7 @@ def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
         unended=facts["unended"],
+        unwritten=facts["unwritten"],
     )
 
 

@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -33,8 +33,10 @@ from fullshard.data.row_fields import (
     UntokenizableRecordError,
     absent_field_error,
     look_up_field,
+    unused_content_names,
     used_field_names,
 )
+from fullshard.data.row_marks import check_unused_marks
 from fullshard.data.token_rows import TOKEN_LIMIT, read_token_row
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
@@ -73,9 +75,7 @@ class TokenizeSettings:
     @property
     def needs_loss_mask(self) -> bool:
         """True if only a part of each record's tokens may be trained on."""
-        if self.fields.records == "tokens":
-            return True
-        return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
+        return self.fields.records in ("tokens", "messages", self.train_on)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,19 @@ class RowText:
 
 
 @dataclass(frozen=True)
+class EncodedRecord:
+    """Tokens of a record.
+
+    trained: mask of the tokens that are trained on
+    ends: index behind the last token of each document that ends in this record
+    """
+
+    tokens: Tokens
+    trained: Mask
+    ends: list[int]
+
+
+@dataclass(frozen=True)
 class TokenizedTask:
     """Tokens of one task.
 
@@ -102,6 +115,7 @@ class TokenizedTask:
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     unended: number of conversations whose last answer has nothing that ends the turn
+    unwritten: name of content that is not in the tokens -> number of records that have it
     """
 
     size: int
@@ -111,6 +125,7 @@ class TokenizedTask:
     skipped: int
     skip_messages: list[str]
     unended: int
+    unwritten: Counter[str]
 
 
 class TaskTokenizer:
@@ -119,7 +134,7 @@ class TaskTokenizer:
     def __init__(self, settings: TokenizeSettings) -> None:
         self.settings = settings
         self._tokenizer = open_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
-        self._encode_row: Callable[[TextRecord], tuple[Tokens, Mask]] | None = None
+        self._encode_row: Callable[[TextRecord], EncodedRecord] | None = None
         if settings.fields.records == "tokens":
             self._encode_row = self._read_tokens
         if settings.fields.records == "messages":
@@ -132,6 +147,7 @@ class TaskTokenizer:
             self._encode_row = self._encode_conversation
         self._skipped, self._unended = 0, 0
         self._skip_messages: list[str] = []
+        self._unwritten = Counter[str]()
 
     def tokenize_task(self, task: Task) -> TokenizedTask:
         """Returns the tokens of `task`, a run of file parts.
@@ -139,16 +155,16 @@ class TaskTokenizer:
         A corrupt record is skipped and counted, or raises DataError if `on_error` is "stop". Raises DataError
         for a text that the tokenizer does not take.
         """
-        self._skipped, self._unended, self._skip_messages = 0, 0, []
+        self._skipped, self._unended, self._skip_messages, self._unwritten = 0, 0, [], Counter()
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
         records = self._read_task_records(task)
         while batch := list(islice(records, _BATCH_RECORDS)):
-            for record, found, trained in self._tokenize_records(batch):
-                tokens.append(found.astype(self.settings.dtype))
-                masks.append(trained)
-                count += len(found)
-                ends += [count] if record.ends else []
+            for found in self._tokenize_records(batch):
+                tokens.append(found.tokens.astype(self.settings.dtype))
+                masks.append(found.trained)
+                ends += [count + end for end in found.ends]
+                count += len(found.tokens)
         return TokenizedTask(
             size=sum(part.size for part in task),
             tokens=np.concatenate(tokens),
@@ -157,6 +173,7 @@ class TaskTokenizer:
             skipped=self._skipped,
             skip_messages=self._skip_messages,
             unended=self._unended,
+            unwritten=self._unwritten,
         )
 
     def _read_task_records(self, task: Task) -> Iterator[TextRecord]:
@@ -178,8 +195,8 @@ class TaskTokenizer:
         if len(self._skip_messages) < _REPORTED_RECORDS:
             self._skip_messages.append(f"{where()}: {reason}")
 
-    def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
-        """Yields (record, tokens, mask of the trained tokens), without the records that are skipped."""
+    def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[EncodedRecord]:
+        """Yields the tokens of each record, without the records that are skipped."""
         texts: list[tuple[TextRecord, RowText]] = []
         for record in batch:
             found = None
@@ -192,31 +209,30 @@ class TaskTokenizer:
             except DataError as error:
                 self._skip_or_raise(record.where, error)
             if found is not None:
-                yield record, *found
-        for record, found in self._encode_texts_by_record(texts):
-            yield record, *found
+                yield found
+        yield from self._encode_texts_by_record(texts)
 
-    def _encode_conversation(self, record: TextRecord) -> tuple[Tokens, Mask]:
+    def _encode_conversation(self, record: TextRecord) -> EncodedRecord:
         assert self._chat is not None, "opened for messages"
         fields = self.settings.fields
         messages = self._record_field(record, fields.messages_field)
+        self._check_other_fields(record)
         conversation = read_conversation(record.value, messages, fields=fields)
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         encoded = self._chat.encode_conversation(conversation, train_on=train_on)
         self._unended += not encoded.has_end_of_turn
-        return encoded.tokens, encoded.trained
+        self._unwritten.update(encoded.unwritten)
+        return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
 
-    def _read_tokens(self, record: TextRecord) -> tuple[Tokens, Mask]:
+    def _read_tokens(self, record: TextRecord) -> EncodedRecord:
         fields, known = self.settings.fields, self.settings.tokenizer is not None
         tokens = self._record_field(record, fields.tokens_field)
         size = self._tokenizer.vocabulary_size if known else TOKEN_LIMIT
-        return read_token_row(record.value, tokens, fields=fields, vocabulary_size=size)
+        return EncodedRecord(*read_token_row(record.value, tokens, fields=fields, vocabulary_size=size))
 
-    def _encode_texts_by_record(
-        self, rows: Sequence[tuple[TextRecord, RowText]]
-    ) -> Iterator[tuple[TextRecord, tuple[Tokens, Mask]]]:
-        """Yields (record, (tokens, mask of the trained tokens)), without the records that are skipped."""
-        encoded: list[tuple[Tokens, Mask]] | None = None
+    def _encode_texts_by_record(self, rows: Sequence[tuple[TextRecord, RowText]]) -> Iterator[EncodedRecord]:
+        """Yields the tokens of each text, without those that are skipped."""
+        encoded: list[EncodedRecord] | None = None
         with suppress(DataError):
             encoded = self._encode_texts(rows)
         for i, (record, row) in enumerate(rows):
@@ -227,24 +243,26 @@ class TaskTokenizer:
                 self._skip_or_raise(record.where, error)
                 if record.begins and record.ends:
                     continue
-                found = np.empty(0, np.int64), np.empty(0, np.bool_)  # a document may end with this part
-            yield record, found
+                # A document may end with this part.
+                found = EncodedRecord(np.empty(0, np.int64), np.empty(0, np.bool_), [0] * record.ends)
+            yield found
 
-    def _encode_texts(self, rows: Sequence[tuple[TextRecord, RowText]]) -> list[tuple[Tokens, Mask]]:
-        """Returns (tokens, mask of the trained tokens) of each row. Raises DataError if any has none."""
+    def _encode_texts(self, rows: Sequence[tuple[TextRecord, RowText]]) -> list[EncodedRecord]:
+        """Returns the tokens of each row. Raises DataError if the tokenizer rejects a text."""
         texts = [row.text for _, row in rows]
         if any(row.first_trained or any(row.context) for _, row in rows):
             encoded = self._tokenizer.encode_texts_with_offsets(texts)
             parts = [_select_own_tokens(one, row) for one, (_, row) in zip(encoded, rows, strict=True)]
         else:  # offsets take time
             parts = [(one, np.ones(len(one), np.bool_)) for one in self._tokenizer.encode_texts(texts)]
-        found: list[tuple[Tokens, Mask]] = []
+        found: list[EncodedRecord] = []
         for (record, _), (tokens, trained) in zip(rows, parts, strict=True):
             before = self._tokenizer.tokens_before_document if record.begins else ()
             after = self._tokenizer.tokens_after_document if record.ends else ()
             around = [np.full(len(before), not self.settings.needs_loss_mask), trained, np.ones(len(after))]
             tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, tokens, after)])
-            found.append((tokens, np.concatenate(around).astype(np.bool_)))
+            trained = np.concatenate(around).astype(np.bool_)
+            found.append(EncodedRecord(tokens, trained, [len(tokens)] * record.ends))
         return found
 
     def _read_text(self, record: TextRecord) -> RowText:
@@ -255,7 +273,9 @@ class TaskTokenizer:
             before, after = record.context  # bytes are the same in any context
             return RowText(record.value[before : len(record.value) - after])
         texts: list[str] = []
-        for name in used_field_names(self.settings.fields).required:
+        names = used_field_names(self.settings.fields).required
+        self._check_other_fields(record)
+        for name in names:
             text = self._record_field(record, name)
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
@@ -263,6 +283,13 @@ class TaskTokenizer:
             texts.append(text)
         *prompt, _ = texts
         return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
+
+    def _check_other_fields(self, record: TextRecord) -> None:
+        """Raises UntokenizableRecordError for marks that are not used; counts content that is not used."""
+        check_unused_marks(record.value, used_field_names(self.settings.fields).required[0])
+        self._unwritten.update(
+            name for name in unused_content_names(self.settings.fields) if record.value.get(name)
+        )
 
     def _record_field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
