@@ -85,7 +85,7 @@ LLAMA3_8B = (*SHARED, *preset_settings("llama3-8b"), "precision.mode=bf16_pure",
 LLAMA32_1B = (*SHARED, *preset_settings("llama3.2-1b"), "data.sequence_length=4096")
 FAST = ("run.compile=true", "train.loss_chunk=auto")
 GUIDE = (
-    *(*SHARED, f"model.hf={SMOLLM3}", "model.weights=none"),
+    *(*SHARED, f"model.hf={SMOLLM3}", "model.weights=none", "data.source=stdlib"),
     *("precision.mode=bf16_pure", "recompute.mode=full", "run.compile=false", "train.loss_chunk=0"),
 )
 BF16_RUNGS = [rung for rung in LADDER if not any(one.startswith("precision.") for one in rung.settings)]

@@ -78,3 +78,10 @@ def test_the_vocabulary_of_a_config_json_counts(tmp_path: Path, capsys):
     settings = ("data.source=memmap", f'data.paths=["{tmp_path}/a.npy"]', "data.sequence_length=8")
     assert prepare(tmp_path, *settings, f"model.hf={tmp_path}") == 2
     assert "a vocabulary of 499" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("the cat sat on a mat " * 99)
+    settings = ("data.source=text", f'data.paths=["{tmp_path}/a.txt"]', f"model.hf={tmp_path}")
+    assert prepare(tmp_path, *settings) == 2
+    assert "the tokens are bytes, and the model has another vocabulary" in capsys.readouterr().err
+    assert prepare(tmp_path, *settings, "model.options.text_config.vocab_size=256") == 0
+    assert prepare(tmp_path, f"model.hf={tmp_path}") == 2
+    assert "the run has no data" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.run_checks import check_data_is_given
 from tests.data.samples import plan_of, run_of, save_tokenizer, texts_file, write_json_lines
 
 THIS = "tests.data.test_build"
@@ -129,7 +130,12 @@ def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):
     [
         ({"source": "jsonl"}, "needs paths"),
         ({"source": "datasets"}, "paths = .* or name"),
-        ({"source": "jsonl", "paths": ("a",), "name": "b"}, "name and subset are for"),
+        ({"source": "jsonl", "paths": ("a",), "name": "b"}, "name, subset and split are for"),
+        ({"source": "jsonl", "paths": ("a",), "split": "test"}, "name, subset and split are for"),
+        ({"source": "jsonl", "paths": ("a",), "messages_field": "b"}, 'records = "messages"'),
+        ({"source": "jsonl", "paths": ("a",), "records": "tokens", "text_field": "b"}, 'records = "text"'),
+        ({"source": "text", "paths": ("a",), "text_field": "b"}, "it is for jsonl, parquet or datasets"),
+        ({"options": {"a": 1}}, "options is given; set source"),
         ({"source": "text", "paths": ("a",), "dtype": "uint16"}, "for source = .memmap"),
         ({"source": "text", "paths": ("a",), "records": "completion"}, "for jsonl, parquet and datasets"),
         ({"source": "jsonl", "paths": ("a",), "records": "messages"}, "needs a tokenizer"),
@@ -137,7 +143,9 @@ def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):
         ({"eos_token": "a"}, "needs a tokenizer"),
         ({"source": "python"}, "needs factory"),
         ({"factory": "a:b"}, "set source"),
-        ({"sources": [{"source": "jsonl", "paths": ("a",)}], "paths": ("b",)}, "either source"),
+        ({"sources": [{"source": "jsonl", "paths": ("a",)}], "paths": ("b",)}, "either paths"),
+        ({"sources": [{"source": "jsonl", "paths": ("a",)}], "text_field": "b"}, "either text_field"),
+        ({"sources": [{"source": "jsonl", "paths": ("a",)}], "source": "stdlib"}, "either source"),
         (
             {
                 "sources": [
@@ -167,6 +175,16 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, data: dict[str, ob
 def test_what_is_not_there_is_refused(tmp_path: Path, data: dict[str, object], message: str):
     with pytest.raises(FullshardError, match=message):
         build_data(run_of(tmp_path, **data))
+
+
+@pytest.mark.parametrize("setting", ["model.hf=/absent", "model.python=a:b", "data.tokenizer=/absent"])
+def test_a_model_or_a_tokenizer_without_data_is_refused_unless_the_library_is_asked_for(setting: str):
+    run = Run.load(overrides=[setting])
+    for same in (run, Run.model_validate_json(run.model_dump_json())):
+        with pytest.raises(SpecError, match="the run has no data"):
+            build_data(same)
+    check_data_is_given(Run.load(overrides=[setting, "data.source=stdlib"]))
+    check_data_is_given(Run.load())
 
 
 def test_a_run_with_sources_is_read_back_from_json(tmp_path: Path):

@@ -35,7 +35,7 @@ def test_a_model_of_transformers_trains_from_its_weights_and_goes_on(tmp_path: P
     write_config("llama", source)
     model = of_transformers("llama", vocab_size=256)
     model.save_pretrained(source)
-    settings = (f"model.hf={source}", "model.weights=require")
+    settings = (f"model.hf={source}", "model.weights=require", "data.source=stdlib")
     said = train(tmp_path / "run", *settings, "train.steps=3")
     assert f"tensors from {source}" in said
     assert "sample of the generated text" in said

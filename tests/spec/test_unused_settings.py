@@ -24,5 +24,23 @@ def test_a_setting_is_noted_exactly_if_what_it_needs_is_missing(setting, needed,
     assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32", setting, needed]), device) == []
 
 
+@pytest.mark.parametrize(
+    ("setting", "others"),
+    [
+        ("data.trust_remote_code", []),
+        ("train.validate_every", ["data.validation_fraction=0"]),
+        ("data.packing", ["data.source=python", "data.factory=a:b"]),
+        ("data.on_error", ["data.source=memmap", 'data.paths=["a"]']),
+    ],
+)
+def test_settings_that_the_data_ignores_are_noted(setting: str, others: list[str]):
+    value = {"train.validate_every": "7", "data.packing": "none", "data.on_error": "skip"}.get(
+        setting, "true"
+    )
+    run = Run.load(overrides=["precision.mode=fp32", f"{setting}={value}", *others])
+    notes = [note for note in unused_setting_notes(run, "cpu") if not note.startswith("data.validation")]
+    assert [note.partition(" ")[0] for note in notes] == [setting]
+
+
 def test_the_default_run_has_no_note():
     assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32"]), "cpu") == []

@@ -19,6 +19,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     from fullshard.errors import SpecError
     from fullshard.models.checks import check_vocabulary
     from fullshard.spec.run import Run
+    from fullshard.spec.run_checks import check_data_is_given
 
     run = Run.load(run_path, overrides=overrides or [])
     if run.data.source == "python":
@@ -27,6 +28,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
             got=f'data.source = "python", data.factory = {run.data.factory!r}',
             why="a function of your own makes the batches when the run asks for them",
         )
+    check_data_is_given(run)
     check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data))
     data = build_packed_data(run)
     check_vocabulary(run, tokens=data.vocabulary)

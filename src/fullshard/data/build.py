@@ -29,6 +29,7 @@ from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.dotted import import_callable
 from fullshard.spec.run import Run
+from fullshard.spec.run_checks import check_data_is_given
 
 _PARTS = ("training", "held-out")
 
@@ -37,8 +38,9 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> TrainingData:
     """Builds the data of `run`.
 
     Tokenizes the sources that are not in the cache yet, and calls `alive` regularly while it works. Raises
-    SpecError for a factory that cannot be imported; MissingExtraError. Raises DataError for data that is
-    absent, unreadable, corrupt, binary, or too short for one sequence in each part.
+    SpecError for a model of its own without data, and for a factory that cannot be imported;
+    MissingExtraError. Raises DataError for data that is absent, unreadable, corrupt, binary, or too short for
+    one sequence in each part.
     """
     if run.data.source == "python":
         return _build_user_data(run)
@@ -80,6 +82,7 @@ def tokenizer_vocabulary_size(section: DataSection) -> int | None:
 
 def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
     """Builds the data of a run whose source is not `python`. See `build_data`."""
+    check_data_is_given(run)
     section, root = run.data, Path(run.data.cache)
     sources = section.sources or (section,)
     blocks = BlockCache(root, limit_bytes=int(section.block_cache_gib * 2**30))

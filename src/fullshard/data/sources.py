@@ -90,17 +90,15 @@ def open_token_stores(
     blocks are kept, in `blocks`. Raises DataError for data that
     is absent, empty, corrupt or does not hold tokens; MissingExtraError.
     """
+    kind = source.source or "stdlib"
     fields = DataSourceFields(**{name: getattr(source, name) for name in DataSourceFields.model_fields})
-    if source.source == "memmap":
+    if kind == "memmap":
         known = None  # only remote files need it
         if section.tokenizer is not None and any(map(is_remote_url, fields.paths)):
             known = open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
         return open_memmap_stores(fields, root=root, blocks=blocks, vocabulary_size=known, alive=alive)
-    check_reader_installed(source.source)
-    if source.source == "datasets":
-        files = _list_dataset_files(fields)
-    else:
-        files = _list_source_files(source.source, fields)
+    check_reader_installed(kind)
+    files = _list_dataset_files(fields) if kind == "datasets" else _list_source_files(kind, fields)
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read
     foreign = fields.records == "tokens"
     largest = (TOKEN_LIMIT if foreign and section.tokenizer is None else tokenizer.vocabulary_size) - 1

@@ -10,6 +10,7 @@ from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
 
+BYTES = 256
 _POSITIONS = "max_position_embeddings"
 
 
@@ -34,14 +35,24 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
 def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = None) -> None:
     """Raises SpecError if the model's embedding has fewer than `tokens` rows. More rows are allowed.
 
+    Also raises SpecError for files that are read as bytes, and a model of transformers whose vocabulary is
+    another.
+
     tokens: number of tokens that the data may have; None if unknown
     model: the built model, whose config is read; before it is built, [model] and its config.json are read
     """
     rows = find_vocabulary_rows(model, run)
+    key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
+    bytes_ = run.data.tokenizer is None and "tokenizer" in run.data.token_makers
+    asked_for = isinstance(run.model, DecoderConfig) or run.data.source == "stdlib"
+    if rows is not None and rows > BYTES and bytes_ and not asked_for:
+        raise SpecError(
+            "without data.tokenizer, the tokens are bytes, and the model has another vocabulary.",
+            got=f"data.tokenizer is unset, and a vocabulary of {rows}",
+            fix=f"data.tokenizer = the model's own, or {key} = {BYTES} (with weights that are new)",
+        )
     if rows is None or tokens is None or tokens <= rows:
         return
-    key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
-    bytes_ = run.data.tokenizer is None and run.data.source in ("stdlib", "text")
     raise SpecError(
         "the data has tokens that the model does not know.",
         got=f"tokens up to {tokens - 1}, and a vocabulary of {rows}",

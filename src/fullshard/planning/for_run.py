@@ -28,6 +28,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
+from fullshard.spec.run_checks import check_data_is_given
 from fullshard.spec.unused_settings import unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 
@@ -49,6 +50,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
 
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
+    check_data_is_given((request.plan or request).run)
     request = _with_resolved_epochs(request)
     ranks, device = _rank_count_and_device_type(request)
     if request.plan is not None and not _is_plan_for_ranks(request.plan, ranks, device=device):

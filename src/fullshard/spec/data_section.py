@@ -91,7 +91,8 @@ class DataSection(DataSourceFields):
     """Settings of the training data, its tokenizer and the packing of documents into sequences.
 
     `source`: `stdlib`: the standard library of the running interpreter. `text`: one document per file.
-        `python`: any data from `factory`. The others: docs/data.md.
+        `python`: any data from `factory`. The others: docs/data.md. Unset, `stdlib`, which only the
+        reference decoder trains on without being asked to.
     `sources`: several sources instead of one. The keys from `paths` to `eod_token` are explained in
         docs/data.md.
     `factory`: `package.module:make`, called with the run; `options` are its options
@@ -113,7 +114,7 @@ class DataSection(DataSourceFields):
     `prefetch_steps`: number of steps whose microbatches are prepared in the background
     """
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] | None = None
     sources: tuple[DataSource, ...] = ()
     factory: str | None = None
     options: Options = Field(default_factory=dict[str, Any])
@@ -141,19 +142,21 @@ class DataSection(DataSourceFields):
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if self.sources:
-            if self.source != "stdlib" or self.paths:
-                raise ValueError("either source and paths, or sources")
+            given = [name for name in DataSourceFields.model_fields if _is_given(self, name)]
+            if self.source is not None or given:
+                raise ValueError(f"either {given[0] if given else 'source'}, or sources, each with its own")
             weighted = sum(source.weight is not None for source in self.sources)
             if weighted not in (0, len(self.sources)):
                 raise ValueError("give a weight to all sources, or to none")
             return self
         if self.source == "python" and not self.factory:
             raise ValueError('source = "python" needs factory = "package.module:make"')
-        if self.source != "python" and self.factory:
-            raise ValueError('factory is given; set source = "python"')
-        if self.source == "stdlib" and self.paths:
+        for name in ("factory", "options"):
+            if self.source != "python" and getattr(self, name):
+                raise ValueError(f'{name} is given; set source = "python"')
+        if self.source in (None, "stdlib") and self.paths:
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
-        _check_source_location(self.source, self)
+        _check_source_location(self.source or "stdlib", self)
         return self
 
     @model_validator(mode="after")
@@ -171,15 +174,42 @@ class DataSection(DataSourceFields):
         return self
 
 
+# Kind of records -> its settings. A factory of Python may read any of them.
+_SETTINGS_OF_RECORDS = {
+    "text": ("text_field",),
+    "messages": (
+        *("messages_field", "tools_field", "chat_template_kwargs", "chat_template_kwargs_field"),
+        *("role_field", "content_field", "roles"),
+    ),
+    "completion": ("prompt_field", "completion_field"),
+    "tokens": ("tokens_field", "labels_field", "loss_mask_field", "attention_mask_field"),
+}
+
+
+def _is_given(fields: DataSourceFields, name: str) -> bool:
+    """Returns whether a setting differs from its default."""
+    return getattr(fields, name) != DataSourceFields.model_fields[name].get_default(call_default_factory=True)
+
+
 def _check_source_location(source: str, fields: DataSourceFields) -> None:
+    has_rows = source in ("jsonl", "parquet", "datasets")
+    for records, names in _SETTINGS_OF_RECORDS.items():
+        for name in names:
+            if (
+                _is_given(fields, name)
+                and source != "python"
+                and not (has_rows and records == fields.records)
+            ):
+                needed = f'records = "{records}"' if has_rows else "jsonl, parquet or datasets"
+                raise ValueError(f"{name} is given, but it is for {needed}")
     if source == "datasets":
         if bool(fields.paths) == bool(fields.name):
             raise ValueError(
                 'source = "datasets" needs paths = ["directory"] or name = "owner/name", one of them'
             )
         return
-    if fields.name is not None or fields.subset is not None:
-        raise ValueError('name and subset are for source = "datasets"')
+    if source != "python" and any(_is_given(fields, name) for name in ("name", "subset", "split")):
+        raise ValueError('name, subset and split are for source = "datasets"')
     if source in ("text", "jsonl", "parquet", "memmap") and not fields.paths:
         endings = {"text": "txt", "memmap": "bin"}
         raise ValueError(f'source = "{source}" needs paths = ["data/*.{endings.get(source, source)}"]')

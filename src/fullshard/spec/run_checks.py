@@ -2,10 +2,24 @@
 
 import math
 
-from fullshard.errors import PlanError
+from fullshard.errors import PlanError, SpecError
 from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.run import Run
+
+
+def check_data_is_given(run: Run) -> None:
+    """Raises SpecError for a run without data that names a model or a tokenizer of its own."""
+    section = run.data
+    own_model = None if isinstance(run.model, DecoderConfig) else f"[model] {run.model.setting_text}"
+    given = own_model or (section.tokenizer and f"data.tokenizer = {section.tokenizer!r}")
+    if given and section.source is None and not section.sources:
+        raise SpecError(
+            "the run has no data.",
+            got=f"{given}, and no data.source",
+            why="without data.source, only the reference decoder trains, on the bytes of Python's library",
+            fix='data.source and data.paths, or data.source = "stdlib" to train on Python\'s library',
+        )
 
 
 def check_settings_work_together(run: Run) -> None:

@@ -30,6 +30,28 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run, DeviceType], bool], str
         lambda run, _: run.schedule.kind != "constant",
         "a schedule.kind that decays",
     ),
+    (
+        ("data.on_error", "data.processes", "data.packing", "data.validation_fraction", "data.records"),
+        lambda run, _: run.data.source != "python",
+        'another data.source than "python", whose factory makes the batches',
+    ),
+    (
+        ("data.on_error", "data.processes"),
+        lambda run, _: (
+            run.data.source == "python" or any(s.source != "memmap" for s in run.data.sources or [run.data])
+        ),
+        "data that is tokenized here, not token files",
+    ),
+    (
+        ("data.trust_remote_code",),
+        lambda run, _: any(s.records == "messages" for s in run.data.sources or [run.data]),
+        'data.records = "messages"',
+    ),
+    (
+        ("train.validate_every", "train.validate_sequences"),
+        lambda run, _: run.data.source == "python" or run.data.validation_fraction > 0,
+        "data.validation_fraction > 0",
+    ),
     (("optimizer.momentum",), lambda run, _: run.optimizer.name.lower() == "sgd", 'optimizer.name = "sgd"'),
 )
 
