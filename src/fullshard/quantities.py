@@ -53,6 +53,11 @@ def parse_count(text: str) -> int:
     return round(_scale_within_64_bits(match[1], factors[match[2].lower()], text=text))
 
 
+def format_trained_share(share: float | None) -> str:
+    """Returns `loss on 20.0 % of the tokens` for 0.2; an empty text if it is all, or not known."""
+    return "" if share is None or not share < 0.9995 else f"loss on {100 * share:.1f} % of the tokens"
+
+
 def _scale_within_64_bits(digits: str, factor: int, *, text: str) -> float:
     """Returns the number in `digits` times `factor`. Raises SpecError, with `text`, from 2**63 on."""
     count = float(digits) * factor

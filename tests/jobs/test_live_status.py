@@ -18,7 +18,9 @@ SAMPLE = re.compile(r'fullshard_\w+\{(\w+="(\\.|[^"\\])*",?)*\} [-+.\de]+')
 
 
 def step(index: int) -> StepMetrics:
-    return StepMetrics(step=index, loss=2.5, grad_norm=1.0, learning_rate=1e-3, tokens=100, seconds=0.5)
+    return StepMetrics(
+        step=index, loss=2.5, grad_norm=1.0, learning_rate=1e-3, tokens=100, trained_tokens=20, seconds=0.5
+    )
 
 
 def heartbeat(rank: int) -> Heartbeat:
@@ -54,7 +56,7 @@ def test_the_file_has_the_last_step_the_save_and_each_rank(tmp_path: Path):
     written(tmp_path)
     status = LiveStatus.read_json(tmp_path / "live.json", what="the state")
     assert (status.step, status.steps, status.attempt, status.running) == (3, 10, 2, False)
-    assert (status.saved_step, status.tokens, status.step_seconds) == (2, 300, 1.5)
+    assert (status.saved_step, status.tokens, status.trained_tokens, status.step_seconds) == (2, 300, 60, 1.5)
     assert status.tokens_per_second == 200
     assert [(one.host, one.phase, one.memory["host_bytes"]) for one in status.ranks] == [
         ("node", "data", 0.0),

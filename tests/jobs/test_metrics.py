@@ -17,7 +17,14 @@ from fullshard.spec.run_files import METRICS
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:
     return StepMetrics(
-        step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, tokens=100, seconds=0.5, skipped=skipped
+        step=step,
+        loss=loss,
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        tokens=100,
+        trained_tokens=20,
+        seconds=0.5,
+        skipped=skipped,
     )
 
 
@@ -41,6 +48,7 @@ def test_a_line_holds_what_was_measured_and_can_be_read_at_once(tmp_path: Path):
         "grad_norm": 1.0,
         "learning_rate": 1e-3,
         "tokens": 100,
+        "trained_tokens": 20,
         "seconds": 0.5,
         "skipped": False,
         "tokens_per_second": 200.0,

@@ -15,7 +15,12 @@ from fullshard.jobs.progress import LiveProgressLine, RunProgress, StepMetrics, 
 
 
 def metrics(
-    step: int, *, seconds: float = 0.5, skipped: bool = False, compiling: float | None = None
+    step: int,
+    *,
+    seconds: float = 0.5,
+    skipped: bool = False,
+    compiling: float | None = None,
+    trained: int = 100,
 ) -> StepMetrics:
     return StepMetrics(
         step=step,
@@ -23,6 +28,7 @@ def metrics(
         grad_norm=1.25,
         learning_rate=1e-3,
         tokens=100,
+        trained_tokens=trained,
         seconds=seconds,
         compile_seconds=compiling,
         skipped=skipped,
@@ -79,6 +85,15 @@ def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
     assert "200 tokens/s = 2 x 100" in lines[1]
     assert "MFU 40.0 %" in lines[1]
     assert "peak 3.00 GiB" in lines[1]
+    assert "loss on" not in lines[1], "as it is on all tokens"
+
+
+def test_masked_labels_lower_no_speed_and_are_shown_beside_it():
+    course = RunProgress(steps=10, world_size=1)
+    course.add_step(metrics(1, trained=20))
+    parts = course.status_line_parts()
+    assert "200 tokens/s" in parts
+    assert "loss on 20.0 % of the tokens" in parts
 
 
 def test_a_skipped_step_is_shown_when_it_happens():

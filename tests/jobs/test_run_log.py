@@ -21,7 +21,8 @@ from fullshard.training.loop import Step
 
 
 def step(index: int) -> Step:
-    result = PendingResult(lambda: StepResult(loss=2.5, grad_norm=1.0, tokens=100, skipped=False))
+    figures = StepResult(loss=2.5, grad_norm=1.0, tokens=100, trained_tokens=20, skipped=False)
+    result = PendingResult(lambda: figures)
     timer: Any = SimpleNamespace(seconds=0.5)
     return Step(index=index, learning_rate=1e-3, data_seconds=0.0, result=result, timer=timer)
 

@@ -9,12 +9,15 @@ from string import printable
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.jobs.train import run_job
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+from tests.data.samples import write_json_lines
 from tests.fakes.device import FakeDevice
 
 TINY = (
@@ -53,6 +56,36 @@ def test_the_seconds_of_a_step_by_term_sum_to_the_pace(
     assert made.step_seconds.total == pytest.approx(made.pace.step_seconds)
     present = {name for name, seconds in made.step_seconds.terms().items() if seconds > 0}
     assert present == {"compute", "engine", "optimizer", "data", "other", *collectives}
+
+
+def mean_over_valid_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    total, count = next_token_loss(model, batch)
+    return total / count.clamp(min=1)
+
+
+def chats(directory: Path) -> tuple[str, ...]:
+    """Returns the settings of conversations of two lengths, whose answers alone are trained on."""
+    rows = ({"prompt": "how many? " * (1, 1, 1, 5)[i % 4], "completion": f" {i}"} for i in range(400))
+    path = write_json_lines(directory / "chats.jsonl", rows)
+    fields = ("records=completion", "train_on=completion", "packing=none")
+    return ("data.source=jsonl", f"data.paths=['{path}']", *(f"data.{one}" for one in fields))
+
+
+@pytest.mark.parametrize("kind", ["masked", "padded", "mean"])
+def test_measured_and_planned_speeds_differ_only_as_the_steps_do(ranks, tmp_path: Path, kind: str):
+    settings = {
+        "masked": (*chats(tmp_path), "data.packing=best_fit", "data.sequence_length=64"),
+        "padded": (*chats(tmp_path), "data.train_on=all", "data.sequence_length=48"),
+        "mean": ("train.loss=tests.jobs.test_train:mean_over_valid_tokens",),
+    }[kind]
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 4, "log.profile_steps=0", *settings)
+    made = Measurement.load(tmp_path / "run" / "measurement.json")
+    planned, pace = Plan.load(tmp_path / "run" / "plan.json").run.tokens_per_step, made.pace
+    assert pace.tokens == pace.timed_steps * planned
+    assert (pace.trained_share is None) if kind == "mean" else ((pace.trained_share or 1) < 0.7)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        assert step["tokens_per_second"] == pytest.approx(planned / step["seconds"])
 
 
 def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):

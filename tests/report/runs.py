@@ -20,8 +20,10 @@ def plan(*settings: str, steps: int = 100, is_predicted: bool = True) -> Plan:
     return made.model_copy(update={"prediction": prediction() if is_predicted else None})
 
 
-def write_steps(directory: Path, steps: int, *, skipped: frozenset[int] = frozenset()) -> None:
-    """`metrics.jsonl`, with a validation after every tenth step."""
+def write_steps(
+    directory: Path, steps: int, *, skipped: frozenset[int] = frozenset(), trained: int | None = None
+) -> None:
+    """`metrics.jsonl`, with a validation after every tenth step; of an earlier version without `trained`."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
@@ -37,6 +39,7 @@ def write_steps(directory: Path, steps: int, *, skipped: frozenset[int] = frozen
                 "data_seconds": 1e-3,
                 "skipped": step in skipped,
             }
+            line |= {} if trained is None else {"trained_tokens": trained}
             line |= {"peak_bytes": 400} if step == 2 else {}
             line |= {"validation_loss": 2.1 + 3.0 / step} if step % 10 == 0 else {}
             file.write(f"{json.dumps(line)}\n")

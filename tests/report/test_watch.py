@@ -5,11 +5,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.report.metrics import MetricsReader, read_metrics
 from fullshard.report.run_record import read_run
+from fullshard.report.verdict import verdict
 from fullshard.report.watch import WatchedRun, sparkline, watch_lines, watch_values
 from fullshard.spec.live_status import HeldUp, LiveStatus, RankStatus
 from tests.report.runs import (
@@ -81,6 +83,18 @@ def test_a_running_run_shows_its_speed_saves_ranks_and_stragglers(tmp_path: Path
     assert "backward for 1 min" in shown
     assert "350 B reserved, 0 % of it fragmented, 2 retries" in shown
     assert "no step for" not in shown
+
+
+@pytest.mark.parametrize(("trained", "text"), [(None, ""), (1000, ""), (200, "loss on 20.0 % of the tokens")])
+def test_masked_labels_are_shown_beside_the_speed_if_they_are_known(
+    tmp_path: Path, trained: int | None, text: str
+):
+    running(tmp_path / "run")
+    write_steps(tmp_path / "run", 40, trained=trained)
+    run = watched(tmp_path / "run", live=live_status(), is_running=True)
+    for shown in (screen(run), verdict(run.record)):
+        assert ("loss on" in shown) == bool(text)
+        assert text in shown
 
 
 def test_a_run_that_makes_no_steps_is_said_to_be_quiet(tmp_path: Path):

@@ -20,10 +20,14 @@ from fullshard.spec.measurement import (
 from fullshard.spec.run import Strategy
 
 
-def pace(steps: int = 10, warmup: int = 4, *, tokens: int = 100, seconds: float = 0.5) -> Throughput:
-    made = Throughput(warmup_steps=warmup)
+def pace(
+    steps: int = 10, warmup: int = 4, *, tokens: int = 100, trained: int = 100, seconds: float = 0.5
+) -> Throughput:
+    made = Throughput(warmup_steps=warmup, trained_tokens=0)
     for _ in range(steps):
-        made = made.with_step(tokens=tokens, seconds=seconds, data_seconds=seconds / 5)
+        made = made.with_step(
+            tokens=tokens, trained_tokens=trained, seconds=seconds, data_seconds=seconds / 5
+        )
     return made
 
 
@@ -49,22 +53,23 @@ def measurement(**changes: object) -> Measurement:
     warmup=st.integers(0, 25),
 )
 def test_a_pace_sums_the_steps_after_the_warmup(steps: list[tuple[int, float]], warmup: int):
-    made = Throughput(warmup_steps=warmup)
+    made = Throughput(warmup_steps=warmup, trained_tokens=0)
     for tokens, seconds in steps:
-        made = made.with_step(tokens=tokens, seconds=seconds)
+        made = made.with_step(tokens=tokens, trained_tokens=tokens // 2, seconds=seconds)
     timed = steps[warmup:]
     assert made.steps == len(steps)
     assert made.timed_steps == len(timed)
     assert made.tokens == sum(tokens for tokens, _ in timed)
+    assert made.trained_tokens == sum(tokens // 2 for tokens, _ in timed)
     assert made.seconds == pytest.approx(sum(seconds for _, seconds in timed))
     assert (made.tokens_per_second is None) == (not timed)
 
 
 def test_a_step_that_was_slowed_by_being_measured_is_in_no_speed():
-    made = pace(6, 4).with_step(tokens=100, seconds=9.0, is_slowed=True)
+    made = pace(6, 4).with_step(tokens=100, trained_tokens=9, seconds=9.0, is_slowed=True)
     assert (made.steps, made.timed_steps, made.seconds) == (7, 2, pace(6, 4).seconds)
     # In the warmup it is left out anyway, once.
-    warm = Throughput(warmup_steps=1).with_step(tokens=100, seconds=9.0, is_slowed=True)
+    warm = Throughput(warmup_steps=1).with_step(tokens=100, trained_tokens=9, seconds=9.0, is_slowed=True)
     assert (warm.untimed_steps, warm.timed_steps) == (0, 0)
 
 
@@ -108,9 +113,11 @@ def test_a_measurement_of_before_steps_were_profiled_still_loads(tmp_path: Path)
     made.save(path)
     assert Measurement.load(path) == made
     old = json.loads(path.read_text())
-    del old["step_seconds"], old["pace"]["untimed_steps"]
+    del old["step_seconds"], old["pace"]["untimed_steps"], old["pace"]["trained_tokens"]
     path.write_text(json.dumps(old))
-    assert Measurement.load(path) == measurement()
+    loaded = Measurement.load(path)
+    assert loaded.pace.trained_share is None
+    assert loaded == measurement(pace=measurement().pace.model_copy(update={"trained_tokens": None}))
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"steps": 1}', "[1]"])

@@ -45,7 +45,7 @@ def losses(name: str) -> list[tuple[float, int]]:
     loss = choose_loss(run, model)
     shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan), data=build_data(run))
-    return [(step.loss, step.tokens) for step in train(state, plan, loss=loss)]
+    return [(step.loss, step.trained_tokens) for step in train(state, plan, loss=loss)]
 
 
 @pytest.mark.parametrize(

@@ -36,20 +36,20 @@ def indices(steps: Iterator[Step]) -> list[int]:
 def figures() -> tuple[list[Step], tuple[int, int, int]]:
     state, plan = sharded(run_of("train.microbatch=2", "schedule.kind=constant"))
     steps = list(train(state, plan, loss=mean_square))
-    return steps, (state.step, state.tokens, state.skipped)
+    return steps, (state.step, state.trained_tokens, state.skipped)
 
 
 def test_a_step_tells_what_it_did(ranks: Any) -> None:
     """A regression, with batches that are tuples, and a loss that is a mean."""
     first, second = ranks(2).run(figures)
-    assert first[1] == (6, 6 * 6, 0)
+    assert first[1] == (6, 6 * BATCH * 4, 0)
     for one, other in zip(first[0], second[0], strict=True):
         assert (one.loss, one.grad_norm, one.tokens) == (other.loss, other.grad_norm, other.tokens)
         assert 0 <= one.data_seconds < one.seconds
     assert [step.index for step in first[0]] == [1, 2, 3, 4, 5, 6]
     assert [step.learning_rate for step in first[0]] == pytest.approx([0.005, *[0.01] * 5])
     assert not any(step.skipped or step.stopping for step in first[0])
-    assert first[0][0].tokens == BATCH / 2
+    assert first[0][0].tokens == BATCH * 4, "a row counts as data.sequence_length"
 
 
 def learns() -> tuple[float, float]:

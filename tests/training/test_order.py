@@ -189,8 +189,11 @@ def numbers(device: str, more: tuple[str, ...]) -> tuple[list[Any], dict[str, Te
     state, plan = sharded(run_of(*settings, "optimizer.clip_norm=0.3", *more), data=OneSpike())
     with FakeDevice() if device == "fake" else nullcontext():
         steps = list(train(state, plan, loss=mean_square))
-        figures = [(s.index, str(s.loss), str(s.grad_norm), s.tokens, s.skipped, s.spike) for s in steps]
-    return figures, local_bits(state), (state.tokens, state.skipped, state.recent.losses)
+        figures = [
+            (s.index, str(s.loss), str(s.grad_norm), s.tokens, s.trained_tokens, s.skipped, s.spike)
+            for s in steps
+        ]
+    return figures, local_bits(state), (state.trained_tokens, state.skipped, state.recent.losses)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +219,13 @@ def test_both_orders_train_the_same_bit_for_bit(n: int, more: tuple[str, ...], r
 def counts_in_the_loop() -> list[tuple[int, int, int]]:
     state, plan = sharded(run_of(), data=OneSpike())
     with FakeDevice():
-        return [(state.step, state.tokens, state.skipped) for _ in train(state, plan, loss=mean_square)]
+        return [
+            (state.step, state.trained_tokens, state.skipped) for _ in train(state, plan, loss=mean_square)
+        ]
 
 
 def test_the_state_of_a_yielded_step_includes_the_step(ranks: Any) -> None:
-    counted = [(1, 2, 0), (2, 4, 0), (3, 6, 0), (4, 6, 1), (5, 8, 1), (6, 10, 1)]
+    counted = [(1, 48, 0), (2, 96, 0), (3, 144, 0), (4, 144, 1), (5, 192, 1), (6, 240, 1)]
     assert ranks(2).run(counts_in_the_loop) == [counted] * 2
 
 
@@ -232,7 +237,7 @@ def in_different_steps() -> tuple[int, list[str]]:
         next(steps)
         state.data_offset += dist.get_rank()
         step = next(steps)
-        for act in (lambda: step.loss, lambda: state.tokens, state.values, lambda: next(steps)):
+        for act in (lambda: step.loss, lambda: state.trained_tokens, state.values, lambda: next(steps)):
             with pytest.raises(TrainError) as raised:
                 act()
             errors.append(raised.value.what)

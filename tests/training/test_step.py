@@ -29,6 +29,7 @@ from tests.fakes.data import Rows, global_batch
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
 from tests.training.runs import (
+    BATCH,
     Pairs,
     Regression,
     local_bits,
@@ -99,7 +100,7 @@ def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
     for gradient, step in ranks(n).run(gradient_of_a_step, run, counted_rows):
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
         assert step.loss == pytest.approx(mean, rel=1e-5)
-        assert step.tokens == count
+        assert (step.tokens, step.trained_tokens) == (run.tokens_per_step, count)
 
 
 def test_a_count_may_be_an_int(ranks: Any) -> None:
@@ -125,7 +126,7 @@ def test_a_mean_is_averaged_over_microbatches(ranks: Any) -> None:
     for gradient, step in ranks(3).run(gradient_of_a_step, run, mean_of_counted_rows):
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
         assert step.loss == pytest.approx(mean.item(), rel=1e-5)
-        assert step.tokens == 6
+        assert (step.tokens, step.trained_tokens) == (run.tokens_per_step, None)
 
 
 # The true norm
@@ -250,7 +251,7 @@ def poisoned_in_the_second_step(kind: str, more: tuple[str, ...]) -> dict[str, A
         skipped.append(step.skipped)
         touched.append(not same_bits(before, after))
         before = after
-    counts = state.step, state.skipped, state.tokens
+    counts = state.step, state.skipped, state.trained_tokens
     return {"skipped": skipped, "touched": touched, "counts": counts, "final": whole(state.model)}
 
 
@@ -279,7 +280,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
     for rank, result in enumerate(ranks(n).run(poisoned_in_the_second_step, kind, more)):
         assert result["skipped"] == [False, True, False, False]
         assert result["touched"] == [True, False, True, True], "parameters and optimizer, bit for bit"
-        assert result["counts"] == (4, 1, 3 * 6)  # a mean counts microbatches: 6 a step
+        assert result["counts"] == (4, 1, 3 * BATCH * 4), "a loss that is a mean counts all tokens"
         assert same_bits(result["final"], expected[rank]), "the data went on, and nothing else"
 
 
@@ -324,7 +325,7 @@ def test_a_step_without_a_valid_token_anywhere_is_skipped(ranks: Any) -> None:
         assert step.skipped
         assert untouched
         assert math.isnan(step.loss)
-        assert (step.tokens, scale) == (0, 65536.0)
+        assert (step.trained_tokens, scale) == (0, 65536.0)
 
 
 # Accumulation

@@ -153,7 +153,7 @@ def test_each_part_has_an_index_of_its_own(ranks: Callable[..., Any]) -> None:
         assert [indices[f"{name}.weight"] for indices in by_rank] == expected
 
 
-def counted_and_compared() -> tuple[int, int, list[Tensor]]:
+def counted_and_compared() -> tuple[tuple[int, int], tuple[int, int], list[Tensor]]:
     """Tokens of a step; gradients with the default loss, and with one that reads whole logits."""
     state, plan = state_of(2)
     step = next(train(state, plan))
@@ -172,7 +172,8 @@ def counted_and_compared() -> tuple[int, int, list[Tensor]]:
     for parallel, plain in zip(*found, strict=True):
         torch.testing.assert_close(parallel, plain)
     expected = global_batch(0, sequences=24, length=LENGTH, vocabulary=VOCABULARY)
-    return step.tokens, int((expected["labels"] != -100).sum()), found[0]
+    valid = int((expected["labels"] != -100).sum())
+    return (step.tokens, step.trained_tokens), (plan.run.tokens_per_step, valid), found[0]
 
 
 def test_tokens_count_once_and_any_loss_may_read_the_logits(ranks: Callable[..., Any]) -> None:

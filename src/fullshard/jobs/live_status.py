@@ -38,6 +38,7 @@ class LiveStatusWriter:
         self._progress = RunProgress(steps=run.train.step_count, world_size=world_size)
         self._figures: Mapping[str, float] = {}
         self._step = self._tokens = self._steps = self._skipped = 0
+        self._trained_tokens: int | None = None
         self._seconds = 0.0
         self._saved: tuple[int, datetime] | None = None
         self._held_up: dict[tuple[int, str], float] = {}
@@ -54,6 +55,8 @@ class LiveStatusWriter:
             self._progress.add_step(metrics)
             self._step, self._figures = metrics.step, figures
             self._tokens += metrics.tokens
+            if metrics.trained_tokens is not None:
+                self._trained_tokens = (self._trained_tokens or 0) + metrics.trained_tokens
             self._seconds += metrics.seconds
             self._steps += 1
             self._skipped += metrics.skipped
@@ -125,6 +128,7 @@ class LiveStatusWriter:
                 tokens_per_second=self._progress.recent_tokens_per_second if has_steps else None,
                 seconds_left=max(0.0, self._progress.seconds_left) if has_steps else None,
                 tokens=self._tokens,
+                trained_tokens=self._trained_tokens,
                 step_seconds=self._seconds,
                 counted_steps=self._steps,
                 skipped_steps=self._skipped,

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.system.terminal import escape_control_characters, is_live_terminal
 
 BAR_WIDTH = 16
@@ -30,6 +30,7 @@ class StepMetrics:
     seconds: duration of the step (on rank 0)
     data_seconds: the part of `seconds` spent waiting for data (on rank 0)
     compile_seconds: the part of `seconds` spent in torch.compile (on rank 0)
+    tokens, trained_tokens: see `fullshard.training.figures.StepResult`
     mfu: model FLOPs utilisation, from 0 to 1
     peak_bytes: peak memory of the rank that uses most
     """
@@ -40,6 +41,7 @@ class StepMetrics:
     learning_rate: float
     tokens: int
     seconds: float
+    trained_tokens: int | None = None
     data_seconds: float | None = None
     compile_seconds: float | None = None
     skipped: bool = False
@@ -54,7 +56,7 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together."""
+        """Computed tokens per second of all ranks together."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     def measured_values(self) -> dict[str, float]:
@@ -84,6 +86,13 @@ class RunProgress:
         return sum(metrics.tokens for _, metrics in self._recent) / seconds if seconds > 0 else 0.0
 
     @property
+    def recent_trained_share(self) -> float | None:
+        """Trained tokens of the recent steps / tokens; None if it is not known."""
+        tokens = sum(metrics.tokens for _, metrics in self._recent)
+        trained = [m.trained_tokens for _, m in self._recent if m.trained_tokens is not None]
+        return sum(trained) / tokens if tokens and len(trained) == len(self._recent) else None
+
+    @property
     def seconds_left(self) -> float:
         """Estimated seconds to the last step, from recent wall-clock time, with validations and saves.
 
@@ -106,6 +115,7 @@ class RunProgress:
         texts = [(0, f"step {last.step}/{self.steps}"), (1, f"loss {last.loss:.4f}")]
         texts += [(2, "SKIPPED")] if last.skipped else []
         texts += [(7, f"norm {last.grad_norm:.3g}"), (8, f"lr {last.learning_rate:.2e}"), (3, total)]
+        texts += [(9, text)] if (text := format_trained_share(self.recent_trained_share)) else []
         if last.mfu is not None and last.tokens_per_second:
             texts.append((5, f"MFU {100 * last.mfu * rate / last.tokens_per_second:.1f} %"))
         texts += [(6, f"peak {format_bytes(last.peak_bytes)}")] if last.peak_bytes is not None else []

@@ -70,6 +70,7 @@ def _list_metrics(status: LiveStatus) -> Iterator[_Metric]:
         yield _Metric(name, "gauge", text, [({}, gauges.get(name, status.figures.get(name)))])
     counters = {
         "tokens_total": status.tokens,
+        "trained_tokens_total": status.trained_tokens,
         "skipped_steps_total": status.skipped_steps,
         "restarts_total": status.attempt - 1,
         "step_seconds_sum": status.step_seconds,
@@ -102,7 +103,8 @@ _GAUGES = {
     "data_seconds": "time of the last step in which rank 0 waited for data",
 }
 _COUNTERS = {
-    "tokens_total": "tokens since the attempt began",
+    "tokens_total": "computed tokens since the attempt began",
+    "trained_tokens_total": "those of them whose label counts in the loss",
     "skipped_steps_total": "steps that updated nothing",
     "restarts_total": "attempts after the first",
     "step_seconds_sum": "seconds of all steps of the attempt",

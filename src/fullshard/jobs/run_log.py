@@ -122,6 +122,7 @@ class RunLog:
             grad_norm=step.grad_norm,
             learning_rate=step.learning_rate,
             tokens=step.tokens,
+            trained_tokens=step.trained_tokens,
             seconds=step.seconds,
             data_seconds=step.data_seconds,
             compile_seconds=compile_seconds,

@@ -102,7 +102,7 @@ def prepare_job(
         first_step=first,
         checkpoints=stack.enter_context(saver),
         observer=stack.enter_context(observed),
-        pace=Throughput(warmup_steps=run.train.untimed_warmup_steps),
+        pace=Throughput(warmup_steps=run.train.untimed_warmup_steps, trained_tokens=0),
         skipped_before=state.skipped,
         compiler=compiler,
         memory=stack.enter_context(MemoryWatch(ranks.device, log=log, steps=run.train.step_count)),

@@ -198,6 +198,7 @@ def _record_last_step(job: TrainJob, *, validation_loss: float | None = None) ->
         job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
     job.pace = job.pace.with_step(
         tokens=step.tokens,
+        trained_tokens=step.trained_tokens,
         seconds=step.seconds,
         data_seconds=step.data_seconds,
         is_slowed=step.index in job.slowed,

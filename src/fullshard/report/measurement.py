@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from textwrap import indent
 from typing import TextIO
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.report.comparison import CRUMB_BYTES, compare_prediction, show_comparison
 from fullshard.report.plan import drive_traffic_lines, term_label
 from fullshard.report.table import show_labelled_lines
@@ -83,6 +83,8 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
         return
     many = f"on all ranks, {format_count(rate / m.world_size)} per rank"
     yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
+    if text := format_trained_share(pace.trained_share):
+        yield "", f"{text}: the labels of the others do not count"
     slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
     yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
     step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps

@@ -18,6 +18,7 @@ _NAMES = (
     "grad_norm",
     "learning_rate",
     "tokens",
+    "trained_tokens",
     "tokens_per_second",
     "seconds",
     "data_seconds",

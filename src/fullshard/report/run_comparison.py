@@ -10,7 +10,7 @@ from fullshard.report.markup import cell, escape, table
 from fullshard.report.page_charts import INKS, short_names
 from fullshard.report.run_record import RunRecord
 from fullshard.report.settings import differing_settings
-from fullshard.report.verdict import recent_tokens_per_second, repeated_steps
+from fullshard.report.verdict import recent_tokens_per_second, recent_trained_share, repeated_steps
 
 _LAST_SHARE = 1 / 20  # part of the steps that the training loss of a run is the mean of
 
@@ -138,6 +138,7 @@ _FIGURES = (
     _Figure("lowest validation loss", _lowest_validation, lambda value: f"{value:.4f}", "lowest"),
     _Figure("training loss, mean of the last 5 %", _last_loss, lambda value: f"{value:.4f}", "lowest"),
     _Figure("tokens/s", recent_tokens_per_second, format_count, "highest"),
+    _Figure("tokens that count in the loss", recent_trained_share, lambda value: f"{100 * value:.1f} %"),
     _Figure("step", _step_seconds, format_seconds, "lowest"),
     _Figure("step, against the plan", _error_of_plan, lambda value: f"{value:+.0f} %"),
     _Figure(

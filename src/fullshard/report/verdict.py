@@ -1,9 +1,10 @@
 """Sentences about a run: how it ended, what it learnt, and how it compares with its plan."""
 
+import math
 from collections.abc import Iterator
 from statistics import median
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.report.plan import mesh_text
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.event import RunEvent
@@ -57,6 +58,16 @@ def recent_tokens_per_second(run: RunRecord) -> float | None:
         return run.measurement.tokens_per_second
     rates = run.metrics.values("tokens_per_second")[-RECENT_STEPS:]
     return median(rates) if rates else None
+
+
+def recent_trained_share(run: RunRecord) -> float | None:
+    """Returns trained tokens / tokens of the last attempt, or else of the last steps; None if not known."""
+    if run.measurement is not None and run.measurement.pace.trained_share is not None:
+        return run.measurement.pace.trained_share
+    columns = (run.metrics.columns[name][-RECENT_STEPS:] for name in ("trained_tokens", "tokens"))
+    known = [pair for pair in zip(*columns, strict=True) if not any(map(math.isnan, pair))]
+    tokens = sum(count for _, count in known)
+    return sum(trained for trained, _ in known) / tokens if tokens else None
 
 
 def _state_sentence(run: RunRecord) -> str:
@@ -117,7 +128,11 @@ def _plan_sentences(run: RunRecord) -> Iterator[str]:
         if prediction is not None and prediction.has_complete_step_time:
             planned = prediction.tokens_per_second
         mark = "" if prediction is None or not planned else CALIBRATION_MARKS[prediction.calibration]
-        yield f"{format_count(rate)} tokens/s{_against_plan(rate, planned)}{f' ({mark})' if mark else ''}."
+        share = format_trained_share(recent_trained_share(run))
+        beside = (
+            f"{_against_plan(rate, planned)}{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
+        )
+        yield f"{format_count(rate)} tokens/s{beside}."
     peaks = run.metrics.values("peak_bytes")
     if peaks:
         planned = None if prediction is None else prediction.memory.total

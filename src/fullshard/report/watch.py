@@ -9,10 +9,15 @@ from typing import Any
 
 from rich.text import Text
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.report.event_table import describe_event
 from fullshard.report.run_record import RunRecord
-from fullshard.report.verdict import RECENT_STEPS, fault_text, recent_tokens_per_second
+from fullshard.report.verdict import (
+    RECENT_STEPS,
+    fault_text,
+    recent_tokens_per_second,
+    recent_trained_share,
+)
 from fullshard.spec.event import RunEvent
 from fullshard.spec.live_status import LiveStatus, RankStatus
 from fullshard.spec.prediction import Prediction
@@ -178,6 +183,8 @@ def _speed_line(run: WatchedRun) -> str:
     if prediction is not None and prediction.has_complete_step_time:
         planned = prediction.tokens_per_second
         text += f", {100 * rate / planned:.0f} % of the {format_count(planned)} planned"
+    share = format_trained_share(recent_trained_share(run.record))
+    text += f"  {share}" if share else ""
     if run.step_seconds is not None:
         text += f"  step {format_seconds(run.step_seconds)}"
     mfu, data = _last(run.record, "mfu"), _last(run.record, "data_seconds")

@@ -61,7 +61,9 @@ class Throughput(FrozenModel):
     warmup_steps: number of first steps that are not timed
     steps: all steps, including warmup
     untimed_steps: steps after the warmup that are excluded because measuring slowed them
-    tokens: tokens of all ranks in the timed steps
+    tokens: tokens that all ranks computed in the timed steps, as `Prediction.tokens_per_step` counts them
+    trained_tokens: those of `tokens` whose label counts in the loss. None if the loss is a mean, and in files
+        of earlier versions, where `tokens` are the trained ones.
     seconds: seconds of the timed steps
     data_seconds: the part of `seconds` spent waiting for data
     """
@@ -70,23 +72,33 @@ class Throughput(FrozenModel):
     steps: NonNegativeInt = 0
     untimed_steps: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
+    trained_tokens: NonNegativeInt | None = None
     seconds: NonNegativeFloat = 0.0
     data_seconds: NonNegativeFloat = 0.0
 
     def with_step(
-        self, *, tokens: int, seconds: float, data_seconds: float = 0.0, is_slowed: bool = False
+        self,
+        *,
+        tokens: int,
+        trained_tokens: int | None,
+        seconds: float,
+        data_seconds: float = 0.0,
+        is_slowed: bool = False,
     ) -> "Throughput":
         """Returns the sums after one more step.
 
         is_slowed: True excludes the step's time, because the memory meter or the profiler slowed the step
         """
         warm = self.steps >= self.warmup_steps
-        timed = warm and not is_slowed
+        timed, trained = warm and not is_slowed, self.trained_tokens
+        if trained is not None:
+            trained = None if trained_tokens is None else trained + timed * trained_tokens
         return Throughput(
             warmup_steps=self.warmup_steps,
             steps=self.steps + 1,
             untimed_steps=self.untimed_steps + (warm and is_slowed),
             tokens=self.tokens + timed * tokens,
+            trained_tokens=trained,
             seconds=self.seconds + timed * seconds,
             data_seconds=self.data_seconds + timed * data_seconds,
         )
@@ -99,6 +111,11 @@ class Throughput(FrozenModel):
     def tokens_per_second(self) -> float | None:
         """Tokens/s of all ranks; None before the first timed step."""
         return self.tokens / self.seconds if self.seconds and self.timed_steps else None
+
+    @property
+    def trained_share(self) -> float | None:
+        """`trained_tokens` / `tokens`; None if it is not known."""
+        return None if self.trained_tokens is None or not self.tokens else self.trained_tokens / self.tokens
 
     @property
     def step_seconds(self) -> float | None:

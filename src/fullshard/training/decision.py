@@ -15,7 +15,7 @@ from fullshard.training.figures import StepResult
 class StepDecision(NamedTuple):
     """Decision about the update of a step, as tensors on the device.
 
-    figures: (7,) in fp64, for `step_result`
+    figures: (9,) in fp64, for `step_result`
     grad_scale: () in fp32; the update divides the gradient by it
     found_inf: () in fp32; 1 if the step is skipped, else 0
     """
@@ -29,11 +29,12 @@ class StepDecision(NamedTuple):
 def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run) -> StepDecision:
     """Returns the decision, and adds the step to `recent` unless it is skipped. Never waits for the device.
 
-    totals: (4,) in fp64, over all ranks: loss sum, count of valid tokens, squared norm, stop requests
+    totals: (6,) in fp64, over all ranks: loss sum, count of valid tokens, squared norm, tokens, trained
+        tokens, stop requests
     nominal: what the summed gradient was divided by, in all; see [Note: one denominator] in `step.py`
     """
     section, limit = run.fault_tolerance, run.optimizer.clip_norm
-    loss_sum, count, squared, stops = totals.unbind()
+    loss_sum, count, squared, tokens, trained, stops = totals.unbind()
     counted = torch.where(count > 0, count, math.nan)  # without a valid token, nothing is finite
     mean, unscale = loss_sum / counted, nominal / counted
     norm = squared.sqrt() * unscale
@@ -44,13 +45,14 @@ def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run
         accepted = accepted & ~spike
         recent.add_step(mean, norm, accepted=accepted, section=section)
     factor = unscale * (limit / (norm + 1e-6)).clamp(max=1.0) if limit else unscale
-    figures = torch.stack([mean, norm, count, accepted.double(), spike.double(), stops, factor])
+    flags = (accepted.double(), spike.double(), stops)
+    figures = torch.stack([mean, norm, count, tokens, trained, *flags, factor])
     return StepDecision(figures, factor.reciprocal().float(), 1.0 - accepted.float())
 
 
 def step_result(figures: list[float]) -> StepResult:
     """Returns the result for the figures of a StepDecision. Raises TrainError for an impossible count."""
-    mean, norm, count, accepted, spike, stops, factor = figures
+    mean, norm, count, tokens, trained, accepted, spike, stops, factor = figures
     if not 0 <= count < math.inf:
         raise TrainError(
             "the counts of the loss function do not sum to a number of items.",
@@ -61,7 +63,8 @@ def step_result(figures: list[float]) -> StepResult:
     return StepResult(
         loss=mean,
         grad_norm=norm,
-        tokens=int(count) if count > 0 else 0,
+        tokens=int(tokens),
+        trained_tokens=None if math.isnan(trained) else int(trained),
         skipped=not accepted,
         spike=bool(spike),
         stop_requested=stops > 0,

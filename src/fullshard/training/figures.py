@@ -22,7 +22,9 @@ class StepResult:
 
     loss: mean over valid tokens, in nats for the default loss
     grad_norm: norm of the gradient before clipping
-    tokens: number of valid tokens of the step (of microbatches, if the loss function returns a mean)
+    tokens: number of tokens that were computed, see `token_count.py`
+    trained_tokens: number of those whose label counts in the loss, as the loss function returns it; None if
+        it returns a mean, which does not say over how many
     skipped: whether nothing was updated, because the loss or norm was not finite, or was a spike
     spike: whether the step was skipped because its loss or norm was a spike
     stop_requested: whether a rank was asked to stop
@@ -32,6 +34,7 @@ class StepResult:
     loss: float
     grad_norm: float
     tokens: int
+    trained_tokens: int | None
     skipped: bool
     spike: bool = False
     stop_requested: bool = False

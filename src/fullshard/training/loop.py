@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from torch import Tensor
 from torch.profiler import record_function
 
 from fullshard.data.batches import MicrobatchSource
@@ -27,6 +26,7 @@ from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
+from fullshard.training.token_count import count_computed_tokens
 
 logger = logging.getLogger("fullshard")
 
@@ -38,8 +38,8 @@ class Step:
     """A step, with its figures over all ranks.
 
     On a GPU, the step may still be running when it is yielded. The properties wait for it: `seconds`, and
-    `loss`, `grad_norm`, `tokens`, `skipped` and `spike`, which are explained in `StepResult`. To keep the
-    device busy, read them a step later.
+    `loss`, `grad_norm`, `tokens`, `trained_tokens`, `skipped` and `spike`, which are explained in
+    `StepResult`. To keep the device busy, read them a step later.
 
     index: number of the step, from 1
     learning_rate: that of the optimizer's first group; NaN if the group has none
@@ -70,6 +70,10 @@ class Step:
     @property
     def tokens(self) -> int:
         return self.result.read().tokens
+
+    @property
+    def trained_tokens(self) -> int | None:
+        return self.result.read().trained_tokens
 
     @property
     def skipped(self) -> bool:
@@ -151,7 +155,7 @@ def train(
             skips.raise_if_too_many()
 
 
-_NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, skipped=False)
+_NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained_tokens=0, skipped=False)
 
 
 def _launch_step(
@@ -213,8 +217,15 @@ def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
     """Returns a function that maps a step to this rank's microbatches, or to None if any rank has no more."""
 
+    is_checked = False
+
     def cut(given: Iterable[Any]) -> Iterable[Any]:
-        return (cut_sequences(batch, plan) for batch in given)
+        nonlocal is_checked
+        for batch in given:
+            if not is_checked:
+                _warn_if_tokens_differ(batch, plan)
+            is_checked = True
+            yield cut_sequences(batch, plan)
 
     if hasattr(state.data, "microbatches"):
         batches = cast(MicrobatchSource, state.data)
@@ -229,14 +240,8 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
     if state.iterator is None:
         state.iterator = iter(cast(Iterable[Any], state.data))
 
-    warned = False
-
     def next_microbatches(_step: int) -> Iterable[Any] | None:
-        nonlocal warned
         own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
-        if own and not warned:
-            warned = True
-            _warn_if_batch_size_differs(own[0], plan)
         # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
         if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
             return cut(own)
@@ -246,15 +251,18 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
     return next_microbatches
 
 
-def _warn_if_batch_size_differs(batch: Any, plan: Plan) -> None:
-    """Logs a warning if the rows of `batch` differ from the plan's microbatch, as packed rows may."""
-    rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    if rows and plan.microbatch not in rows:
+def _warn_if_tokens_differ(batch: Any, plan: Plan) -> None:
+    """Logs a warning if `batch` has other rows or lengths than the plan's microbatch."""
+    length, tokens = plan.run.data.sequence_length, count_computed_tokens(batch, plan)
+    if tokens != plan.microbatch * length:
         logger.warning(
-            "the data gives microbatches of %s rows, and the plan is for %d (× %d accumulated): its "
-            "predictions of memory and time, and train.global_batch, assume the latter. Pin train.microbatch "
-            "or ask plan.microbatch before the data is made.",
-            " or ".join(map(str, sorted(rows))),
+            "the first microbatch of the data has %d tokens (%g rows of %d), and the plan is for %d rows "
+            "(× %d accumulated): its predictions of memory and time, and train.global_batch, assume the "
+            "latter. Set data.sequence_length to the length of the rows, and pin train.microbatch or ask "
+            "plan.microbatch before the data is made.",
+            tokens,
+            tokens / length,
+            length,
             plan.microbatch,
             plan.accumulation,
         )

@@ -26,7 +26,11 @@ from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTe
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.weights.names import full_transformers_config
 
-_COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
+# Names of the counts in checkpoints, and the attributes of TrainState that they are.
+_COUNTS = {
+    **{name: name for name in ("step", "skipped", "data_offset", "rollbacks")},
+    "tokens": "trained_tokens",
+}
 
 
 class TrainState:
@@ -77,9 +81,9 @@ class TrainState:
         _check_step_takes_no_closure(optimizer)
 
     @property
-    def tokens(self) -> int:
-        """Valid tokens trained on, over all ranks. Waits for the last step."""
-        return self._counts.up_to_date().tokens
+    def trained_tokens(self) -> int:
+        """Tokens trained on, over all ranks: all of a step if its loss is a mean. Waits for the last step."""
+        return self._counts.up_to_date().trained_tokens
 
     @property
     def skipped(self) -> int:
@@ -102,7 +106,7 @@ class TrainState:
         reshard_unsharded_units(self.model)
         best_loss, best_step = self.best or (None, None)
         return {
-            **{name: getattr(self, name) for name in _COUNTS},
+            **{name: getattr(self, field) for name, field in _COUNTS.items()},
             "best_validation_loss": best_loss,
             "best_step": best_step,
             "recent_losses": list(self.recent.losses),
@@ -171,7 +175,7 @@ class TrainState:
         self.step, self.data_offset, self.rollbacks = (
             read[name] for name in ("step", "data_offset", "rollbacks")
         )
-        self._counts = _Counts(tokens=read["tokens"], skipped=read["skipped"])
+        self._counts = _Counts(trained_tokens=read["tokens"], skipped=read["skipped"])
         self.not_acted_on = None
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
@@ -254,9 +258,9 @@ class TrainState:
 
 @dataclass
 class _Counts:
-    """Tokens and skipped steps of all steps except `unread`, the last one, whose result nobody has read."""
+    """Trained tokens and skipped steps of all steps except the last one, `unread`, until it is read."""
 
-    tokens: int = 0
+    trained_tokens: int = 0
     skipped: int = 0
     unread: PendingResult | None = None
 
@@ -264,7 +268,8 @@ class _Counts:
         """Counts the unread step, after waiting for it."""
         if self.unread is not None:
             result = self.unread.read()
-            self.tokens += 0 if result.skipped else result.tokens
+            trained = result.tokens if result.trained_tokens is None else result.trained_tokens
+            self.trained_tokens += 0 if result.skipped else trained
             self.skipped += result.skipped
             self.unread = None
         return self

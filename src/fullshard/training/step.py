@@ -9,10 +9,10 @@ power of two: dividing by it is exact, so the rounding of half precision in back
 number of ranks.
 
 [Note: one all-reduce]
-That all-reduce carries the loss sum, the count, the squared norm, whether a rank was asked to stop, and each
-rank's fingerprint (see `survival/fingerprint.py`), in fp64. So all ranks decide alike whether to update, to
-skip, to stop, or to raise because they are not in the same step. With the optimizer in backward there are two
-all-reduces: see [Note: what comes before backward] in `optimizer_in_backward.py`.
+That all-reduce carries the loss sum, the count, the squared norm, the tokens, whether a rank was asked to
+stop, and each rank's fingerprint (see `survival/fingerprint.py`), in fp64. So all ranks decide alike whether
+to update, to skip, to stop, or to raise because they are not in the same step. With the optimizer in backward
+there are two all-reduces: see [Note: what comes before backward] in `optimizer_in_backward.py`.
 
 [Note: no wait between steps]
 The device decides (`decision.py`), so the host launches the update, and then the next step, without reading
@@ -65,9 +65,10 @@ from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.loss import Loss, sum_and_count
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.state import TrainState
+from fullshard.training.token_count import count_computed_tokens
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 
-_SUMS = 4  # loss sum, count, squared norm, stop requests
+_SUMS = 6  # loss sum, count, squared norm, tokens, trained tokens, stop requests
 
 # Takes the nominal count, and returns the context that a backward runs in.
 _Updates = Callable[[int], AbstractContextManager[None]]
@@ -143,7 +144,7 @@ def run_step(
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
     _finish_update(state, plan, parameters=parameters)
-    if plan.precision.loss_scaling and result.read().tokens > 0:
+    if plan.precision.loss_scaling and result.read().trained_tokens != 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
 
@@ -205,8 +206,9 @@ def _backward_context(
         return nullcontext()
     state.phase.enter(RunPhase.REDUCE)
     totals = agree(nominal)
-    loss_sum, count, *rest = HostCopy(totals.numbers).read()
-    totals.check_ranks(rest[_SUMS - 2 :])
+    numbers = HostCopy(totals.numbers).read()
+    totals.check_ranks(numbers[_SUMS:])
+    loss_sum, count = numbers[:2]
     factor = None
     if math.isfinite(loss_sum) and 0 < count < math.inf:
         state.run_before_update_callbacks()
@@ -224,8 +226,9 @@ def _all_reduce(
     issued: int,
     stop: bool,
 ) -> _Totals:
-    """Sums `sums` (loss, count, squared norm), stop requests and fingerprints over ranks. Collective.
+    """Sums `sums`, stop requests and fingerprints over ranks. Collective.
 
+    sums: those of `_SUMS` except the stop requests
     issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
     kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * WIDTH
@@ -251,7 +254,7 @@ def _run_microbatches(
 ) -> int:
     """Runs forward and backward of every microbatch, and returns the nominal count.
 
-    sums: receives the loss sum and the count
+    sums: receives the loss sum, the count, the tokens, and those that are trained on
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal, kinds, counts = 1, set[bool](), plan.counts_tokens(rank())
@@ -262,17 +265,20 @@ def _run_microbatches(
         with record_function("fullshard::compute"):
             state.phase.enter(RunPhase.FORWARD)
             torch.clear_autocast_cache()  # else autocast around the loop has casts of earlier weights
+            tokens = count_computed_tokens(batch, plan)
             value = loss(state.model, move_batch_to_device(batch, sums.device))
             total, count = sum_and_count(value)
         kinds.add(isinstance(value, tuple))
         if len(kinds) > 1:
             raise _mixed_loss_error()
         # A sum is over the tokens of the batch. A mean counts as one item.
-        tokens = plan.run.tokens_per_step // plan.averaging_ranks
-        nominal = 1 << ((tokens if isinstance(value, tuple) else plan.accumulation) - 1).bit_length()
+        is_sum, planned = isinstance(value, tuple), plan.run.tokens_per_step // plan.averaging_ranks
+        nominal = 1 << ((planned if is_sum else plan.accumulation) - 1).bit_length()
         if counts:
             sums[0] += total.detach()
             sums[1] += count
+            sums[3] += tokens
+            sums[4] += count if is_sum else math.nan  # a mean does not say over how many
         with updates(nominal), record_function("fullshard::compute"):
             state.phase.enter(RunPhase.BACKWARD)
             (_require_gradient(total) * (state.loss_scale.scale / nominal)).backward()
