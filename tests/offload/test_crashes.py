@@ -16,7 +16,7 @@ from fullshard.offload.generation_manifest import DataFileRegion
 from tests.faults.disks import powerless_disk
 from tests.offload.processes import keeping_on
 from tests.offload.systems import Cut, PowerCut, Watched, failing
-from tests.offload.writer import IDENTITY, holds, opened, payload, put, usable
+from tests.offload.writer import IDENTITY, check_all_records, holds, opened, payload, put, usable
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_large_record_is_held_against_its_digest_wherever_it_is_damaged(direct
     with opened(directory, records=large, check="always") as generations:
         newest = put(generations, 1)
         assert holds(generations, newest)
-        generations.check_all_records(newest)
+        check_all_records(generations, newest)
         for at in (0, 5, (16 << 20) - 1, 16 << 20, (33 << 20) + 7, length - 1):
             with (directory / "state-0.data").open("r+b") as file:
                 file.seek(4096 + at)
@@ -152,7 +152,7 @@ def test_a_large_record_is_held_against_its_digest_wherever_it_is_damaged(direct
                         with pytest.raises(DamagedOffloadError, match="large, bytes 4096 to"):
                             holds(generations, newest)
                         with pytest.raises(DamagedOffloadError, match="large, bytes 4096 to"):
-                            generations.check_all_records(newest)
+                            check_all_records(generations, newest)
         assert holds(generations, newest)
 
 
@@ -171,7 +171,7 @@ def test_other_bytes_are_named_by_file_record_and_place(directory: Path, check, 
             holds(generations, generations.list_complete_generations()[0], verify=verify)
         assert str(path) in str(caught.value)
         with pytest.raises(DamagedOffloadError, match="group 1"):
-            generations.check_all_records(generations.list_complete_generations()[0])
+            check_all_records(generations, generations.list_complete_generations()[0])
 
 
 @pytest.mark.parametrize("kind", ["data", "payload", "json"])

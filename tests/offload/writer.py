@@ -52,6 +52,13 @@ def put(generations: GenerationFiles, step: int) -> Generation:
     return generations.commit_generation(step, payload(step))
 
 
+def check_all_records(generations: GenerationFiles, generation: Generation) -> None:
+    """Raises DamagedOffloadError for the first record whose digest does not match."""
+    for record in generations.records.values():
+        target = memoryview(bytearray(record.length_bytes))
+        generations.read_record(record.name, target, slot=generation.slot, verify=True)
+
+
 def holds(generations: GenerationFiles, generation: Generation, *, verify: bool = True) -> bool:
     """Whether it is, byte for byte, the state of its step. Raises OffloadError where it says it is not."""
     for record in generations.records.values():
@@ -68,7 +75,7 @@ def usable(directory: Path, *, check: Check = "asked") -> list[int]:
     with opened(directory, check=check) as generations:
         for generation in generations.list_complete_generations():
             try:
-                generations.check_all_records(generation)
+                check_all_records(generations, generation)
             except OffloadError:
                 continue
             assert holds(generations, generation), f"{generation} holds other bytes and does not say so"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.errors import OffloadError
+from fullshard.errors import OffloadError, TrainError
 from fullshard.offload.drive import SYSTEM
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
@@ -191,3 +191,38 @@ def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(
     ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     ranks(2).run(opened_after_a_failure, str(tmp_path))
+
+
+# A run that is dead already
+
+
+def skips_all_from(step: int, directory: str) -> None:
+    """Every step after so many is skipped, until the run ends."""
+    state, plan = sharded(run_of(*settings(directory), "train.max_skipped_steps=2"))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return mean_square(model, batch) * (torch.nan if state.step >= step else 1.0)
+
+    with pytest.raises(TrainError, match="2 steps in a row"):
+        list(train(state, plan, loss=loss))
+    local_bits(state)  # can still be read
+
+
+def breaks_in(step: int, directory: str) -> None:
+    """The last update of a run that then dies makes the mean of squares negative: 1.1 v - 0.1 g^2."""
+    state, plan = state_on(directory)
+    for one in train(state, plan, loss=mean_square):
+        if one.index == step - 1:
+            for group in state.optimizer.param_groups:
+                group["betas"] = (0.9, 1.1)
+        if one.index == step:
+            break
+    state.wait_for_updates()
+
+
+@pytest.mark.parametrize("act", [skips_all_from, breaks_in])
+def test_a_generation_that_cannot_be_trained_on_is_not_resumed_from(
+    act: Callable[..., None], ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    ranks(2).run(act, 4, str(tmp_path))
+    assert check(2, ranks, tmp_path) == 3

@@ -1,12 +1,16 @@
-"""Local parts of DTensors, tensors inside of tensor subclasses, and the identity of a storage."""
+"""Local parts of DTensors, tensors inside of tensor subclasses, identity of a storage, unusable numbers."""
 
+import math
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
 from fullshard.torch_private.tensors import storage_address
+
+_COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -42,3 +46,18 @@ def tensors_with_data(tensor: Tensor) -> list[Tensor]:
 def storage_key(tensor: Tensor) -> int:
     """Returns a number that identifies the storage of `tensor`, real or fake, among all live storages."""
     return storage_address(tensor.untyped_storage())
+
+
+def find_unusable_number(tensor: Tensor, *, infinite_ok: bool, negative_ok: bool = True) -> float | None:
+    """Returns a number of a CPU tensor that no training can continue from, or None.
+
+    That is NaN; unless `infinite_ok`, an infinity; unless `negative_ok`, a negative number. Reads the tensor
+    once, at the pace of a sum.
+    """
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.dtype not in _COMPARED or not tensor.numel():
+        return None
+    low, high = (one.item() for one in torch.aminmax(tensor.detach()))  # both are NaN if an element is
+    if math.isnan(low) or (math.isinf(low) and not infinite_ok) or (low < 0 and not negative_ok):
+        return low
+    return high if math.isinf(high) and not infinite_ok else None

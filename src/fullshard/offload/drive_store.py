@@ -11,14 +11,16 @@ Buffers keep their content, so that three groups or fewer are read only once. Wi
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fullshard.errors import OffloadError
-from fullshard.offload.generations import GenerationFiles
+from fullshard.distributed.tensors import find_unusable_number
+from fullshard.errors import DamagedOffloadError, OffloadError
+from fullshard.offload.generations import Generation, GenerationFiles
 from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
 from fullshard.offload.store import GroupLayout, GroupStream, MasterAndMoments
@@ -246,6 +248,34 @@ class DriveStore:
         """Waits for the reads that were submitted, and marks the content of all buffers as invalid."""
         self._reader.submit(lambda: None).result()
         self._buffers.invalidate_all()
+
+
+def check_generation(store: DriveStore, generation: Generation) -> None:
+    """Reads a complete generation, before `store` has a state.
+
+    Raises DamagedOffloadError for other bytes than were written, and for numbers that no training can
+    continue from.
+    """
+    store.set_newest_slot(generation.slot)
+    try:
+        # After an error, the stream gives its buffers back before another generation is read.
+        with closing(store.stream_read_only(verify=True)) as stream:
+            for segment, parts in ((one, parts) for group, parts in stream for one in group.segments):
+                _check_numbers(parts, segment)
+    finally:
+        store.set_newest_slot(None)
+
+
+def _check_numbers(parts: MasterAndMoments, segment: ShardSegment) -> None:
+    for key, part in parts._asdict().items():
+        numbers, is_square = part[segment.slice_in_group], key == "exp_avg_sq"
+        found = find_unusable_number(numbers, infinite_ok=False, negative_ok=not is_square)
+        if found is not None:
+            raise DamagedOffloadError(
+                f"{key} of {segment.name} cannot be trained on.",
+                got=f"{found:g} in it",
+                why="an update with such numbers makes the weights useless",
+            )
 
 
 def _read_parameter_part(

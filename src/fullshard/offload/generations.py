@@ -162,6 +162,14 @@ class GenerationFiles:
         self._begun = slot
         return slot
 
+    def reopen_generation(self, slot: int) -> None:
+        """Makes a complete generation the started one again, so that no run resumes from it."""
+        self._whole.pop(slot, None)
+        self._begun = slot
+        path = manifest_path(self.directory, slot)
+        with translate_os_errors(f"{path} cannot be removed."):
+            remove_file_and_flush(path, system=self._system)
+
     def write_record(self, name: str, data: memoryview) -> None:
         """Writes the record `name` of the started generation. `data` must not change meanwhile."""
         record, slot = self.records[name], self._begun
@@ -199,11 +207,6 @@ class GenerationFiles:
             self._check_digest(record, slot, pieces=_alternate_read_buffers(record))
             self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
-
-    def check_all_records(self, generation: Generation) -> None:
-        """Reads every record. Raises DamagedOffloadError for the first whose digest does not match."""
-        for record in self.records.values():
-            self._check_digest(record, generation.slot, pieces=_alternate_read_buffers(record))
 
     def commit_generation(self, step: int, payload: bytes) -> Generation:
         """Completes the started generation, as the state after `step` steps, and flushes it.

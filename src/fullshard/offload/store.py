@@ -7,7 +7,7 @@
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ class MasterAndMoments(NamedTuple):
     exp_avg_sq: Tensor
 
 
-GroupStream = Iterator[tuple[OffloadGroup, MasterAndMoments]]  # every group with its parts
+GroupStream = Generator[tuple[OffloadGroup, MasterAndMoments], None, None]  # every group with its parts
 
 
 class GroupLayout:

@@ -95,6 +95,20 @@ class OffloadedTensors:
             torch.save(vars(beside()), payload)
             self._offloaded.updates.submit(lambda: store.commit_generation(step, payload.getvalue()))
 
+    def withdraw_generation(self) -> None:
+        """Makes resumed runs use an older generation, because the steps since the newest one were skipped.
+
+        An update makes a generation, so that of before it is the newest one that a step was made from.
+        """
+        store = self._offloaded.store
+        if isinstance(store, DriveStore):
+            self.wait_for_updates()
+            slot, committed = store.set_newest_slot(None)
+            if slot is not None and committed:
+                store.generations.reopen_generation(slot)
+                committed = False
+            store.set_newest_slot(slot, committed=committed)
+
     def newest_restorable_step(self, *, at_least: int) -> int | None:
         """Returns the newest step >= `at_least` that every rank has a generation of, or None. Collective."""
         steps_by_rank = all_gather_object(set(self._resumable_generations()))

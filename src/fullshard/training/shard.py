@@ -21,7 +21,7 @@ from fullshard.offload.directories import rank_directory, remove_empty_parents
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.drive_shards import DriveShards
-from fullshard.offload.drive_store import DriveStore
+from fullshard.offload.drive_store import DriveStore, check_generation
 from fullshard.offload.fsdp_params import master_dtype
 from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, read_world_size
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
@@ -204,8 +204,8 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
     generations = _open_on_all_ranks(open_generations, close=GenerationFiles.close)
     with ExitStack() as unless_whole:
         unless_whole.callback(generations.close)
-        _keep_only_common_generation(generations)
         store = DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
+        _keep_only_common_generation(store)
         unless_whole.pop_all()
     return store
 
@@ -229,15 +229,16 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
     return found[0]
 
 
-def _keep_only_common_generation(generations: GenerationFiles) -> None:
-    """Drops every generation except the newest that is undamaged on all ranks. Collective.
+def _keep_only_common_generation(store: DriveStore) -> None:
+    """Drops every generation except the newest that all ranks can train on. Collective.
 
     Must precede the first write, which replaces the older generation: other ranks may have only that one.
     """
+    generations = store.generations
     while True:
         own = {one.step: one for one in generations.list_complete_generations()}
         common = max(set[int].intersection(*all_gather_object(set(own))), default=None)
-        if common is None or all(all_gather_object(_is_generation_undamaged(generations, own[common]))):
+        if common is None or all(all_gather_object(_is_generation_usable(store, own[common]))):
             break
         generations.invalidate_generation(own[common].slot)
     for step, one in own.items():
@@ -245,9 +246,9 @@ def _keep_only_common_generation(generations: GenerationFiles) -> None:
             generations.invalidate_generation(one.slot)
 
 
-def _is_generation_undamaged(generations: GenerationFiles, one: Generation) -> bool:
+def _is_generation_usable(store: DriveStore, one: Generation) -> bool:
     try:
-        generations.check_all_records(one)
+        check_generation(store, one)
     except OffloadError as error:  # also raised if the drive cannot read it
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False
