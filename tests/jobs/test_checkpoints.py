@@ -1,18 +1,22 @@
 """A run's own saves: in either mode they hold the same, and a failure does what the settings say."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from fullshard.checkpoint import load
+from fullshard.checkpoint import load, location_of
 from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
+from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.resume import make_checkpoint_location
 from tests.checkpoint import flipping_memory
 from tests.checkpoint.states import saved
-from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
+from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bits, sharded
 
 
 def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str], bool, bool]:
@@ -105,3 +109,29 @@ def test_the_last_save_of_a_run_must_succeed(ranks, tmp_path):
     saved(tmp_path, 0)  # of another model
     with pytest.raises(CheckpointError, match="holds another model"):
         ranks(1).run(save_last, tmp_path)
+
+
+class NotFinite(Pairs):
+    """The targets of steps 3 and 4 are not finite."""
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in super().microbatches(step, rank=rank, plan=plan):
+            yield x, y + (torch.nan if step in (2, 3) else 0.0)
+
+
+def saved_among_skipped_steps(directory: Path, mode: str) -> tuple[list[int], list[bool]]:
+    state, plan = sharded(run_of(f"checkpoint.mode={mode}", "checkpoint.keep=0"), data=NotFinite())
+    postponed = []
+    with RunCheckpointSaver(directory, plan, say=lambda text: None) as checkpoints:
+        for step in train(state, plan, loss=mean_square):
+            if step.index % 3 == 0 or checkpoints.postponed:
+                checkpoints.save(state)
+            postponed.append(checkpoints.postponed)
+    return [step for step, _ in location_of(directory).list_checkpoints()], postponed
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_that_is_due_while_steps_are_skipped_follows_them(ranks, tmp_path, mode):
+    saved_steps, postponed = ranks(1).run(saved_among_skipped_steps, tmp_path, mode)[0]
+    assert saved_steps == [6, 5]
+    assert postponed == [False, False, True, True, False, False]

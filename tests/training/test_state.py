@@ -1,6 +1,8 @@
 """TrainState: what a checkpoint of it holds, and that a state that takes it over goes on bit for bit."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint import save
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
@@ -231,3 +234,33 @@ def test_an_unsharded_model_has_a_state_too() -> None:
     model = unsharded(run_of(), Regression)
     state = TrainState(model, torch.optim.AdamW(model.parameters()))
     assert set(state.tensors()) == {*(f"model.{name}" for name in model.state_dict()), "rng.cpu.0"}
+
+
+UNUSABLE = {
+    "model.head.weight": (torch.inf, torch.nan),
+    "optimizer.head.weight.exp_avg": (torch.nan, -torch.inf),
+    "optimizer.layers.0.linear.bias.exp_avg_sq": (-1.0, torch.inf),
+}
+
+
+def refused_saves(directory: Path) -> list[str]:
+    state, plan = sharded(run_of())
+    state.model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    advance(state, plan, steps=1)
+    refused = []
+    for name, values in UNUSABLE.items():
+        (first, *_) = local(state.tensors()[name]).view(-1)
+        before = first.item()
+        for value in values:
+            first.fill_(value)
+            with pytest.raises(CheckpointError, match=re.escape(f"{name} is not saved")):
+                save(state, directory)
+            refused.append(name)
+        first.fill_(before)
+    save(state, directory)
+    return refused
+
+
+def test_a_state_that_cannot_be_trained_on_is_not_saved(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1).run(refused_saves, tmp_path) == [[name for name in UNUSABLE for _ in range(2)]]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["step-00000001"]

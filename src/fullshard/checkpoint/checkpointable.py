@@ -1,6 +1,6 @@
 """Protocols of a state that can be saved and loaded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from pydantic import JsonValue
@@ -41,6 +41,15 @@ class Checkpointable(Protocol):
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Takes over the saved values, and `received`, the load targets, which are filled now."""
+
+
+@runtime_checkable
+class StateWithFiniteTensors(Protocol):
+    """A state some of whose tensors must be finite to train on; others, such as masks, may hold infinity."""
+
+    def select_finite_tensors(self, names: Iterable[str]) -> Collection[str]:
+        """Returns those of `names` whose tensors must be finite; otherwise, the state is not saved."""
+        ...
 
 
 @runtime_checkable

@@ -105,14 +105,15 @@ class RanksSharingDisk:
     node: index of the disk; None for a location that all ranks share
     nodes: number of disks
     attempt: id for the next save, which several disks commit together; None for a shared location
-    complete_steps: steps that are on all disks; None for a location that all ranks share
+    complete_steps: steps that are on all disks, in the order in which `load` tries them; None for a location
+        that all ranks share
     """
 
     leader: int = 0
     node: int | None = None
     nodes: int = 1
     attempt: str | None = None
-    complete_steps: frozenset[int] | None = None
+    complete_steps: tuple[int, ...] | None = None
 
     @property
     def is_leader(self) -> bool:

@@ -180,7 +180,7 @@ def _find_newest_checkpoint(
         if manifest is not None:
             return files, manifest
     if complete is not None:  # all disks load the same step
-        newest = max((step for step in complete if step_name(step) not in refused), default=-1)
+        newest = next((step for step in complete if step_name(step) not in refused), -1)
     for files, manifest in iterate_complete_checkpoints(place):
         if files.name not in refused and newest in (None, manifest.step):
             return files, manifest

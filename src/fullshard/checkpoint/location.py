@@ -1,4 +1,9 @@
-"""Locations of a run's checkpoints, where each checkpoint becomes visible complete or not at all."""
+"""Locations of a run's checkpoints, where each checkpoint becomes visible complete or not at all.
+
+[Note: saved while steps are skipped] If the last steps before a save were skipped (loss or gradient norm not
+finite, or spikes), the weights or the optimizer state may be what makes them fail. So such a checkpoint is
+loaded only if there is no other, removes no older one, and is removed or replaced by the next one after it.
+"""
 
 import logging
 import os
@@ -245,11 +250,27 @@ def location_of(
 
 
 def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
-    """Yields files and manifest of each complete checkpoint (judged by file sizes), highest step first.
+    """Yields files and manifest of each complete checkpoint (judged by file sizes), in the order of `load`.
 
+    That is the highest step first, and after all others those of [Note: saved while steps are skipped].
     Skips damaged checkpoints and interrupted saves, with a warning. Raises CheckpointError for a checkpoint
     that may be complete but cannot be read, since an older one is no substitute for it.
     """
+    last: list[tuple[CheckpointFiles, Manifest]] = []
+    for files, manifest in _iterate_complete_steps(place):
+        if not manifest.skipped_in_a_row:
+            yield files, manifest
+            continue
+        last.append((files, manifest))
+        logger.warning(
+            "passing over %s, unless there is no other: the last %d steps before it were skipped",
+            files,
+            manifest.skipped_in_a_row,
+        )
+    yield from last
+
+
+def _iterate_complete_steps(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
     if not place.exists():
         return
     for name in place.list_drafts():
@@ -277,7 +298,7 @@ def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> b
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
-    """Returns the path or URL of the complete checkpoint of the highest step, or None."""
+    """Returns the path or URL of the checkpoint that `load` would load, or None."""
     complete = iterate_complete_checkpoints(location_of(directory))
     return next((path_or_url_of(files) for files, _ in complete), None)
 
@@ -295,7 +316,7 @@ def path_or_url_of(files: CheckpointFiles) -> Path | str:
 def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
     """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
-    keep: number of checkpoints to keep; 0 keeps all
+    keep: number of checkpoints to keep; 0 keeps all. [Note: saved while steps are skipped] are not counted.
     keep_every: also keeps the steps that are multiples of it; 0 for none
 
     A failure is only logged, because the new checkpoint is committed.
@@ -303,20 +324,26 @@ def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, 
     if not keep:
         return
     try:
-        older = [(number, files) for number, files in place.list_checkpoints() if number < step]
-        for number, files in [one for one in older if _is_complete(one[1])][keep - 1 :]:
+        left = keep - 1
+        for number, files in place.list_checkpoints():
+            manifest = _read_complete_manifest(files) if number < step else None
+            if manifest is None:
+                continue
+            if not manifest.skipped_in_a_row:
+                left -= 1
+                if left >= 0:
+                    continue
             if not (keep_every and number % keep_every == 0):
                 place.remove_checkpoint(files)
     except OSError as error:
         logger.warning("old checkpoints in %s could not be removed: %s", place, error)
 
 
-def _is_complete(files: CheckpointFiles) -> bool:
+def _read_complete_manifest(files: CheckpointFiles) -> Manifest | None:
     try:
-        read_manifest_and_check_sizes(files)
+        return read_manifest_and_check_sizes(files)
     except CheckpointError:
-        return False
-    return True
+        return None
 
 
 def _path_of_local_files(files: CheckpointFiles) -> Path:

@@ -42,6 +42,8 @@ FORMAT = 2
 METADATA = ".metadata"
 SHARDS = "shards.json"
 MODEL_PREFIX = "model."
+SKIPPED_IN_A_ROW = "skipped_in_a_row"
+"""Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
 _NAMES_SHOWN = 3
 _NO_DIGEST = "0" * 32
 _NO_SIGNATURE = "0" * 64
@@ -147,6 +149,11 @@ class Manifest(FrozenModel):
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
     @property
+    def skipped_in_a_row(self) -> int:
+        """See the function `skipped_in_a_row`. [Note: saved while steps are skipped] in `location.py`."""
+        return skipped_in_a_row(self.values)
+
+    @property
     def files_on_this_disk(self) -> dict[str, SavedFile]:
         """Files on this manifest's disk: all files, or this node's if each node has a disk of its own."""
         return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
@@ -186,6 +193,12 @@ class Manifest(FrozenModel):
         if key is not None:
             text = _replace_last_json_string(text, before=_NO_SIGNATURE, after=key.sign(text))
         return _replace_last_json_string(text, before=_NO_DIGEST, after=xxh3_or_blake2b(text))
+
+
+def skipped_in_a_row(values: Mapping[str, JsonValue]) -> int:
+    """Returns how many steps were skipped in a row before the save of a state with these values."""
+    count = values.get(SKIPPED_IN_A_ROW, 0)
+    return count if isinstance(count, int) else 0
 
 
 def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:

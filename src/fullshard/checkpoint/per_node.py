@@ -75,7 +75,7 @@ class NodeLocalDirectory(LocalLocation):
                     (self.path / one.name).rename(target)
                     fsync_path(self.path)
                     logger.warning("%s was prepared on every node, and is committed now", target)
-        node, steps = leaders.index(leader), frozenset(step for step, _ in known)
+        node, steps = leaders.index(leader), tuple(step for step, _ in known)
         return RanksSharingDisk(leader, node, len(leaders), attempt=token, complete_steps=steps)
 
 
@@ -88,6 +88,7 @@ class NodeCheckpoint:
     node: int
     nodes: int
     name: str  # of its directory
+    skipped_in_a_row: int = 0
 
 
 def list_node_checkpoints(own: LocalLocation) -> list[NodeCheckpoint]:
@@ -103,18 +104,21 @@ def list_node_checkpoints(own: LocalLocation) -> list[NodeCheckpoint]:
             logger.warning("passing over %s: %s", directory, error.got or error.what)
             continue
         if manifest.attempt is not None:
-            found.append(
-                NodeCheckpoint(manifest.step, manifest.attempt, manifest.node, manifest.nodes, directory.name)
-            )
+            own_facts = manifest.step, manifest.attempt, manifest.node, manifest.nodes
+            found.append(NodeCheckpoint(*own_facts, directory.name, manifest.skipped_in_a_row))
     return found
 
 
 def steps_on_all_disks(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
-    """Returns (step, attempt) of each step that is in `held` for every one of its disks, highest first."""
-    where: dict[tuple[int, str, int], set[int]] = {}
+    """Returns (step, attempt) of each step that is in `held` for every one of its disks.
+
+    They are in the order of `location.iterate_complete_checkpoints`.
+    """
+    where: dict[tuple[bool, int, str, int], set[int]] = {}
     for one in held:
-        where.setdefault((one.step, one.attempt, one.nodes), set()).add(one.node)
-    return sorted(((s, a) for (s, a, nodes), on in where.items() if on == set(range(nodes))), reverse=True)
+        where.setdefault((not one.skipped_in_a_row, one.step, one.attempt, one.nodes), set()).add(one.node)
+    found = [key for key, on in where.items() if on == set(range(key[-1]))]
+    return [(step, attempt) for _, step, attempt, _ in sorted(found, reverse=True)]
 
 
 def merge_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.checkpointable import Checkpointable
+from fullshard.checkpoint.checkpointable import Checkpointable, StateWithFiniteTensors
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
 from fullshard.checkpoint.manifest import (
@@ -30,6 +30,7 @@ from fullshard.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
     read_manifest_and_check_sizes,
+    skipped_in_a_row,
     small_file_entry,
 )
 from fullshard.checkpoint.snapshot_reader import ShardReader, UnchangingShardReader
@@ -42,7 +43,7 @@ from fullshard.distributed.agreement import (
     run_on_rank_zero,
     world_size,
 )
-from fullshard.distributed.tensors import detached_local_tensor
+from fullshard.distributed.tensors import detached_local_tensor, find_unusable_number
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
@@ -54,7 +55,8 @@ Content: TypeAlias = tuple[dict[str, SavedFile], dict[str, SavedTensor]]  # file
 # Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
 _ENVELOPE_BYTES = 2560
 
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot sum fp8
+# Optimizer state that is a mean or sum of squares: the last part of its name.
+_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
 
 _VALUES: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
@@ -82,6 +84,10 @@ def save(
     the step exists with another model. A damaged one is renamed to `.bad-…`. Only one run at a time can save
     to a directory; others get a CheckpointError.
 
+    Raises CheckpointError for a state that no training can continue from: NaN in the model, and of a
+    TrainState, a trained parameter or optimizer state that is not finite, or a negative mean of squares. If
+    the last steps were skipped, no older checkpoint is removed, and `load` takes an older one.
+
     directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
     keep_every: also keeps the steps that are multiples of it; 0 for none
@@ -105,8 +111,26 @@ class Snapshot:
     step: int
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
+    finite: Collection[str] = ()  # names of the tensors that must be finite
     # Another reader copies shards that training changes during the save.
     reader: ShardReader = field(default_factory=UnchangingShardReader)
+
+    def check_numbers(self, name: str, numbers: Tensor) -> None:
+        """Raises CheckpointError for numbers of a tensor from which no training can continue.
+
+        Infinities are accepted in other tensors of the model than `finite`, since masks consist of them.
+        """
+        if name not in self.finite and not name.startswith(MODEL_PREFIX):
+            return
+        is_square = name in self.finite and name.rpartition(".")[2] in _SQUARES
+        found = find_unusable_number(numbers, infinite_ok=name not in self.finite, negative_ok=not is_square)
+        if found is not None:
+            raise CheckpointError(
+                f"{name} is not saved.",
+                got="NaN in it" if math.isnan(found) else f"{found:g} in it",
+                why="a run that resumes from it would be lost",
+                fix="an older checkpoint, and a look at the steps before",
+            )
 
 
 @dataclass(frozen=True)
@@ -127,9 +151,7 @@ class CheckpointSaver:
 
     def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
-        doing = self._action_text(mine)
-        with raise_on_all_ranks(doing, group=group):
-            _check_no_nan_in_model(mine)
+        doing, skipped = self._action_text(mine), skipped_in_a_row(mine.values)
         disk = self.place.recover_and_group_ranks(group=group)
         needed_bytes = _check_ranks_agree_and_sum_bytes(mine, disk, group=group)
         with ExitStack() as held:
@@ -144,8 +166,15 @@ class CheckpointSaver:
                 if disk.is_leader:
                     self.place.discard_draft(draft)
                 raise
+            if skipped and rank() == 0:
+                logger.warning(
+                    "the last %d steps before %s were skipped: older checkpoints are not removed, and are "
+                    "loaded rather than it",
+                    skipped,
+                    target,
+                )
             with raise_on_all_ranks("removing old checkpoints", group=group):
-                if disk.is_leader:
+                if disk.is_leader and not skipped:
                     prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return target
 
@@ -170,7 +199,10 @@ class CheckpointSaver:
     def _keep_saved_or_quarantine(
         self, there: CheckpointFiles, mine: Snapshot, *, disk: RanksSharingDisk
     ) -> bool:
-        """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model."""
+        """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model.
+
+        Removes a complete one of [Note: saved while steps are skipped], unless this one is such, too.
+        """
         try:
             manifest = read_manifest_and_check_sizes(there)
         except DamagedCheckpointError as error:
@@ -180,6 +212,10 @@ class CheckpointSaver:
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
         _check_same_model_as_saved(there, manifest, mine=mine)
+        if manifest.skipped_in_a_row and not skipped_in_a_row(mine.values):
+            logger.info("%s is replaced, since steps before it were skipped", there)
+            self.place.remove_checkpoint(there)
+            return False
         return True
 
     def _write_shards(
@@ -192,10 +228,16 @@ class CheckpointSaver:
         metadata: Metadata | None = None
         with raise_on_all_ranks(doing, group=group):
             if self.layout == "ranks":
-                own = storage.write_rank_shard_file(mine.tensors, draft, reader=mine.reader)
+                write = storage.write_rank_shard_file
+                own = write(mine.tensors, draft, reader=mine.reader, check=mine.check_numbers)
             else:
                 own, metadata = storage.write_with_dcp(
-                    mine.tensors, draft, reader=mine.reader, every_copy=disk.node is not None, group=group
+                    mine.tensors,
+                    draft,
+                    reader=mine.reader,
+                    check=mine.check_numbers,
+                    every_copy=disk.node is not None,
+                    group=group,
                 )
         mine.reader.release_shards()
         if self.read_back:
@@ -277,30 +319,8 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
             got=f"{reason}",
             why="they go into a JSON file: strings, finite numbers, booleans, null, lists and objects",
         ) from error
-    return Snapshot(state.step, values, tensors)
-
-
-def _check_no_nan_in_model(mine: Snapshot) -> None:
-    """Raises CheckpointError if the model contains NaN: saving it would displace the last useful checkpoint.
-
-    Infinities are accepted, since masks consist of them.
-    """
-    shards = {n: detached_local_tensor(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
-    shards = {n: t for n, t in shards.items() if t.dtype in _SUMMED and t.numel()}
-    sums: dict[str, Tensor] = {}
-    for name, shard in shards.items():
-        # A sum is the quickest check of all elements: it is NaN if one is, or if infinities cancel out.
-        with mine.reader.open_shard(name, shard, last=False) as numbers:
-            sums[name] = numbers.sum()
-    for name in [name for name, total in sums.items() if math.isnan(total.item())]:
-        with mine.reader.open_shard(name, shards[name], last=False) as numbers:
-            if numbers.isnan().any():
-                raise CheckpointError(
-                    f"{name} is not saved.",
-                    got="NaN in it",
-                    why="a run that resumes from it would be lost",
-                    fix="an older checkpoint, and a look at the steps before",
-                )
+    finite = state.select_finite_tensors(tensors) if isinstance(state, StateWithFiniteTensors) else ()
+    return Snapshot(state.step, values, tensors, finite)
 
 
 def _unsavable_reason(tensor: object) -> str | None:

@@ -24,7 +24,7 @@ class UnchangingShardReader:
 
     in_step = False  # see `shard_file.ShardFileWriter`
 
-    def open_shard(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+    def open_shard(self, name: str, shard: Tensor) -> AbstractContextManager[Tensor]:
         """Yields `shard` itself."""
         return nullcontext(shard)
 
@@ -52,8 +52,8 @@ class LiveShardReader:
         self._changed = threading.Condition()
 
     @contextmanager
-    def open_shard(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
-        """Yields the shard or its copy, unchanged while the context is open; releases it if `last`.
+    def open_shard(self, name: str, shard: Tensor) -> Generator[Tensor]:
+        """Yields the shard or its copy, unchanged while the context is open, and then releases it.
 
         Raises CheckpointError for a shard that could not be copied.
         """
@@ -68,15 +68,14 @@ class LiveShardReader:
                     fix='memory for a copy of the state besides training, or checkpoint.mode = "sync"',
                 )
             source = self._copies.get(name, self._live.get(name))
-            assert source is not None or name not in self._names, f"{name} is read after the last time"
+            assert source is not None or name not in self._names, f"{name} is read a second time"
             self._held.add(name)
         try:
             yield shard if source is None else source
         finally:
             with self._changed:
-                if last:
-                    self._live.pop(name, None)
-                    self._copies.pop(name, None)
+                self._live.pop(name, None)
+                self._copies.pop(name, None)
                 self._end_shard_access(name)
 
     def release_shards(self) -> None:

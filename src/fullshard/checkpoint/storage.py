@@ -10,8 +10,9 @@ write or to read is stored in `attempt`, whose `raise_captured` raises it. See [
 import itertools
 import pickle
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import BinaryIO, TypeVar, cast
 
 import torch
@@ -60,6 +61,9 @@ from fullshard.torch_private.tensors import stored_piece
 
 T = TypeVar("T")
 
+Check = Callable[[str, Tensor], None]
+"""Raises CheckpointError if a shard, given its tensor's name and its numbers on the CPU, may not be saved."""
+
 GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
 
 
@@ -82,8 +86,10 @@ class DcpCheckpointWriter(StorageWriter):
     metadata: DCP's metadata, on rank 0
     """
 
-    def __init__(self, draft: CheckpointFiles, *, reader: ShardReader, besides: Mapping[str, Tensor]) -> None:
-        self.draft, self.reader, self.besides = draft, reader, besides
+    def __init__(
+        self, draft: CheckpointFiles, *, reader: ShardReader, check: Check, besides: Mapping[str, Tensor]
+    ) -> None:
+        self.draft, self.reader, self.check, self.besides = draft, reader, check, besides
         self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
@@ -108,7 +114,8 @@ class DcpCheckpointWriter(StorageWriter):
             besides = {(fqn, shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()}
             copies = ((*at, detached_local_tensor(t)) for at, t in besides.items() if at not in planned)
             every = itertools.chain(shards, copies)
-            pieces, self.written = write_shards(self.draft, name, shards=every, reader=self.reader)
+            write = partial(write_shards, reader=self.reader, check=self.check)
+            pieces, self.written = write(self.draft, name, shards=every)
             for item, piece in zip(plan.items, pieces, strict=False):
                 info = stored_piece(filesystem, name, offset=piece.offset, length=piece.length)
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
@@ -137,11 +144,14 @@ def write_shards(
     *,
     shards: Iterable[tuple[str, Sequence[int], Tensor]],
     reader: ShardReader,
+    check: Check,
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
     """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
     shards: (name of the tensor, position of the shard in the tensor, shard) of each
     reader: opens each shard to write, or a copy if training changes it meanwhile
+    check: called with each shard once it is on the CPU, so that a check neither waits for a GPU nor reads a
+        drive again
 
     Returns the records, in the order of the shards, and the manifest's entries for both files.
     """
@@ -155,8 +165,10 @@ def write_shards(
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            with reader.open_shard(tensor_name, shard, last=True) as numbers:
-                pieces.write_tensor(tensor_name, numbers.detach().cpu(), index=index)
+            with reader.open_shard(tensor_name, shard) as numbers:
+                on_cpu = numbers.detach().cpu()
+                check(tensor_name, on_cpu)
+                pieces.write_tensor(tensor_name, on_cpu, index=index)
     table = pieces.table
     described = write_small_file(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
     return table.pieces, {name: SavedFile(size_bytes=table.data_file_bytes), f"{name}{SUFFIX}": described}
@@ -267,16 +279,18 @@ def write_with_dcp(
     draft: CheckpointFiles,
     *,
     reader: ShardReader,
+    check: Check,
     every_copy: bool,
     group: Group,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft` with DCP. Collective; may raise on one rank alone.
 
+    check: see `write_shards`
     every_copy: whether this rank also writes shards that other ranks write
 
     Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
-    writer = DcpCheckpointWriter(draft, reader=reader, besides=tensors if every_copy else {})
+    writer = DcpCheckpointWriter(draft, reader=reader, check=check, besides=tensors if every_copy else {})
     # In DCP, a rank that is done with its `write` waits for the others.
     with _suppress_single_process_warning(), TimedRange("agreement"):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
@@ -301,11 +315,12 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
 
 
 def write_rank_shard_file(
-    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, reader: ShardReader
+    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, reader: ShardReader, check: Check
 ) -> dict[str, SavedFile]:
     """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
     shards = ((name, (), detached_local_tensor(tensor)) for name, tensor in tensors.items())
-    _, written = write_shards(draft, rank_shard_file_name(rank()), shards=shards, reader=reader)
+    name = rank_shard_file_name(rank())
+    _, written = write_shards(draft, name, shards=shards, reader=reader, check=check)
     return written
 
 

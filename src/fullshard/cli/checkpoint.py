@@ -270,6 +270,7 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
         "strategy": plan.get("strategy"),
         "layout": manifest.layout,
         "bytes": manifest.checkpoint_bytes,
+        "skipped_in_a_row": manifest.skipped_in_a_row,
     }
 
 
@@ -292,5 +293,7 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         size = format_bytes(int(str(row["bytes"])))
         strategy = row["strategy"] or ""
         line = f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}"
+        if row["skipped_in_a_row"]:
+            line += f"  the last {row['skipped_in_a_row']} steps were skipped"
         lines.append(line.rstrip())
     return "\n".join(map(escape_to_single_line, lines))

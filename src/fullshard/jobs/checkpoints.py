@@ -29,6 +29,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
 
     last: the newest checkpoint that was written
     failed: the error of a failed save, which ends the run, if `checkpoint.on_failure` is `stop`
+    postponed: whether a save is due that was not made because steps were skipped
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         self._background = BackgroundSaver(self._directory, plan=plan, **options) if in_background else None
         self.last: Path | str | None = None
         self.failed: CheckpointError | None = None
+        self.postponed = False
 
     def __exit__(self, *error: Any) -> None:
         if self._background is not None:
@@ -56,10 +58,22 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     def save(self, state: TrainState) -> None:
         """Saves `state`. In the mode `async`, only starts the save, which then overlaps with training.
 
+        If the last step was skipped, sets `postponed` instead: what the run does next shows whether the state
+        can still be trained. See [Note: saved while steps are skipped] in `checkpoint.location`.
+
         A CheckpointError is reported, not raised. Raises OffloadError if the last update failed, because then
         there is no state to train on.
         """
         state.wait_for_updates()
+        skipped = state.counts.up_to_date().skipped_in_a_row
+        if skipped and not self.postponed:
+            self._say(
+                f"step {state.step}: not saved, since the last {_step_count_text(skipped)} skipped; saved "
+                "after the next step that is not"
+            )
+        self.postponed = skipped > 0
+        if skipped:
+            return
         started = time.perf_counter()
         try:
             if self._background is not None:
@@ -83,6 +97,8 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
             if isinstance(cause := error.__cause__, OffloadError):
                 raise type(cause)(error.what, got=error.got, why=error.why, fix=error.fix) from error
             raise
+        if state.offloaded and state.counts.up_to_date().skipped_in_a_row:
+            state.offloaded.withdraw_generation()
         self._report_saved(path, step=state.step, started=started)
 
     def report_finished_saves(self) -> None:
@@ -121,3 +137,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         self._record("save_failed", step=step, details={"error": str(error)})
         if stops:
             self.failed = error
+
+
+def _step_count_text(count: int) -> str:
+    return "step was" if count == 1 else f"{count} steps were"

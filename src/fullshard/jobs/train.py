@@ -177,7 +177,8 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
             job.state.best = (job.validation, step.index)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
     every = job.plan.run.checkpoint.every
-    save = bool(every) and step.index % every == 0 and not last and not step.stopping
+    due = every and step.index % every == 0
+    save = bool(due or job.checkpoints.postponed) and not last and not step.stopping
     if validate or save or step.result.is_read or job.startup_seconds is None:
         _record_last_step(job, validation_loss=job.validation if validate else None)
     job.checkpoints.report_finished_saves()

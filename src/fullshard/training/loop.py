@@ -124,7 +124,7 @@ def train(
     """
     source = _make_microbatch_source(state, plan)
     _set_or_keep_loss_scale(state, plan)
-    skips = _SkipsInARow(plan.run.train.max_skipped_steps)
+    skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)
     replicas = ReplicaCheck(plan)
     between = ModelBetweenSteps(state)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
@@ -146,13 +146,13 @@ def train(
             can_roll_back = plan.run.fault_tolerance.on_spike == "rollback"
             stopping, rollback = known.stop_requested, can_roll_back and (known.spike or skips.are_too_many)
             yield replace(launched, stopping=stopping, rollback=rollback)
-            skips.raise_if_too_many()
+            skips.raise_if_too_many(state)
             if stopping:
                 break
         if (last := state.not_acted_on) is not None:
             state.not_acted_on = None
             skips.count_step(last.read())
-            skips.raise_if_too_many()
+            skips.raise_if_too_many(state)
 
 
 _NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained_tokens=0, skipped=False)
@@ -184,23 +184,32 @@ def _launch_step(
 
 @dataclass
 class _SkipsInARow:
-    """Number of skipped steps in a row, of which `most` end the run."""
+    """Number of skipped steps in a row, of which `most` end the run.
+
+    begun_after: step that the state was of before the first one; 0 for a new run
+    """
 
     most: int
+    begun_after: int
+    total: int = 0
     count: int = 0
     last: StepResult = _NOTHING_KNOWN
 
     def count_step(self, result: StepResult) -> None:
+        self.total += result is not _NOTHING_KNOWN
         self.count, self.last = self.count + 1 if result.skipped else 0, result
 
     @property
     def are_too_many(self) -> bool:
         return self.count >= self.most
 
-    def raise_if_too_many(self) -> None:
-        """Raises TrainError after `most` skipped steps in a row."""
+    def raise_if_too_many(self, state: TrainState) -> None:
+        """Raises TrainError after `most` skipped steps in a row. No run resumes from the state then."""
         if self.are_too_many:
-            raise _too_many_skipped_error(self.count, self.last)
+            if state.offloaded:
+                state.offloaded.withdraw_generation()
+            loaded = self.begun_after if self.count == self.total else 0
+            raise _too_many_skipped_error(self.count, self.last, loaded=loaded)
 
 
 def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
@@ -287,11 +296,15 @@ class _TimedMicrobatches:
             yield batch
 
 
-def _too_many_skipped_error(count: int, last: StepResult) -> TrainError:
+def _too_many_skipped_error(count: int, last: StepResult, *, loaded: int) -> TrainError:
+    """Returns the error after `count` steps; `loaded` is the step before them if no other step was made."""
     or_stands_out = ", or stood out" if last.spike else ""
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",
         got=f"loss {last.loss}, gradient norm {last.grad_norm}",
         why="nothing was updated in them, and nothing suggests that the next one would differ",
-        fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, or a look at the data",
+        fix=f"an older checkpoint, if that of step {loaded} is what is wrong (move it away), "
+        "or a look at the data"
+        if loaded
+        else "a lower optimizer.learning_rate, longer schedule.warmup_steps, or a look at the data",
     )

@@ -109,6 +109,8 @@ def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, 
     """
     fault_tolerance = plan.run.fault_tolerance
     if state.rollbacks >= fault_tolerance.max_rollbacks:
+        if state.offloaded:
+            state.offloaded.withdraw_generation()
         raise TrainError(
             f"the run was rolled back {state.rollbacks} times, and spikes again at step {state.step}.",
             got=f"fault_tolerance.max_rollbacks = {fault_tolerance.max_rollbacks}",

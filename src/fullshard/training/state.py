@@ -1,7 +1,7 @@
 """TrainState: everything that a step changes and a checkpoint holds."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.manifest import SavedTensor, check_same_tensors
+from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_same_tensors, skipped_in_a_row
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
@@ -40,6 +40,8 @@ class TrainState:
     data: a source of microbatches by step (`data.MicrobatchSource`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
     data_offset: number of batches that the rollbacks skipped
+    counts: tokens and skipped steps; a checkpoint saved after steps that were skipped in a row is loaded only
+        if there is no other
     best: the lowest validation loss and its step
     recent: losses and norms of recent steps, from which spikes are detected
     not_acted_on: result of the last step, if `train` has not read yet whether to stop because of it
@@ -65,7 +67,7 @@ class TrainState:
         self.model, self.optimizer, self.data, self.saved = model, optimizer, data, saved
         self.iterator: Iterator[Any] | None = None
         self.step = self.data_offset = self.rollbacks = 0
-        self._counts = _Counts()
+        self.counts = StepCounts()
         self.best: tuple[float, int] | None = None
         self.recent = RecentSteps()
         self.not_acted_on: PendingResult | None = None
@@ -83,19 +85,20 @@ class TrainState:
     @property
     def trained_tokens(self) -> int:
         """Tokens trained on, over all ranks: all of a step if its loss is a mean. Waits for the last step."""
-        return self._counts.up_to_date().trained_tokens
+        return self.counts.up_to_date().trained_tokens
 
     @property
     def skipped(self) -> int:
         """Number of steps skipped: loss or norm not finite, or a spike. Waits for the last step."""
-        return self._counts.up_to_date().skipped
+        return self.counts.up_to_date().skipped
 
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to save: parameters, buffers, optimizer state, and this rank's RNG states."""
         self.wait_for_updates()
-        tensors = self._model_tensors() | _optimizer_tensors(self.model, self.optimizer) | _rng_states()
+        tensors = _model_tensors(self.model, frozen=self.saved == "all")
+        tensors |= _optimizer_tensors(self.model, self.optimizer) | _rng_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
@@ -107,6 +110,7 @@ class TrainState:
         best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, field) for name, field in _COUNTS.items()},
+            SKIPPED_IN_A_ROW: self.counts.up_to_date().skipped_in_a_row,
             "best_validation_loss": best_loss,
             "best_step": best_step,
             "recent_losses": list(self.recent.losses),
@@ -120,6 +124,11 @@ class TrainState:
             "huggingface": full_transformers_config(self.model),
         }
 
+    def select_finite_tensors(self, names: Iterable[str]) -> set[str]:
+        """Returns those of `names` that are trained parameters or optimizer state. Others may be masks."""
+        trained = {f"model.{name}" for name, one in self.model.named_parameters() if one.requires_grad}
+        return {name for name in names if name in trained or name.startswith("optimizer.")}
+
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Returns the tensors to fill from a checkpoint that holds `saved`, except `iterate_load_targets`.
 
@@ -127,7 +136,7 @@ class TrainState:
         model's names, shapes or dtypes differ from `saved`.
         """
         self.run_before_update_callbacks()
-        tensors: dict[str, Tensor] = dict(self._model_tensors())
+        tensors: dict[str, Tensor] = _model_tensors(self.model, frozen=self.saved == "all")
         check_same_tensors(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
         elsewhere = self.offloaded.tensor_names if self.offloaded else set[str]()  # in `iterate_load_targets`
@@ -175,7 +184,7 @@ class TrainState:
         self.step, self.data_offset, self.rollbacks = (
             read[name] for name in ("step", "data_offset", "rollbacks")
         )
-        self._counts = _Counts(trained_tokens=read["tokens"], skipped=read["skipped"])
+        self.counts = StepCounts(read["tokens"], read["skipped"], skipped_in_a_row(values))
         self.not_acted_on = None
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
@@ -196,7 +205,7 @@ class TrainState:
         Waits for the step before it, whose tokens are counted now. Raises TrainError if the ranks were not
         in the same step then.
         """
-        self._counts.up_to_date().unread = result
+        self.counts.up_to_date().unread = result
         self.step += 1
         if self.offloaded:
             self.offloaded.commit_generation(self.step, self._non_offloaded_state)
@@ -234,15 +243,6 @@ class TrainState:
         for act in acts:
             act()
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        reshard_unsharded_units(self.model)
-        tensors: dict[str, Tensor] = {
-            f"model.{name}": parameter.detach()
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad or self.saved == "all"
-        }
-        return tensors | _persistent_buffers(self.model)
-
     def _non_offloaded_state(self) -> NonOffloadedState:
         """Returns all state that is not offloaded, except frozen parameters, which are loaded earlier."""
         scalars = {
@@ -257,11 +257,12 @@ class TrainState:
 
 
 @dataclass
-class _Counts:
+class StepCounts:
     """Trained tokens and skipped steps of all steps except the last one, `unread`, until it is read."""
 
     trained_tokens: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
     unread: PendingResult | None = None
 
     def up_to_date(self) -> Self:
@@ -271,8 +272,20 @@ class _Counts:
             trained = result.tokens if result.trained_tokens is None else result.trained_tokens
             self.trained_tokens += 0 if result.skipped else trained
             self.skipped += result.skipped
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
             self.unread = None
         return self
+
+
+def _model_tensors(model: nn.Module, *, frozen: bool) -> dict[str, Tensor]:
+    """Returns parameters, the frozen ones only if `frozen`, and persistent buffers by name."""
+    reshard_unsharded_units(model)
+    tensors: dict[str, Tensor] = {
+        f"model.{name}": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or frozen
+    }
+    return tensors | _persistent_buffers(model)
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
