@@ -83,6 +83,8 @@ def test_epochs_are_as_many_steps_as_show_each_sequence_that_often(tmp_path: Pat
         asked = run.with_overrides(["train.global_batch=3", f"train.epochs={epochs}"])
         resolved = resolve_epochs(asked, build_data(asked))
         assert resolved == run.with_overrides(["train.global_batch=3", f"train.steps={steps}"])
+    continued = resolve_epochs(asked, build_data(asked), step=4, rows=16)  # of 30, with another batch before
+    assert continued.train.step_count == 4 + 5
     assert resolve_epochs(run, build_data(run)) is run
     unsized = run.with_overrides([f"data.factory={THIS}:make_ones", "train.epochs=1"])
     with pytest.raises(DataError, match="training_sequences"):

@@ -107,6 +107,8 @@ def test_ranks_and_microbatches_together_see_what_one_alone_sees(
     data = data_of(packing, masked=masked, weights=(0.7, 0.2, 0.1) if mixed else ())
     whole = global_batch(data, step, 1, 12)
     assert global_batch(data, step, world, microbatch, 12 // (world * microbatch)) == whole
+    at_row = data.microbatches_at_row(step, rank=0, plan=plan_of(1, 12))
+    assert [row for batch in at_row for row in rows_of(batch)] == rows_from(data, step, 12)
 
 
 @laws
@@ -255,3 +257,15 @@ def test_what_is_told_of_the_data_is_what_there_is(packing: str):
     assert summary["efficiency"] == data.training_token_count / (summary["training sequences"] * S)
     assert "40 documents" in data.describe()
     assert packing in data.describe()
+
+
+def test_the_order_of_the_rows_is_known_by_everything_that_determines_it(tmp_path: Path):
+    def order(*, words: str = "one two three", **settings: object) -> str:
+        (tmp_path / "a.txt").write_text(f"{words} " * 40)
+        paths = {"source": "text", "paths": [str(tmp_path / "a.txt")]}
+        return build_packed_data(run_of(tmp_path / "cache", **(paths | settings))).row_order
+
+    assert order() == order(processes=2, document_mask=True)
+    others = [{"seed": 1}, {"sequence_length": 8}, {"packing": "best_fit"}, {"validation_fraction": 0.2}]
+    others += [{"words": "one two trees"}]
+    assert len({order(), *(order(**other) for other in others)}) == 1 + len(others)

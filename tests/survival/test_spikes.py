@@ -18,7 +18,7 @@ from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import roll_back
-from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bits, sharded
+from tests.training.runs import BATCH, Pairs, local_bits, mean_square, run_of, same_bits, sharded
 
 SECTION = FaultToleranceSection(on_spike="skip", spike_window=8, spike_sigma=3.0)
 
@@ -154,7 +154,7 @@ def rolling_back(directory: Path, bad: tuple[int, ...], more: tuple[str, ...]) -
         kept[step.index] = state.data.used[-1]
         if step.index % 4 == 0:
             save(state, directory, plan=plan)
-    return kept, went_back_to, (state.data_offset, state.rollbacks), state.values()
+    return kept, went_back_to, (state.rows, state.rollbacks), state.values()
 
 
 def test_after_a_rollback_no_batch_since_the_checkpoint_is_used_again(ranks: Any, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_after_a_rollback_no_batch_since_the_checkpoint_is_used_again(ranks: Any
     for kept, went_back_to, counts, _ in ranks(2).run(rolling_back, tmp_path, (6,), ()):
         assert went_back_to == [4]
         assert [kept[step] for step in range(1, 13)] == [0, 1, 2, 3, *range(7, 15)]
-        assert counts == (3, 1)
+        assert counts == (15 * BATCH, 1)
 
 
 def test_more_batches_are_stepped_over_if_set(ranks: Any, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_more_batches_are_stepped_over_if_set(ranks: Any, tmp_path: Path) -> Non
     for kept, went_back_to, counts, _ in ranks(2).run(rolling_back, tmp_path, (6, 8, 10), more):
         assert went_back_to == [4, 4]
         assert [kept[step] for step in range(5, 13)] == list(range(13, 21))
-        assert counts == (9, 2)
+        assert counts == (21 * BATCH, 2)
 
 
 def test_without_a_checkpoint_the_step_is_left_out(ranks: Any, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_losses_that_stay_not_finite_are_a_reason_to_go_back_too(ranks: Any) -> 
 def resumed(directory: Path) -> tuple[Any, Any, list[Step], list[Step]]:
     """A run that stops after a spike that it stepped over, and what another makes of the rest."""
     state, plan = spiky("skip", 7, 9)
-    state.data_offset, state.rollbacks, state.best = 2, 1, (0.25, 3)
+    state.rows, state.rollbacks, state.best = 2 * BATCH, 1, (0.25, 3)
     steps = train(state, plan, loss=mean_square)
     for _ in range(6):
         next(steps)
@@ -229,7 +229,7 @@ def test_a_run_that_goes_on_judges_and_steps_over_as_the_one_that_did_not_stop(
 ) -> None:
     for other, own, after, straight in ranks(2).run(resumed, tmp_path):
         assert other == own
-        assert (own["data_offset"], own["rollbacks"]) == (2, 1)
+        assert (own["rows"], own["rollbacks"]) == (8 * BATCH, 1)
         assert (own["best_validation_loss"], own["best_step"]) == (0.25, 3)
         assert [one.loss for one in after] == [one.loss for one in straight]
         assert [one.index for one in after if one.spike] == [8], "batch 9, two on"
@@ -237,11 +237,11 @@ def test_a_run_that_goes_on_judges_and_steps_over_as_the_one_that_did_not_stop(
 
 def older() -> tuple[int, int, Any]:
     state, _ = sharded(run_of())
-    values = {k: v for k, v in state.values().items() if not k.startswith(("data_", "roll", "best", "rec"))}
-    state.data_offset, state.best = 3, (1.0, 1)
+    values = {k: v for k, v in state.values().items() if not k.startswith(("row", "roll", "best", "rec"))}
+    state.rows, state.best = 3, (1.0, 1)
     state.load_values(values, {})
-    return state.data_offset, state.rollbacks, state.best
+    return state.rows, state.rollbacks, state.best
 
 
 def test_a_checkpoint_of_before_has_none_of_it(ranks: Any) -> None:
-    assert ranks(1).run(older) == [(0, 0, None)]
+    assert ranks(1).run(older) == [(None, 0, None)]

@@ -17,7 +17,7 @@ from fullshard.training.loss import next_token_loss
 from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
-from tests.training.runs import Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
+from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
 
 STRICT = "train.wait_each_step=true"
 
@@ -235,7 +235,7 @@ def in_different_steps() -> tuple[int, list[str]]:
     steps, errors = train(state, plan, loss=mean_square), []
     with FakeDevice():
         next(steps)
-        state.data_offset += dist.get_rank()
+        state.rows += BATCH * dist.get_rank()
         step = next(steps)
         for act in (lambda: step.loss, lambda: state.trained_tokens, state.values, lambda: next(steps)):
             with pytest.raises(TrainError) as raised:

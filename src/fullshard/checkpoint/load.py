@@ -157,7 +157,7 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
             with raise_on_all_ranks(doing):
                 read(portion, reader)
     with raise_on_all_ranks(doing):
-        state.load_values(manifest.values, receivers)
+        state.load_values(manifest.state_values, receivers)
 
 
 def _quarantine_and_describe(place: CheckpointLocation, files: CheckpointFiles) -> str:

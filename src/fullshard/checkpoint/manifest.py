@@ -173,6 +173,12 @@ class Manifest(FrozenModel):
         return sum(file.size_bytes for file in self.files.values())
 
     @property
+    def state_values(self) -> dict[str, JsonValue]:
+        """The state's values, with the settings of its run from the plan if the state has none itself."""
+        known = self.values.get("run") is not None or self.plan is None
+        return self.values if known else self.values | {"run": (self.plan or {}).get("run")}
+
+    @property
     def run_settings(self) -> Run | None:
         """Settings of the run that saved the checkpoint, or None. Raises CheckpointError if unreadable."""
         if self.plan is None:

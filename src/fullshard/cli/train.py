@@ -47,13 +47,14 @@ def train(
     if no_plan and plan_path is not None:
         raise typer.BadParameter("--plan gives a plan, and --no-plan wants none")
     request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
+    request = request.model_copy(update={"resume": resume})
     _check_run_directory(request.run, resume=resume)
     _check_trackers_and_prometheus(request.run)
     from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import request_with_plan
 
     given = request.run
-    request = request_with_plan(request, plain_defaults=no_plan).model_copy(update={"resume": resume})
+    request = request_with_plan(request, plain_defaults=no_plan)
     _run_quick_checks(request)
     try:
         exit_code = perform_request(request)

@@ -28,6 +28,24 @@ class MicrobatchSource(Protocol):
         ...
 
 
+class RowSource(MicrobatchSource, Protocol):
+    """A source that can also begin between two steps, so that runs continue exactly with another batch.
+
+    takes_any_row: whether `microbatches_at_row` can be called
+    row_order: text that differs if row i is another one: other content, seed, packing …; None if unknown
+    """
+
+    @property
+    def takes_any_row(self) -> bool: ...
+
+    @property
+    def row_order(self) -> str | None: ...
+
+    def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[Any]:
+        """Yields as `microbatches` does, for the step whose first row is `row`."""
+        ...
+
+
 class TrainingData(MicrobatchSource, Protocol):
     """The data of a run, as `build_data` returns it: training microbatches and held-out batches.
 

@@ -47,10 +47,13 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> TrainingData:
     return build_packed_data(run, alive=alive)
 
 
-def resolve_epochs(run: Run, data: TrainingData) -> Run:
+def resolve_epochs(run: Run, data: TrainingData, *, step: int = 0, rows: int = 0) -> Run:
     """Returns `run` with the number of steps that its `train.epochs` take on `data`:
 
-        steps = ceil(epochs * data.training_sequences / global_batch)
+        steps = step + ceil((epochs * data.training_sequences - rows) / global_batch)
+
+    step, rows: of a run that continues, the number of its steps, and of the sequences that they took, maybe
+        with another global batch
 
     Returns `run` itself if it has no `train.epochs`. Raises DataError if `data` has no `training_sequences`.
     """
@@ -66,7 +69,8 @@ def resolve_epochs(run: Run, data: TrainingData) -> Run:
             fix=f"train.steps, or a property training_sequences of what {run.data.factory} returns",
         )
     # As the decimal number that was written: 0.1 epochs of 1,000 sequences are 100, not a bit more.
-    steps = math.ceil(Fraction(str(section.epochs)) * sequences / section.global_batch)
+    left = Fraction(str(section.epochs)) * sequences - rows
+    steps = step + max(math.ceil(left / section.global_batch), 0)
     return run.with_overrides([f"train.steps={steps}"])
 
 
@@ -226,6 +230,9 @@ def _build_user_data(run: Run) -> TrainingData:
         )
     members: dict[str, Any] = {
         "microbatches": None,
+        "microbatches_at_row": None,
+        "takes_any_row": hasattr(batches, "microbatches_at_row"),
+        "row_order": None,
         "training_sequences": None,
         "vocabulary": None,
         "validation_tokens": 0,

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
+from fullshard.data.cache import cache_key
 from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows
 from fullshard.data.sampling import SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream
@@ -52,6 +54,19 @@ class PackedData:
     document_mask: bool
     packing: str
     tokenizer: Tokenizer | None
+
+    takes_any_row: ClassVar[bool] = True
+
+    @cached_property
+    def row_order(self) -> str:
+        """Digest of everything that determines which tokens sample i has."""
+        pools = [
+            [pool.seed, pool.training.row_count, pool.training.token_count]
+            + [store.content_key for store in pool.stream.stores]
+            for pool in self.pools
+        ]
+        facts = {"sequence_length": self.sequence_length, "packing": self.packing, "pools": pools}
+        return cache_key({**facts, "shares": self.pattern.counts.tolist()})
 
     @property
     def token_stores(self) -> list[TokenStore]:
@@ -100,7 +115,7 @@ class PackedData:
         return float(-(frequencies * np.log(frequencies)).sum())
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """Yields the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
+        """Returns the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
 
         A microbatch holds int64 tensors (plan.microbatch, sequence_length) on the CPU, pinned if the plan is
         for CUDA:
@@ -116,8 +131,13 @@ class PackedData:
         are samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
         microbatch size.
         """
-        for accumulated in range(plan.accumulation):
-            samples = microbatch_sample_numbers(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+        rows_per_step = plan.accumulation * plan.data_parallel_degree * plan.microbatch
+        return self.microbatches_at_row(step * rows_per_step, rank=rank, plan=plan)
+
+    def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
+        """Yields as `microbatches` does, for a step whose first sample is `row`."""
+        for turn in range(plan.accumulation):
+            samples = row + microbatch_sample_numbers(turn, rank=rank, plan=plan)
             sources, rows = self.pattern.locate_samples(samples)
             for source in np.unique(sources).tolist():
                 pool, own = self.pools[source], sources == source

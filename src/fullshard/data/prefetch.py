@@ -3,12 +3,21 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
-from fullshard.data.batches import MicrobatchSource
+from fullshard.data.batches import MicrobatchSource, RowSource
 from fullshard.spec.plan import Plan
+
+
+class _Place(NamedTuple):
+    """Microbatches of one step: of step `first` if `stride` is 1, else of the step whose first row it is."""
+
+    first: int
+    stride: int
+    rank: int
+    plan: Plan
 
 
 class MicrobatchPrefetcher:
@@ -22,7 +31,7 @@ class MicrobatchPrefetcher:
     def __init__(self, data: MicrobatchSource, *, steps: int) -> None:
         self._data, self._steps = data, steps
         self._executor: ThreadPoolExecutor | None = None
-        self._made: deque[tuple[tuple[int, int, Plan], Future[list[Any]]]] = deque()
+        self._made: deque[tuple[_Place, Future[list[Any]]]] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -36,22 +45,38 @@ class MicrobatchPrefetcher:
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields the microbatches of a data rank for a step, see `MicrobatchSource.microbatches`."""
+        return self._prefetch(_Place(step, 1, rank, plan))
+
+    def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[Any]:
+        """Yields the microbatches of the step that begins at `row`, see `RowSource`."""
+        return self._prefetch(_Place(row, plan.run.train.global_batch, rank, plan))
+
+    @property
+    def takes_any_row(self) -> bool:
+        return bool(getattr(self._data, "takes_any_row", False))
+
+    @property
+    def row_order(self) -> str | None:
+        return getattr(self._data, "row_order", None)
+
+    def _prefetch(self, wanted: "_Place") -> Iterator[Any]:
         if self._steps == 0:
-            yield from self._data.microbatches(step, rank=rank, plan=plan)
+            yield from self._make_microbatches(wanted)
             return
-        wanted = (step, rank, plan)
         while self._made and self._made[0][0] != wanted:
             self._made.popleft()[1].cancel()
         # Submit the following steps before waiting for this one, so that the thread is never idle.
-        after = self._made[-1][0][0] + 1 if self._made else step
-        executor = self._get_or_start_executor(plan)
-        for following in range(after, step + 1 + self._steps):
-            future = executor.submit(self._make_microbatches, following, rank=rank, plan=plan)
-            self._made.append(((following, rank, plan), future))
+        executor = self._get_or_start_executor(wanted.plan)
+        for ahead in range(len(self._made), 1 + self._steps):
+            following = wanted._replace(first=wanted.first + ahead * wanted.stride)
+            self._made.append((following, executor.submit(self._make_microbatches, following)))
         yield from self._made.popleft()[1].result()
 
-    def _make_microbatches(self, step: int, *, rank: int, plan: Plan) -> list[Any]:
-        return list(self._data.microbatches(step, rank=rank, plan=plan))
+    def _make_microbatches(self, place: "_Place") -> list[Any]:
+        if place.stride == 1:
+            return list(self._data.microbatches(place.first, rank=place.rank, plan=place.plan))
+        at_row = cast(RowSource, self._data).microbatches_at_row
+        return list(at_row(place.first, rank=place.rank, plan=place.plan))
 
     def _get_or_start_executor(self, plan: Plan) -> ThreadPoolExecutor:
         if self._executor is None and plan.device == "cuda":

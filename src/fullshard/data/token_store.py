@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fullshard.data.cache import read_manifest
@@ -55,6 +56,15 @@ class TokenStore:
     skip_messages: tuple[str, ...] = ()
     unended: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def content_key(self) -> str:
+        """The `key`, or for tokens in memory a digest of them."""
+        if self.key is not None:
+            return self.key
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self.tokens[0 : len(self.tokens)]).data)
+        digest.update(np.ascontiguousarray(self.begins).data)
+        return digest.hexdigest()
 
     @property
     def document_count(self) -> int:

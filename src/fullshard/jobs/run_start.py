@@ -1,11 +1,13 @@
 """The start of a run on its ranks: its directory, model, data, checkpoint and log, and what is printed."""
 
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from fullshard.checkpoint.location import iterate_complete_checkpoints
 from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
@@ -35,9 +37,14 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import LAUNCH
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.continued_run import check_can_continue, continue_run
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import find_pretrained_directory, restore_train_state
+from fullshard.training.resume import (
+    find_pretrained_directory,
+    make_checkpoint_location,
+    restore_train_state,
+)
 from fullshard.training.shard import discard_offloaded_files, shard
 from fullshard.training.state import TrainState
 
@@ -76,6 +83,8 @@ def prepare_job(
     loss = choose_loss(run, model)
     weights = find_pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
+    if saved is not None:
+        run_on_rank_zero(partial(_check_newest_checkpoint, plan, model, saved), doing="resuming")
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded_files(plan)
@@ -116,6 +125,13 @@ def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     check_sequence_length(model, run)
     check_vocabulary(run, tokens=data.vocabulary, model=model)
     return model
+
+
+def _check_newest_checkpoint(plan: Plan, model: nn.Module, saved: Path | str) -> None:
+    """Raises CheckpointError if the run cannot continue from its newest checkpoint, if there is one."""
+    for _, manifest in iterate_complete_checkpoints(make_checkpoint_location(saved, plan)):
+        check_can_continue(plan.run, model, manifest)
+        return
 
 
 def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
@@ -168,6 +184,8 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
         log.print_message(attempt.resume_message(job.ranks.world_size, step=step, steps=steps))
     elif resume:
         log.print_message(f"resumed at step {step} of {steps}")
+    for line in continue_run(job.state, job.plan):
+        log.print_message(line)
 
 
 def _start_summary_text(job: TrainJob) -> str:

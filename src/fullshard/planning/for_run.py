@@ -29,6 +29,7 @@ from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_checks import check_data_is_given
+from fullshard.spec.run_files import CHECKPOINTS
 from fullshard.spec.unused_settings import unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 
@@ -112,13 +113,28 @@ def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
         from fullshard.data.build import build_data, resolve_epochs
 
     data = build_data(run)
-    resolved = resolve_epochs(run, data)
+    step, rows = _newest_step_and_rows(run) if request.resume else (0, 0)
+    resolved = resolve_epochs(run, data, step=step, rows=rows)
     _print_note_on_rank_0(
         f"train.epochs = {run.train.epochs:g} of {data.training_sequences:,} sequences: "
         f"train.steps = {resolved.train.step_count:,}"
     )
     plan = request.plan and request.plan.model_copy(update={"run": resolved})
     return request.model_copy(update={"run": resolved, "plan": plan})
+
+
+def _newest_step_and_rows(run: Run) -> tuple[int, int]:
+    """Returns the step of the run's newest checkpoint, and how many rows of the data its steps took."""
+    from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of
+    from fullshard.training.state import rows_in_values
+
+    place = location_of(
+        run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS), key_file=run.checkpoint.key_file
+    )
+    for _, manifest in iterate_complete_checkpoints(place):
+        rows = rows_in_values(manifest.state_values)
+        return manifest.step, manifest.step * run.train.global_batch if rows is None else rows
+    return 0, 0
 
 
 def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:

@@ -55,14 +55,12 @@ class StepFingerprint:
         return [float(number) for value in cut for number in (value, value * value)]
 
 
-def step_settings_checksum(
-    plan: Plan, *, learning_rates: Sequence[float], data_offset: int, nominal: int
-) -> int:
+def step_settings_checksum(plan: Plan, *, learning_rates: Sequence[float], row: int, nominal: int) -> int:
     """Returns a checksum of a step's learning rates, batch, position in the data, and nominal count.
 
     nominal: see [Note: one denominator] in `fullshard.training.step`
     """
-    numbers = (plan.microbatch, plan.accumulation, data_offset, nominal)
+    numbers = (plan.microbatch, plan.accumulation, row, nominal)
     return zlib.crc32(struct.pack(f"<{len(learning_rates)}d4q", *learning_rates, *numbers))
 
 

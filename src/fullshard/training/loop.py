@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch.profiler import record_function
 
-from fullshard.data.batches import MicrobatchSource
+from fullshard.data.batches import MicrobatchSource, RowSource
 from fullshard.distributed.agreement import all_ranks_have, rank
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.errors import TrainError
@@ -19,6 +19,7 @@ from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
+from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.garbage import collect_garbage_between_steps
 from fullshard.training.learning_rates import warn_of_unused_settings
@@ -116,12 +117,16 @@ def train(
 
     After a `break`, another `train` of the same state continues where it stopped. If `state.data` is a plain
     iterable, training ends on all ranks as soon as the iterable ends on any rank; another `train`, and a
-    resumed run, start the iterable from the beginning. Only `data.MicrobatchSource` resumes exactly.
+    resumed run, start the iterable from the beginning. Only `data.MicrobatchSource` resumes exactly. What is
+    other than before (settings, the rows of the data) is logged: see `continued_run.continue_run`.
 
     Raises TrainError if there is no data, if the loop leaves gradients in the model, after
     `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and if replicas
     compared by `fault_tolerance.check_replicas_every` differ.
     """
+    for message in continue_run(state, plan):
+        if rank() == 0:
+            logger.warning("%s", message)
     source = _make_microbatch_source(state, plan)
     _set_or_keep_loss_scale(state, plan)
     skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)
@@ -170,12 +175,13 @@ def _launch_step(
     timer, started = StepTimer(next(state.model.parameters()).device), time.perf_counter()
     state.phase.enter(RunPhase.DATA)
     with record_function(_DATA):
-        batches = source(state.step + state.data_offset)
+        batches = source(state.rows or 0)
     if batches is None:
         return None
     timed = _TimedMicrobatches(batches, seconds=time.perf_counter() - started)
     result = run_step(state, plan, microbatches=timed, loss=loss, stop=should_stop())
     state.phase.enter(RunPhase.REDUCE)
+    state.rows = (state.rows or 0) + plan.run.train.global_batch
     state.count_step_and_commit(result)
     first = state.optimizer.param_groups[0].get("lr")
     rate = math.nan if first is None else float(first)
@@ -224,7 +230,10 @@ def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
 
 
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
-    """Returns a function that maps a step to this rank's microbatches, or to None if any rank has no more."""
+    """Returns a function that maps the first row of a step to this rank's microbatches.
+
+    It returns None if any rank has no more. See [Note: place in the data] in `continued_run.py`.
+    """
 
     is_checked = False
 
@@ -238,8 +247,11 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
 
     if hasattr(state.data, "microbatches"):
         batches = cast(MicrobatchSource, state.data)
-        own = plan.data_rank(rank())
-        return lambda step: cut(batches.microbatches(step, rank=own, plan=plan))
+        own, batch = plan.data_rank(rank()), plan.run.train.global_batch
+        if (state.rows or 0) % batch:
+            at_row = cast(RowSource, state.data).microbatches_at_row
+            return lambda row: cut(at_row(row, rank=own, plan=plan))
+        return lambda row: cut(batches.microbatches(row // batch, rank=own, plan=plan))
     if not isinstance(state.data, Iterable):
         raise TrainError(
             "there is no data to train on.",
@@ -249,7 +261,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
     if state.iterator is None:
         state.iterator = iter(cast(Iterable[Any], state.data))
 
-    def next_microbatches(_step: int) -> Iterable[Any] | None:
+    def next_microbatches(_row: int) -> Iterable[Any] | None:
         own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
         # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
         if all_ranks_have(len(own) == plan.accumulation, device=plan.device):

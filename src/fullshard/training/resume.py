@@ -118,9 +118,10 @@ def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, 
             fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, an older checkpoint, or a "
             "larger fault_tolerance.spike_sigma if the curve is just rough",
         )
-    next_batch, rollbacks = state.step + state.data_offset, state.rollbacks
+    batch = plan.run.train.global_batch
+    next_row, rollbacks = state.step * batch if state.rows is None else state.rows, state.rollbacks
     if not load(state, directory, missing_ok=True):
         return False
     state.rollbacks = rollbacks + 1
-    state.data_offset = next_batch + fault_tolerance.skip_batches - state.step
+    state.rows = next_row + fault_tolerance.skip_batches * batch
     return True

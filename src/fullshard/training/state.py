@@ -27,10 +27,7 @@ from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.weights.names import full_transformers_config
 
 # Names of the counts in checkpoints, and the attributes of TrainState that they are.
-_COUNTS = {
-    **{name: name for name in ("step", "skipped", "data_offset", "rollbacks")},
-    "tokens": "trained_tokens",
-}
+_COUNTS = {**{name: name for name in ("step", "skipped", "rollbacks")}, "tokens": "trained_tokens"}
 
 
 class TrainState:
@@ -39,7 +36,9 @@ class TrainState:
     step: number of steps, of which the device may still be running the last one
     data: a source of microbatches by step (`data.MicrobatchSource`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
-    data_offset: number of batches that the rollbacks skipped
+    rows: number of rows of the data that the steps took or passed over; the next step takes those behind.
+        None, in a state that was not trained yet, stands for `step` global batches.
+    trained_with: what the state was trained with so far
     counts: tokens and skipped steps; a checkpoint saved after steps that were skipped in a row is loaded only
         if there is no other
     best: the lowest validation loss and its step
@@ -66,7 +65,9 @@ class TrainState:
     ) -> None:
         self.model, self.optimizer, self.data, self.saved = model, optimizer, data, saved
         self.iterator: Iterator[Any] | None = None
-        self.step = self.data_offset = self.rollbacks = 0
+        self.step = self.rollbacks = 0
+        self.rows: int | None = None
+        self.trained_with = TrainedWith()
         self.counts = StepCounts()
         self.best: tuple[float, int] | None = None
         self.recent = RecentSteps()
@@ -110,6 +111,9 @@ class TrainState:
         best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, field) for name, field in _COUNTS.items()},
+            "rows": self.rows,
+            "run": self.trained_with.run,
+            "row_order": self.trained_with.row_order,
             SKIPPED_IN_A_ROW: self.counts.up_to_date().skipped_in_a_row,
             "best_validation_loss": best_loss,
             "best_step": best_step,
@@ -181,9 +185,9 @@ class TrainState:
         restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
         _set_rng_states(received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
-        self.step, self.data_offset, self.rollbacks = (
-            read[name] for name in ("step", "data_offset", "rollbacks")
-        )
+        self.step, self.rollbacks = read["step"], read["rollbacks"]
+        self.trained_with = TrainedWith.from_values(values)
+        self.rows = rows_in_values(values)
         self.counts = StepCounts(read["tokens"], read["skipped"], skipped_in_a_row(values))
         self.not_acted_on = None
         best = values.get("best_validation_loss")
@@ -254,6 +258,49 @@ class TrainState:
             _persistent_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer) | _rng_states()
         )
         return NonOffloadedState(self.values(), scalars | small)
+
+
+@dataclass(frozen=True)
+class TrainedWith:
+    """What a state was trained with.
+
+    run: settings of the run, by section; None if unknown
+    row_order: `row_order` of the data: see `data.batches.MicrobatchSource`
+    batches: number of global batches that the steps took or passed over; None if the state's `rows` are known
+    is_loaded: whether this is from a checkpoint, with which nothing was trained since
+    """
+
+    run: dict[str, JsonValue] | None = None
+    row_order: str | None = None
+    batches: int | None = None
+    is_loaded: bool = False
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, JsonValue]) -> Self:
+        run, order = values.get("run"), values.get("row_order")
+        return cls(
+            run=run if isinstance(run, dict) else None,
+            row_order=order if isinstance(order, str) else None,
+            batches=_batches_in_values(values) if rows_in_values(values) is None else None,
+            is_loaded=True,
+        )
+
+
+def rows_in_values(values: Mapping[str, JsonValue]) -> int | None:
+    """Returns how many rows the steps of a saved state took; None if its checkpoint does not record it.
+
+    Checkpoints of earlier versions count batches, of the size in their run.
+    """
+    if values.get("rows") is not None:
+        return _parse_integer(values["rows"])
+    run = values.get("run")
+    section = run.get("train") if isinstance(run, dict) else None
+    batch = section.get("global_batch") if isinstance(section, dict) else None
+    return _batches_in_values(values) * batch if isinstance(batch, int) else None
+
+
+def _batches_in_values(values: Mapping[str, JsonValue]) -> int:
+    return _parse_integer(values["step"]) + _parse_integer(values.get("data_offset", 0))
 
 
 @dataclass

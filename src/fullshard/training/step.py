@@ -237,7 +237,7 @@ def _all_reduce(
             step=state.step + 1,
             collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
             settings=step_settings_checksum(
-                plan, learning_rates=rates, data_offset=state.data_offset, nominal=nominal
+                plan, learning_rates=rates, row=state.rows or 0, nominal=nominal
             ),
         )
         numbers = own.summable_numbers(plan.world_size)
