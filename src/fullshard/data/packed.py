@@ -145,7 +145,7 @@ class PackedData:
             pools = [self.pools[source] for source in sources.tolist()]
             chosen = zip(pools, rows.tolist(), strict=True)
             pieces = [(pool.stream, pool.training.iterate_row_pieces(row)) for pool, row in chosen]
-            yield self._build_batch(pieces, plan=plan)
+            yield _build_batch(self, pieces, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Yields a data rank's share of at most `train.validate_sequences` held-out rows.
@@ -155,12 +155,12 @@ class PackedData:
         have IGNORED_LABEL for all labels. The rows are the same for any number of ranks. Yields nothing if no
         rows are held out.
         """
-        found = self._evenly_spaced_held_out_rows(plan.run.train.validate_sequences)
+        found = _evenly_spaced_held_out_rows(self, plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.data_parallel_degree * plan.microbatch))):
             numbers = microbatch_sample_numbers(turn, rank=rank, plan=plan).tolist()
             chosen = [found[min(number, len(found) - 1)] for number in numbers]
             pieces = [(pool.stream, pool.held_out.iterate_row_pieces(row)) for pool, row in chosen]
-            batch = self._build_batch(pieces, plan=plan)
+            batch = _build_batch(self, pieces, plan=plan)
             batch["labels"][sum(number < len(found) for number in numbers) :] = IGNORED_LABEL
             yield batch
 
@@ -213,35 +213,37 @@ class PackedData:
             + "".join(f"\nwarning: {text}" for text in facts["warnings"])
         )
 
-    def _evenly_spaced_held_out_rows(self, asked: int) -> list[tuple[ShufflePool, int]]:
-        """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools."""
-        found: list[tuple[ShufflePool, int]] = []
-        for pool, part in zip(self.pools, self.pattern.source_shares, strict=True):
-            count = min(pool.held_out.row_count, max(round(asked * part), 1))
-            found += [(pool, i * pool.held_out.row_count // count) for i in range(count)]
-        return found[:asked]
 
-    def _build_batch(self, rows: Sequence[_RowPieces], *, plan: Plan) -> dict[str, Tensor]:
-        shape = (len(rows), self.sequence_length)
-        batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
-        if self.document_mask:
-            batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
+def _evenly_spaced_held_out_rows(data: PackedData, asked: int) -> list[tuple[ShufflePool, int]]:
+    """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools."""
+    found: list[tuple[ShufflePool, int]] = []
+    for pool, part in zip(data.pools, data.pattern.source_shares, strict=True):
+        count = min(pool.held_out.row_count, max(round(asked * part), 1))
+        found += [(pool, i * pool.held_out.row_count // count) for i in range(count)]
+    return found[:asked]
 
-        def fill_row(i: int) -> list[int]:
-            stream, pieces = rows[i]
-            return _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
 
-        if any(stream.is_remote for stream, _ in rows):  # rows wait for their downloads together
-            with ThreadPoolExecutor(len(rows), thread_name_prefix="read") as threads:
-                ends = list(threads.map(fill_row, range(len(rows))))
-        else:
-            ends = [fill_row(i) for i in range(len(rows))]
-        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-        if self.document_mask:
-            tensors["document_ends"] = _pad_to_power_of_two(ends, length=self.sequence_length)
-        if plan.device == "cuda":
-            return {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return tensors
+def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) -> dict[str, Tensor]:
+    shape = (len(rows), data.sequence_length)
+    batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
+    if data.document_mask:
+        batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
+
+    def fill_row(i: int) -> list[int]:
+        stream, pieces = rows[i]
+        return _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
+
+    if any(stream.is_remote for stream, _ in rows):  # rows wait for their downloads together
+        with ThreadPoolExecutor(len(rows), thread_name_prefix="read") as threads:
+            ends = list(threads.map(fill_row, range(len(rows))))
+    else:
+        ends = [fill_row(i) for i in range(len(rows))]
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    if data.document_mask:
+        tensors["document_ends"] = _pad_to_power_of_two(ends, length=data.sequence_length)
+    if plan.device == "cuda":
+        return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return tensors
 
 
 def _pad_to_power_of_two(ends: Sequence[Sequence[int]], *, length: int) -> Tensor:

@@ -1,7 +1,6 @@
 """The start of a run on its ranks: its directory, model, data, checkpoint and log, and what is printed."""
 
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,9 +82,7 @@ def prepare_job(
     loss = choose_loss(run, model)
     weights = find_pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
-    if saved is not None:
-        run_on_rank_zero(partial(_check_newest_checkpoint, plan, model, saved), doing="resuming")
-    left = find_unusable_state(plan, saved=saved, must_resume=resume)
+    left = _check_saved_state(plan, model, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded_files(plan)
     compiler = stack.enter_context(count_compilation())
@@ -127,11 +124,22 @@ def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     return model
 
 
-def _check_newest_checkpoint(plan: Plan, model: nn.Module, saved: Path | str) -> None:
-    """Raises CheckpointError if the run cannot continue from its newest checkpoint, if there is one."""
-    for _, manifest in iterate_complete_checkpoints(make_checkpoint_location(saved, plan)):
-        check_can_continue(plan.run, model, manifest)
-        return
+def _check_saved_state(
+    plan: Plan, model: nn.Module, *, saved: Path | str | None, must_resume: bool
+) -> SavedRunState | None:
+    """Returns offloaded state that the run cannot use. Collective.
+
+    Raises CheckpointError if the run cannot continue from its newest checkpoint. Nothing is allocated yet.
+    """
+
+    def check_newest_checkpoint() -> None:
+        place = None if saved is None else make_checkpoint_location(saved, plan)
+        newest = None if place is None else next(iterate_complete_checkpoints(place), None)
+        if newest is not None:
+            check_can_continue(plan.run, model, newest[1])
+
+    run_on_rank_zero(check_newest_checkpoint, doing=f"looking for a checkpoint in {saved}")
+    return find_unusable_state(plan, saved=saved, must_resume=must_resume)
 
 
 def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
