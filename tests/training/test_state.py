@@ -1,10 +1,12 @@
 """TrainState: what a checkpoint of it holds, and that a state that takes it over goes on bit for bit."""
 
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,8 +61,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss that draws from the process's random numbers, as dropout does."""
-    return mean_square(model, batch) * (1 + torch.rand(()))
+    """A loss that draws from the process's random numbers, as dropout and layer drop do."""
+    return mean_square(model, batch) * (1 + torch.rand(()) + random.gauss() + np.random.standard_normal())
 
 
 def advance(state: TrainState, plan: Plan, *, steps: int) -> None:
@@ -166,7 +168,9 @@ def test_it_holds_model_optimizer_and_random_state_under_their_names(ranks: Any)
         assert optimizer == {
             f"optimizer.{n}.{k}" for n in trainable for k in ("step", "exp_avg", "exp_avg_sq")
         }
-        assert names - optimizer - {f"model.{name}" for name in model} == {f"rng.cpu.{rank}"}
+        assert names - optimizer - {f"model.{name}" for name in model} == {
+            f"rng.{kind}.{rank}" for kind in ("cpu", "python", "numpy")
+        }
         assert values["tied"] == {"head.weight": "embedding.weight"}
         assert values["optimizer"] == "AdamW"
         assert (values["step"], values["skipped"]) == (1, 0)
@@ -233,7 +237,8 @@ def test_another_optimizer_or_model_is_refused(ranks: Any) -> None:
 def test_an_unsharded_model_has_a_state_too() -> None:
     model = unsharded(run_of(), Regression)
     state = TrainState(model, torch.optim.AdamW(model.parameters()))
-    assert set(state.tensors()) == {*(f"model.{name}" for name in model.state_dict()), "rng.cpu.0"}
+    generators = {f"rng.{kind}.0" for kind in ("cpu", "python", "numpy")}
+    assert set(state.tensors()) == {*(f"model.{name}" for name in model.state_dict()), *generators}
 
 
 UNUSABLE = {

@@ -10,7 +10,7 @@ from fullshard.checkpoint.location import iterate_complete_checkpoints
 from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
-from fullshard.distributed.agreement import all_gather_object, rank, run_on_rank_zero
+from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.errors import PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.event_log import record_start
@@ -39,6 +39,7 @@ from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.continued_run import check_can_continue, continue_run
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.random_state import seed_generators
 from fullshard.training.resume import (
     find_pretrained_directory,
     make_checkpoint_location,
@@ -143,7 +144,7 @@ def _check_saved_state(
 
 
 def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
-    torch.manual_seed(plan.run.run.seed + rank())  # for dropout; replaced by a checkpoint's own state
+    seed_generators(plan)  # replaced by a checkpoint's own states
     prefetcher = MicrobatchPrefetcher(data, steps=plan.run.data.prefetch_steps)
     return TrainState(
         model,

@@ -17,7 +17,6 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
-from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_same_tensors, skipped_in_a_row
-from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import PhaseTracker
@@ -24,6 +23,7 @@ from fullshard.training.learning_rates import rates_set_by_others, restore_rates
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
+from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config
 
 # Names of the counts in checkpoints, and the attributes of TrainState that they are.
@@ -99,7 +99,7 @@ class TrainState:
         """Returns the tensors to save: parameters, buffers, optimizer state, and this rank's RNG states."""
         self.wait_for_updates()
         tensors = _model_tensors(self.model, frozen=self.saved == "all")
-        tensors |= _optimizer_tensors(self.model, self.optimizer) | _rng_states()
+        tensors |= _optimizer_tensors(self.model, self.optimizer) | generator_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
@@ -155,10 +155,7 @@ class TrainState:
                 own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        for name, own in _rng_states().items():
-            if name in saved and saved[name].shape == tuple(own.shape):
-                tensors[name] = own
-        return tensors
+        return tensors | saved_generator_states(saved)
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
@@ -183,7 +180,7 @@ class TrainState:
                 self.optimizer.state[parameter] = state
         rates = cast(dict[str, JsonValue], values.get("learning_rates", {}))
         restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
-        _set_rng_states(received)
+        set_generator_states(received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]
         self.trained_with = TrainedWith.from_values(values)
@@ -255,7 +252,9 @@ class TrainState:
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
         small = (
-            _persistent_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer) | _rng_states()
+            _persistent_buffers(self.model)
+            | _optimizer_tensors(self.model, self.optimizer)
+            | generator_states()
         )
         return NonOffloadedState(self.values(), scalars | small)
 
@@ -409,19 +408,6 @@ def _tied_parameter_names(model: nn.Module) -> dict[str, str]:
     parameters = model.named_parameters(remove_duplicate=False)
     names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
     return {alias: name for alias, name in names.items() if alias != name}
-
-
-def _rng_states() -> dict[str, Tensor]:
-    states = {f"rng.cpu.{rank()}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"rng.cuda.{rank()}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng_states(received: Mapping[str, Tensor]) -> None:
-    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
-        if (state := received.get(f"rng.{device}.{rank()}")) is not None:
-            set_state(state)
 
 
 def _parse_integer(value: JsonValue) -> int:
