@@ -51,3 +51,9 @@ def test_a_model_that_depends_on_the_rank_is_found_by_its_sharded_step(ranks: Ca
     facts = ranks(2).run(facts_of, "differs by rank", (), False)[0]
     assert check_sharded_step(facts).status == "failure"
     assert check_state_dtypes(facts).status == "ok"
+
+
+def test_ranks_that_drop_other_blocks_are_found(ranks: Callable[..., Any]) -> None:
+    found = check_sharded_step(ranks(2).run(facts_of, "drops by rank", (), False)[0])
+    assert found.status == "failure"
+    assert "rank 0: gathers blocks.1; rank 1: gathers blocks.0" in found.got

@@ -84,9 +84,12 @@ class Decoder(nn.Module):
         if fault == "shifted":
             tokens = tokens.roll(-1, 1)
         x = self.embedding(tokens)
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             if fault == "fp16 weights":
                 x = block(x.half()).float()
+                continue
+            is_sharded = dist.is_initialized() and hasattr(self, "unshard")
+            if fault == "drops by rank" and is_sharded and index == dist.get_rank() % 2:
                 continue
             x = block(x)
         x = self._apply_fault(x)

@@ -15,7 +15,10 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import WIDTH, StepFingerprint, fingerprint_mismatch_error, rank_list_text
 from fullshard.training.loop import train
-from tests.training.runs import Pairs, mean_square, run_of, sharded
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+from tests.training.runs import Pairs, Regression, mean_square, run_of, same_bits, sharded, whole
 
 
 def agree(ranks: list[StepFingerprint], own: StepFingerprint) -> bool:
@@ -25,7 +28,7 @@ def agree(ranks: list[StepFingerprint], own: StepFingerprint) -> bool:
 
 
 numbers = st.integers(min_value=0, max_value=2**40)
-fingerprints = st.builds(StepFingerprint, step=numbers, collectives=numbers, settings=numbers)
+fingerprints = st.builds(StepFingerprint, step=numbers, collectives=numbers, settings=numbers, units=numbers)
 
 
 @given(fingerprints, st.integers(min_value=1, max_value=100_000))
@@ -37,11 +40,11 @@ def test_equal_fingerprints_agree_at_any_number_of_ranks_without_rounding(
     assert float(n * total) == n * float(total)
 
 
-@given(fingerprints, st.integers(1, 1000), st.integers(0, 2), st.integers(2, 64), st.data())
+@given(fingerprints, st.integers(1, 1000), st.integers(0, 3), st.integers(2, 64), st.data())
 def test_a_rank_that_differs_in_anything_is_seen_by_all(
     one: StepFingerprint, by: int, where: int, n: int, data: Any
 ) -> None:
-    values = [one.step, one.collectives, one.settings]
+    values = [one.step, one.collectives, one.settings, one.units]
     values[where] += by
     ranks = [one] * n
     ranks[data.draw(st.integers(0, n - 1))] = StepFingerprint(*values)
@@ -49,13 +52,13 @@ def test_a_rank_that_differs_in_anything_is_seen_by_all(
 
 
 def test_numbers_whose_mean_is_ones_own_do_not_pass_for_equal() -> None:
-    ranks = [StepFingerprint(step, 5, 7) for step in (1, 2, 3)]
+    ranks = [StepFingerprint(step, 5, 7, 8) for step in (1, 2, 3)]
     assert not agree(ranks, ranks[1])
     assert len(ranks[0].summable_numbers(3)) == WIDTH
 
 
 def test_what_differs_and_who_is_said() -> None:
-    told = {0: StepFingerprint(4, 9, 7), 1: StepFingerprint(5, 9, 7), 2: StepFingerprint(4, 9, 7)}
+    told = {rank: StepFingerprint(step, 9, 7, 8) for rank, step in enumerate((4, 5, 4))}
     error = fingerprint_mismatch_error(told, own=told[0], world_size=3)
     assert error.what == "the ranks are not in the same step (step 4): the number of the step differs."
     assert error.got == "rank 1: step 5; ranks 0, 2: step 4"
@@ -145,3 +148,52 @@ def test_how_many_collectives_a_step_had_is_compared_unless_told_not_to(
 ) -> None:
     for said in ranks(3).run(collectives_on_one_rank_only, setting):
         assert re.sub(r"\d+ coll", "{} coll", said, count=1).startswith(end)
+
+
+class OwnPath(Regression):
+    """Leaves out a layer or a bias that is as large as the one that the other rank leaves out."""
+
+    def __init__(self, skips: str) -> None:
+        super().__init__()
+        self.skips = skips
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = dist.get_rank()
+        for index, layer in enumerate(self.layers):
+            if self.skips != "a layer" or index != own:
+                x = layer(x)
+        return self.head(x) + (self.biases[own] if self.skips == "a bias" else sum(self.biases))
+
+
+def train_on_own_path(skips: str, strategy: str) -> tuple[str, int, bool]:
+    plan = Plan.from_run(run_of(f"sharding.strategy={strategy}"), world_size=2)
+    model = shard(OwnPath(skips), plan)
+    before = whole(model)
+    state = TrainState(model, build_optimizer(model, plan), data=Pairs())
+    try:
+        list(train(state, plan, loss=mean_square))
+    except TrainError as error:
+        return str(error), state.step, same_bits(before, whole(model))
+    return "finished", state.step, False
+
+
+@pytest.mark.parametrize(
+    ("skips", "strategy", "said"),
+    [
+        ("a layer", "full_shard", "rank 0: gathers layers.1; rank 1: gathers layers.0"),
+        ("a layer", "shard_grad_op", "rank 0: gathers layers.1; rank 1: gathers layers.0"),
+        (
+            "a bias",
+            "full_shard",
+            "rank 0: reduces (root) without gradients of biases.1; rank 1: reduces (root)",
+        ),
+    ],
+)
+def test_ranks_that_run_other_modules_of_one_size_are_named_before_the_update(
+    skips: str, strategy: str, said: str, ranks: Any
+) -> None:
+    for text, step, is_unchanged in ranks(2).run(train_on_own_path, skips, strategy):
+        assert said in text
+        assert step == 0
+        assert is_unchanged

@@ -18,6 +18,7 @@ from fullshard.spec.run import Run
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.random_state import seed_generators
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 
@@ -49,6 +50,7 @@ def compare_sharded_steps(run: Run, *, world_size: int, rank: int) -> ShardedCom
     trial = _build_trial(run, world_size=world_size)
     if isinstance(trial, str):
         return trial
+    _run_random_steps(trial, world_size=world_size, rank=rank)
     if not _is_deterministic(trial):
         return "its loss is random in evaluation mode too, or depends on the call"
     own, attempt = _plan_of_steps(trial, world_size=world_size, settings=_SGD), ErrorCapture()
@@ -65,11 +67,32 @@ def compare_sharded_steps(run: Run, *, world_size: int, rank: int) -> ShardedCom
         found = ShardedComparison(
             losses_sharded=losses, losses_unsharded=tuple(expected), errors=_parameter_errors(model, plain)
         )
-    texts = all_gather_object(_error_text(attempt))
-    failed = next((text for text in texts if text is not None), None)
-    if failed is not None or found is None:
-        raise StepError(failed)
+    _raise_on_all_ranks(attempt)
+    assert found is not None, "no rank raised"
     return found
+
+
+def _run_random_steps(trial: ModelTrial, *, world_size: int, rank: int) -> None:
+    """Trains the model on different rows on each rank, with its dropout and layer drop. Collective.
+
+    Raises StepError, for example if ranks run different modules.
+    """
+    steps, attempt = 4, ErrorCapture()
+    with attempt:
+        own = _plan_of_steps(trial, world_size=world_size, settings=(*_SGD, f"train.steps={steps}"))
+        seed_generators(own)
+        model = shard(build_model(trial.run), own)
+        data = [trial.batches(step * world_size + rank) for step in range(steps)]
+        for _ in train(TrainState(model, build_optimizer(model, own), data=data), own, loss=trial.loss):
+            pass
+    _raise_on_all_ranks(attempt)
+
+
+def _raise_on_all_ranks(attempt: ErrorCapture) -> None:
+    """Raises StepError on all ranks if there was an error on any. Collective."""
+    text = next((text for text in all_gather_object(_error_text(attempt)) if text is not None), None)
+    if text is not None:
+        raise StepError(text)
 
 
 def optimizer_state_dtypes(run: Run, *, world_size: int) -> dict[str, str] | str:
@@ -159,5 +182,8 @@ def _error_text(attempt: ErrorCapture) -> str | None:
     error = attempt.error
     if error is None:
         return None
-    text = error.what if isinstance(error, FullshardError) else (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text[:200]}"
+    if isinstance(error, FullshardError):
+        text = error.what if error.got is None else f"{error.what} {error.got}"
+    else:
+        text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text[:300]}"

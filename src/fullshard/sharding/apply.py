@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
+from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.compile import (
     CompiledForward,
@@ -51,6 +52,7 @@ from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_poli
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
+from fullshard.sharding.unit_events import record_unit_events
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import (
     Predicate,
@@ -206,11 +208,15 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
     set_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    names: list[UnitNames] = []
+    order = UnitOrder(names)
     with share_post_forward_mesh(plan):
         for unit in units:
             mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
             _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+            names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
             _reduce_gradients_of_all_experts(unit)
+    set_unit_order(model, order)
     model.forward = _explain_ungathered_parameters(model.forward)
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)

@@ -21,6 +21,7 @@ class RankReport:
     collective: last collective in torch's flight recorder, or "" if none is recorded
     stacks: stacks of all threads
     wait: name of the collective for which the rank waits, as in a trace, or "" if it is not known
+    unit: name of the unit that the rank gathered or reduced last, or "" if it is not known
     """
 
     seen: Heartbeat
@@ -29,6 +30,7 @@ class RankReport:
     collective: str
     stacks: str
     wait: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _group_ranks_by_position(reports: Mapping[int, RankReport]) -> list[list[int
     """Returns the ranks, grouped by equal position and collective, smallest groups first."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(reports.items()):
-        key = (one.seen.step, one.seen.phase, one.waits, one.wait, one.place, one.collective)
+        key = (one.seen.step, one.seen.phase, one.waits, one.wait, one.unit, one.place, one.collective)
         groups.setdefault(key, []).append(rank)
     return sorted(groups.values(), key=len)
 
@@ -131,8 +133,13 @@ def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]
     here, there = reports[odd[0]], reports[rest[0]]
     return odd, (
         f"{rank_list_text(odd)} left out a collective that {_who_waits_text(rest)} in, or made one more: "
-        f"in {_phase_text(here.seen)}, {here.place}; not in {_phase_text(there.seen)}, {there.place}."
+        f"in {_phase_text(here.seen)}, {_place_text(here)}; "
+        f"not in {_phase_text(there.seen)}, {_place_text(there)}."
     )
+
+
+def _place_text(report: RankReport) -> str:
+    return f"unit {report.unit}, {report.place}" if report.unit else report.place
 
 
 def _who_waits_text(ranks: Sequence[int]) -> str:
@@ -153,7 +160,9 @@ _OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUC
 
 
 def _phase_and_place(report: RankReport, waits: str = "") -> str:
-    return f"in {_phase_text(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
+    return (
+        f"in {_phase_text(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {_place_text(report)}"
+    )
 
 
 def _report_summary_text(report: RankReport) -> str:

@@ -284,6 +284,7 @@ class _Watchdog:
             collective=stacks.last_collective_text(),
             stacks=stacks.all_stacks_text(),
             wait="" if observer is None else observer.current_wait(),
+            unit=self._where.last_unit(),
         )
 
     def _report_and_exit(self) -> None:

@@ -26,11 +26,14 @@ class StepDecision(NamedTuple):
 
 
 @torch.no_grad()
-def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run) -> StepDecision:
+def decide_step(
+    totals: Tensor, *, nominal: float, are_ranks_equal: Tensor, recent: RecentSteps, run: Run
+) -> StepDecision:
     """Returns the decision, and adds the step to `recent` unless it is skipped. Never waits for the device.
 
     totals: (6,) in fp64, over all ranks: loss sum, count of valid tokens, squared norm, tokens, trained
         tokens, stop requests
+    are_ranks_equal: whether all ranks are in the same step; else it is skipped
     nominal: what the summed gradient was divided by, in all; see [Note: one denominator] in `step.py`
     """
     section, limit = run.fault_tolerance, run.optimizer.clip_norm
@@ -38,7 +41,7 @@ def decide_step(totals: Tensor, *, nominal: float, recent: RecentSteps, run: Run
     counted = torch.where(count > 0, count, math.nan)  # without a valid token, nothing is finite
     mean, unscale = loss_sum / counted, nominal / counted
     norm = squared.sqrt() * unscale
-    accepted = torch.isfinite(mean) & torch.isfinite(norm) & torch.isfinite(count)
+    accepted = torch.isfinite(mean) & torch.isfinite(norm) & torch.isfinite(count) & are_ranks_equal
     spike = torch.zeros_like(accepted)
     if section.on_spike != "none":
         spike = accepted & recent.is_spike(mean, norm, section=section)

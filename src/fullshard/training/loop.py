@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from fullshard.data.batches import MicrobatchSource, RowSource
 from fullshard.distributed.agreement import all_ranks_have, rank
 from fullshard.distributed.sequence_parts import cut_sequences
+from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
@@ -133,6 +134,8 @@ def train(
     between = ModelBetweenSteps(state)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
     state.phase.step = state.step
+    if (order := find_unit_order(state.model)) is not None:
+        state.phase.last_unit = order.last_unit
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
             between.prepare_step()

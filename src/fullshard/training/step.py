@@ -10,9 +10,10 @@ number of ranks.
 
 [Note: one all-reduce]
 That all-reduce carries the loss sum, the count, the squared norm, the tokens, whether a rank was asked to
-stop, and each rank's fingerprint (see `survival/fingerprint.py`), in fp64. So all ranks decide alike whether
-to update, to skip, to stop, or to raise because they are not in the same step. With the optimizer in backward
-there are two all-reduces: see [Note: what comes before backward] in `optimizer_in_backward.py`.
+stop, and each rank's fingerprint (see `survival/fingerprint.py`), in fp64. The units that a rank ran are part
+of it. So all ranks decide alike whether to update, to skip, to stop, or to raise because they are not in the
+same step. With the optimizer in backward there are two all-reduces: see [Note: what comes before backward] in
+`optimizer_in_backward.py`.
 
 [Note: no wait between steps]
 The device decides (`decision.py`), so the host launches the update, and then the next step, without reading
@@ -36,6 +37,7 @@ from torch.profiler import record_function
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.ranges import TimedRange
+from fullshard.distributed.unit_order import UnitEvents, take_unit_events
 from fullshard.errors import TrainError
 from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.spec.model_section import DecoderConfig
@@ -79,16 +81,20 @@ class _Totals:
     """Sums over all ranks on the device: those of the step (`_SUMS`), and those of the fingerprints.
 
     own: this rank's fingerprint, or None if there is nothing to compare
+    events: the units that this rank has gathered and reduced since the last step
+    are_ranks_equal: whether all ranks have the same fingerprint, as a tensor on the device
     """
 
     numbers: Tensor
+    are_ranks_equal: Tensor
     own: StepFingerprint | None
+    events: UnitEvents
     world_size: int
 
     def check_ranks(self, fingerprints: list[float]) -> None:
-        """Raises TrainError if the ranks' fingerprints (step, settings, collectives) differ."""
+        """Raises TrainError if the ranks' fingerprints (step, settings, collectives, units) differ."""
         if self.own is not None:
-            check_same_fingerprints(self.own, fingerprints, world_size=self.world_size)
+            check_same_fingerprints(self.own, fingerprints, world_size=self.world_size, events=self.events)
 
 
 def run_step(
@@ -130,9 +136,7 @@ def run_step(
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = agree(nominal)
     where.enter(RunPhase.OPTIMIZER)
-    # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
-    nominal = nominal * plan.averaging_ranks / state.loss_scale.scale
-    decision = decide_step(totals.numbers[:_SUMS], nominal=nominal, recent=state.recent, run=plan.run)
+    decision = _decide(totals, nominal=nominal, state=state, plan=plan)
     result = _copy_result_to_host(decision, totals)
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
         result.read()
@@ -147,6 +151,17 @@ def run_step(
     if plan.precision.loss_scaling and result.read().trained_tokens != 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
+
+
+def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -> StepDecision:
+    return decide_step(
+        totals.numbers[:_SUMS],
+        # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
+        nominal=nominal * plan.averaging_ranks / state.loss_scale.scale,
+        are_ranks_equal=totals.are_ranks_equal,
+        recent=state.recent,
+        run=plan.run,
+    )
 
 
 def _counted_norms(gradients: Sequence[Tensor], in_backward: OptimizerInBackward | None) -> Sequence[Tensor]:
@@ -232,21 +247,22 @@ def _all_reduce(
     issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
     kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * WIDTH
+    events = take_unit_events(state.model)
     if plan.world_size > 1 and kind != "none":
         own = StepFingerprint(
             step=state.step + 1,
             collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
-            settings=step_settings_checksum(
-                plan, learning_rates=rates, row=state.rows or 0, nominal=nominal
-            ),
+            settings=step_settings_checksum(plan, learning_rates=rates, row=state.rows or 0, nominal=nominal),
+            units=events.checksum,
         )
         numbers = own.summable_numbers(plan.world_size)
-    known_here = torch.tensor([float(stop), *numbers], dtype=torch.float64)
-    totals = torch.cat([sums, copy_to_device(known_here, sums.device)])
+    known_here = copy_to_device(torch.tensor([float(stop), *numbers], dtype=torch.float64), sums.device)
+    totals = torch.cat([sums, known_here])
     if plan.world_size > 1:
         with TimedRange("all_reduce"):
             dist.all_reduce(totals)
-    return _Totals(totals, own, plan.world_size)
+    are_equal = (totals[_SUMS:] == plan.world_size * known_here[1:]).all()
+    return _Totals(totals, are_equal, own, events, plan.world_size)
 
 
 def _run_microbatches(
