@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.models.adapters import has_transposed_weight
+from fullshard.models.adapters import has_transposed_weight, insert_adapters
+from fullshard.models.decoder import DecoderModel
 from fullshard.models.decoder_names import llama_config, llama_weight_map
 from fullshard.models.huggingface import build_hf_model, remove_code_references
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
@@ -32,6 +34,19 @@ from fullshard.weights.tensor_source import ADDED, AdapterMerging
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOST_BYTES = 64 << 20
+# Options of peft with which an adapter adds something else than alpha / rank · B A to a weight.
+_NOT_SUMS = {
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+}
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 # Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
@@ -142,30 +157,38 @@ def _describe_for_transformers(manifest: Manifest, run: Run | None, *, doing: st
 def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) -> AdapterMerging | None:
     """Returns the parameters for merging the adapters into the base model; None without adapters.
 
-    Raises CheckpointError if the checkpoint does not define one scale for all adapters.
+    Raises CheckpointError if a merged model would not compute what the trained one does.
     """
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
     section = run.adapter if run is not None and run.adapter.rank else None
-    if section is None or {"rank_pattern", "alpha_pattern"} & section.options.keys():
+    pattern = (
+        {"rank_pattern", "alpha_pattern"} & section.options.keys() if section is not None else set[str]()
+    )
+    not_sums = _NOT_SUMS & section.options.keys() if section is not None else set[str]()
+    if section is None or pattern or not_sums:
         raise CheckpointError(
             "the adapters cannot be merged.",
-            got="no [adapter] in the checkpoint's run" if section is None else "a pattern",
-            why="they are scaled by alpha / rank, one for all",
+            got="no [adapter] in the checkpoint's run"
+            if section is None
+            else f"adapter.options with {', '.join(sorted(pattern | not_sums))}",
+            why="only W + alpha / rank · B A can be merged, with one scale for all",
+            fix="--format peft, which keeps the adapters apart",
         )
     rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
     return AdapterMerging(section.alpha / rank, _conv1d_module_names(twin))
 
 
-def transposed_module_names(manifest: Manifest, run: Run) -> frozenset[str]:
-    """Returns the saved names of linear modules whose weight is stored transposed, as (in, out).
+def build_adapted_meta_model(manifest: Manifest, run: Run) -> nn.Module:
+    """Builds the checkpoint's model with the adapters of `run`, on the meta device, as in training.
 
     Raises CheckpointError for models that transformers does not know; MissingExtraError, SpecError.
     """
     if isinstance(run.model, DecoderConfig):
-        return frozenset()
+        with torch.device("meta"):
+            return insert_adapters(DecoderModel(run.model), run.adapter)
     described = _describe_for_transformers(manifest, run, doing="exporting adapters")
-    return _conv1d_module_names(described.meta_model)
+    return insert_adapters(described.meta_model, run.adapter)
 
 
 def _conv1d_module_names(twin: Any) -> frozenset[str]:

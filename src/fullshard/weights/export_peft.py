@@ -1,22 +1,25 @@
 """export_peft: writes a checkpoint's adapters as a directory for peft's `PeftModel.from_pretrained`."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError
-from fullshard.models.adapters import ADAPTER, make_lora_config
+from fullshard.models.adapters import ADAPTER, has_transposed_weight, make_lora_config
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system import disk
 from fullshard.weights.export import export, names_without_wrappers
-from fullshard.weights.export_hf import transposed_module_names
-from fullshard.weights.tensor_source import ADDED
+from fullshard.weights.export_hf import build_adapted_meta_model
+from fullshard.weights.tensor_source import ADDED, BASE
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model
@@ -38,15 +41,19 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
             got="no [adapter] in its run",
             fix="--format hf, which writes the whole model",
         )
-    turned = {name.removeprefix("model.") for name in transposed_module_names(manifest, run)}
-    config: Any = make_lora_config(run.adapter, targets=adapted, turned=bool(turned & set(adapted)))
+    model = build_adapted_meta_model(manifest, run)
+    turned = any(has_transposed_weight(model.get_submodule(f"{name}.base_layer")) for name in adapted)
+    trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+    _check_all_trained_are_saved(model, trained, saved=set(plain.values()))
+    whole = _list_modules_trained_whole(model, trained)
+    config: Any = make_lora_config(run.adapter, targets=adapted, turned=turned)
     config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
     config.inference_mode = True
-    config.modules_to_save = list(run.adapter.trained) or None
+    config.modules_to_save = whole or None
     items: Mapping[str, Any] = config.to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
     target = Path(directory)
-    export(checkpoint, target / _WEIGHTS, naming=partial(_map_trained_tensors, trained=run.adapter.trained))
+    export(checkpoint, target / _WEIGHTS, naming=partial(_map_trained_tensors, trained=trained))
 
     def write_config() -> None:
         with disk.open_atomic_replacement(target / _CONFIG) as file:
@@ -55,16 +62,45 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     run_alone_or_raise(write_config, doing=f"exporting {checkpoint} to {target}")
 
 
-def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: tuple[str, ...]) -> WeightMap:
-    """Maps the adapters and the modules whose names end in one of `trained` to peft's names in files.
+def _check_all_trained_are_saved(model: nn.Module, trained: set[str], *, saved: set[str]) -> None:
+    """Raises CheckpointError for a trained parameter of `model` that the checkpoint does not have."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    absent = [sorted(own)[0] for own in names.values() if own & trained and not own & saved]
+    if absent:
+        raise CheckpointError(
+            "the adapters cannot be written for peft.",
+            got=f"{len(absent)} trained tensors that the checkpoint has not by name: {', '.join(absent[:4])}",
+            why="what peft loads would compute something else than the trained model",
+            fix="--format safetensors, which writes every tensor by its own name",
+        )
+
+
+def _list_modules_trained_whole(model: nn.Module, trained: set[str]) -> list[str]:
+    """Returns the names of modules that peft can keep as `modules_to_save`, a copy beside the base's.
+
+    peft takes every module whose name ends in one of these texts, without regard to dots, so they are full
+    names. Other trained parameters, such as biases, weights below an adapter and tied ones, are not listed:
+    peft loads these into the base model.
+    """
+    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    whole = list[str]()
+    for name, module in model.named_modules():
+        own = {f"{name}.{key}": one for key, one in module.named_parameters(recurse=False)}
+        is_alone = all(counts[id(one)] == 1 for one in own.values()) and not list(module.children())
+        if own and own.keys() <= trained and is_alone and ADDED not in f"{name}." and BASE not in f"{name}.":
+            whole.append(name)
+    every = [name for name, _ in model.named_modules()]
+    return [name for name in whole if [one for one in every if one.endswith(name)] == [name]]
+
+
+def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: set[str]) -> WeightMap:
+    """Maps the tensors named in `trained` to peft's names in files.
 
     Names in files lack the adapter's name, which peft's names in a model contain.
     """
-    names = {
-        f"{_WITHIN}{name.replace(f'.{ADAPTER}', '')}": name
-        for name in shapes
-        if ADDED in name or any(f".{end}." in f".{name}" for end in trained)
-    }
+    names = {f"{_WITHIN}{name.replace(f'.{ADAPTER}', '')}": name for name in shapes if name in trained}
     return WeightMap(
         parts={new: map_unchanged_tensor(name, shapes[name]) for new, name in names.items()},
         shapes={new: shapes[name] for new, name in names.items()},

@@ -22,7 +22,9 @@ from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
 from fullshard.sharding.materialize import Initialise, initialise_parameters
+from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
 from fullshard.spec.weight_map import WeightMap
 from fullshard.weights.files import PretrainedFiles, open_pretrained_files
 from fullshard.weights.names import map_file_tensors_to_model
@@ -33,6 +35,16 @@ from fullshard.weights.tensor_source import ADDED
 logger = logging.getLogger("fullshard")
 
 _SHOWN = 4
+# Parts of names that come from wrappers: compile, DDP, recompute, FSDP1, and peft.
+_WRAPPER_PARTS = (
+    "._orig_mod.",
+    ".module.",
+    "._checkpoint_wrapped_module.",
+    "._fsdp_wrapped_module.",
+    ".base_model.model.",
+    ".base_layer.",
+    ADDED,
+)
 _COPIES = 1.5  # copies of the model over all ranks; above this, reads use the page cache
 _FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
 
@@ -108,6 +120,7 @@ def load_pretrained(
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
+        _check_needed_tensors_were_read(loaded, parameters, run=plan.run)
         names = [name for name in missing if parameters[name] not in elsewhere]
         initialise_parameters(model, names, plan=plan, init=init)
     for own in iterate_parameters_to_load(outside) if outside is not None and elsewhere else ():
@@ -116,8 +129,34 @@ def load_pretrained(
             names = [name for name in missing if parameters[name] in own]
             initialise_parameters(model, names, plan=plan, init=init)
     if loaded.missing_tensors_message and rank() == 0:
-        logger.warning("%s: %s", directory, loaded.missing_tensors_message)
+        logger.warning("%s", loaded.describe())
     return loaded
+
+
+def _check_needed_tensors_were_read(
+    loaded: LoadReport, parameters: Mapping[str, nn.Parameter], *, run: Run
+) -> None:
+    """Raises CheckpointError for missing tensors that are required, or frozen beside adapters.
+
+    A frozen parameter with an initial value is in no export of adapters, and no base model has it.
+    """
+    missing = [name for name in loaded.missing if ADDED not in name]
+    if isinstance(run.model, HuggingFaceModel) and run.model.weights == "require":
+        why, fix = 'model.weights = "require"', 'model.weights = "auto", which initialises them'
+    else:
+        missing = [name for name in missing if name in parameters and not parameters[name].requires_grad]
+        if not run.adapter.rank or not missing:
+            return
+        why = "beside adapters they are frozen, and would keep their initial values"
+        fix = "adapter.trained with their modules"
+    if missing:
+        surplus = f"; instead it has {_abbreviate_names(loaded.surplus)}" if loaded.surplus else ""
+        raise CheckpointError(
+            f"{loaded.directory} lacks {len(missing)} tensors of the model.",
+            got=f"{loaded.tensors} tensors read, without {_abbreviate_names(missing)}{surplus}",
+            why=why,
+            fix=fix,
+        )
 
 
 def fill_selected_tensors(
@@ -191,6 +230,7 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
             module.reshard()  # a forward without a backward leaves units unsharded
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     found = map_file_tensors_to_model(model, {name: tensor.shape for name, tensor in files.tensors.items()})
+    _check_names_match(tensors, found, path=files.directory)
     _check_shapes_match(tensors, found, path=files.directory)
     names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
     for name, tensor in tensors.items():
@@ -227,6 +267,21 @@ def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
                 why="they are codes, whose values depend on scales beside them",
                 fix="the model's directory in bfloat16 or float32",
             )
+
+
+def _check_names_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
+    """Raises CheckpointError if no tensor was found, or if a wrapper's part of the names hides some."""
+    wrapped = [name for name in found.surplus if any(part in f".{name}" for part in _WRAPPER_PARTS)]
+    lacking = any(name not in found.parts and ADDED not in name for name in tensors)
+    if (wrapped and lacking) or not found.parts:
+        raise CheckpointError(
+            f"{path} has other names for its tensors than the model.",
+            got=_abbreviate_names(wrapped or found.surplus) or "no tensors",
+            why=f"the model has {_abbreviate_names(tensors)}",
+            fix="the weights saved from the model itself, without wrappers (model._orig_mod, model.module)"
+            if wrapped
+            else 'the weights of this model, or model.weights = "none", which initialises',
+        )
 
 
 def _check_shapes_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
