@@ -144,7 +144,7 @@ def test_a_run_with_another_model_or_optimizer_is_refused_by_its_settings() -> N
             torch_version="",
             fullshard_version="",
         )
-        check_can_continue(run.with_overrides(now), meta(Regression), manifest)
+        check_can_continue(run.with_overrides(now), meta(Regression), manifest=manifest)
 
     check("optimizer.learning_rate=1", "model.layers=3")
     with pytest.raises(CheckpointError, match=r"model\.d_model 320 -> 640"):

@@ -137,7 +137,7 @@ def _check_saved_state(
         place = None if saved is None else make_checkpoint_location(saved, plan)
         newest = None if place is None else next(iterate_complete_checkpoints(place), None)
         if newest is not None:
-            check_can_continue(plan.run, model, newest[1])
+            check_can_continue(plan.run, model, manifest=newest[1])
 
     run_on_rank_zero(check_newest_checkpoint, doing=f"looking for a checkpoint in {saved}")
     return find_unusable_state(plan, saved=saved, must_resume=must_resume)

@@ -1,7 +1,4 @@
-"""Records which units FSDP2 gathers and reduces, and keeps sums over replicas complete.
-
-Names with a leading underscore are private ones of FSDP2.
-"""
+"""Records which units FSDP2 gathers and reduces, and keeps sums over replicas complete."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.unit_order import UnitNames, UnitOrder
+from fullshard.torch_private.fsdp import gathered_parameter, parameter_groups, pending_gather
 
 
 def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrder) -> UnitNames:
@@ -19,9 +17,7 @@ def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, or
     unit, name: the unit's number and name
     """
     own = {id(p): key for module in modules for key, p in module.named_parameters()}
-    state: Any = cast(FSDPModule, modules[0])._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    several = getattr(state, "_fsdp_param_groups", None)  # of newer torch
-    groups = [one for one in (several or [state._fsdp_param_group]) if one is not None]
+    groups = parameter_groups(cast(FSDPModule, modules[0]))
     for group in groups:
         _record_gathers(group, unit=unit, order=order)
         _record_reductions(group, unit=unit, order=order)
@@ -37,9 +33,9 @@ def _record_gathers(group: Any, *, unit: int, order: UnitOrder) -> None:
     unshard = group.unshard
 
     def recorded_unshard(*args: Any, **kwargs: Any) -> None:  # signature: FSDP2's
-        before = group._all_gather_result
+        before = pending_gather(group)
         unshard(*args, **kwargs)
-        if group._all_gather_result is not before:
+        if pending_gather(group) is not before:
             order.note_gather(unit)
 
     group.unshard = recorded_unshard
@@ -84,7 +80,7 @@ def _find_missing_gradients(group: Any) -> tuple[bool, list[int]]:
     has_some, without = False, list[int]()
     takes_zeros = getattr(group, "reduce_scatter_unused_params", False)
     for index, parameter in enumerate(group.fsdp_params):
-        value = getattr(parameter, "_unsharded_param", None)
+        value = gathered_parameter(parameter)
         if value is None or not value.requires_grad:
             continue
         if takes_zeros or value.grad is not None or parameter.unsharded_accumulated_grad is not None:
@@ -96,5 +92,6 @@ def _find_missing_gradients(group: Any) -> tuple[bool, list[int]]:
 
 def _set_zero_gradients(group: Any, indices: Sequence[int]) -> None:
     for index in indices:
-        value = group.fsdp_params[index].unsharded_param
+        value = gathered_parameter(group.fsdp_params[index])
+        assert value is not None, "its gradient was missed"
         value.grad = torch.zeros_like(value)

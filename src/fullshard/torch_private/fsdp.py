@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -53,7 +53,8 @@ NAMES = require(
     PrivateName(f"{_PARAMETER}.post_forward_mesh_info", _SHARD),
     PrivateName(f"{_PARAMETER}.all_gather_inputs", _SHARD),
     PrivateName(f"{_PARAMETER}._sharded_post_forward_param_data", _SHARD),
-    PrivateName(f"{_PARAMETER}.unsharded_param", "reduces experts that no token reached"),
+    PrivateName(f"{_GROUP}._all_gather_result", "compares the units that ranks run"),
+    PrivateName(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
     PrivateName(
         f"{_PARAMETER}.unsharded_accumulated_grad",
         "reduces experts that no token reached, without set_reduce_scatter_unused_params",
@@ -71,7 +72,7 @@ def unit_state(module: FSDPModule) -> Any:
     return module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
 
 
-def unit_modules(module: FSDPModule) -> tuple[torch.nn.Module, ...]:
+def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
     """Returns the modules of a unit, of which `module` is one."""
     return unit_state(module)._modules
 
@@ -86,6 +87,16 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 def engine_parameters(module: FSDPModule) -> list[Any]:
     """Returns FSDP2's objects of the parameters of a unit."""
     return [one for group in parameter_groups(module) for one in group.fsdp_params]
+
+
+def pending_gather(group: Any) -> Any:
+    """Returns what identifies the all-gather of a group that was issued and not waited for, or None."""
+    return group._all_gather_result
+
+
+def gathered_parameter(engine_parameter: Any) -> nn.Parameter | None:
+    """Returns the parameter that the modules compute with, or None before the first gather."""
+    return getattr(engine_parameter, "_unsharded_param", None)
 
 
 def gather_without_prefetch(module: FSDPModule) -> None:
@@ -112,9 +123,9 @@ def reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
 def _reduce_zeros(group: Any, post_backward: Callable[..., None]) -> None:
     def post_backward_with_zeros(*unused: Any) -> None:
         for parameter in group.fsdp_params:
-            if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
+            value = gathered_parameter(parameter)
+            if value is None or not group.reduce_grads:
                 continue
-            value = parameter.unsharded_param
             if parameter.unsharded_accumulated_grad is None and value.requires_grad and value.grad is None:
                 value.grad = torch.zeros_like(value)
         post_backward(*unused)

@@ -52,7 +52,7 @@ def changed_settings(before: Mapping[str, JsonValue], now: Mapping[str, JsonValu
     return dict(sorted(found.items()))
 
 
-def check_can_continue(run: Run, model: nn.Module, manifest: Manifest) -> None:
+def check_can_continue(run: Run, model: nn.Module, *, manifest: Manifest) -> None:
     """Raises CheckpointError if `run`, whose `model` has no values yet, cannot continue from a checkpoint.
 
     This names the settings that changed, before anything is allocated. `load` compares all tensors later.

@@ -124,18 +124,11 @@ def train(
     `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and if replicas
     compared by `fault_tolerance.check_replicas_every` differ.
     """
-    for message in continue_run(state, plan):
-        if rank() == 0:
-            logger.warning("%s", message)
+    _begin_run(state, plan)
     source = _make_microbatch_source(state, plan)
-    _set_or_keep_loss_scale(state, plan)
     skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)
     replicas = ReplicaCheck(plan)
     between = ModelBetweenSteps(state)
-    warn_of_unused_settings(state.optimizer, plan.run.optimizer)
-    state.phase.step = state.step
-    if (order := find_unit_order(state.model)) is not None:
-        state.phase.last_unit = order.last_unit
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
             between.prepare_step()
@@ -163,6 +156,18 @@ def train(
 
 
 _NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained_tokens=0, skipped=False)
+
+
+def _begin_run(state: TrainState, plan: Plan) -> None:
+    """Logs what is other than before, and prepares the loss scale and the phases that the watchdog reads."""
+    for message in continue_run(state, plan):
+        if rank() == 0:
+            logger.warning("%s", message)
+    warn_of_unused_settings(state.optimizer, plan.run.optimizer)
+    _set_or_keep_loss_scale(state, plan)
+    state.phase.step = state.step
+    if (order := find_unit_order(state.model)) is not None:
+        state.phase.last_unit = order.last_unit
 
 
 def _launch_step(

@@ -261,7 +261,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainedWith:
-    """What a state was trained with.
+    """The settings and the data that a state was trained with.
 
     run: settings of the run, by section; None if unknown
     row_order: `row_order` of the data: see `data.batches.MicrobatchSource`

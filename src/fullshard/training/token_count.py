@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.tensors import tree_leaves
 
 
 def count_computed_tokens(batch: Any, plan: Plan) -> int:
