@@ -254,7 +254,7 @@ def test_the_checkpoint_of_another_model_is_refused_and_kept(capfd: pytest.Captu
     assert (
         main(["train", "--resume", *settings, "--set", "optimizer.name=sgd", "--set", "train.steps=4"]) == 6
     )
-    assert "another optimizer" in capfd.readouterr().err
+    assert "optimizer.name adamw -> sgd" in capfd.readouterr().err
     assert before == {
         path: path.read_bytes() for path in Path("run/checkpoints").rglob("*") if path.is_file()
     }

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from torch import nn
 
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
+from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -78,10 +79,14 @@ def continue_run(state: TrainState, plan: Plan) -> list[str]:
     """Sets the row of the data at which `state` continues under `plan`. Returns messages about changes.
 
     A message reports settings that differ from those the state was trained with before; another, what this
-    means for the rows of the data. The next call has nothing to report.
+    means for the rows of the data. The next call has nothing to report. Collective.
     """
     before, batch = state.trained_with, plan.run.train.global_batch
-    now = TrainedWith(result_settings(plan.run), getattr(state.data, "row_order", None))
+    # Rank 0's, since paths may differ between nodes, and a checkpoint has one value for all ranks.
+    now = run_on_rank_zero(
+        lambda: TrainedWith(result_settings(plan.run), getattr(state.data, "row_order", None)),
+        doing="comparing the settings with those of before",
+    )
     changed = {} if before.run is None else changed_settings(before.run, cast(Any, now.run))
     messages: list[str] = []
     if changed:

@@ -7,7 +7,6 @@ own seed for each part of a batch. On CPU ranks, dropout draws from the CPU gene
 same masks, for different rows.
 """
 
-import math
 import random
 from collections.abc import Mapping
 from typing import Any, cast
@@ -66,15 +65,15 @@ def set_generator_states(received: Mapping[str, Tensor]) -> None:
             setters[name.split(".")[1]](state)
 
 
-# fp64 holds the words of 32 bits exactly, and the normal number that the generator has in stock.
+# fp64 holds the words of 32 bits exactly, and the normal number that the generator has in stock, if any.
 def _python_state() -> Tensor:
     _, words, normal = random.getstate()
-    return torch.tensor([*words, float("nan") if normal is None else normal], dtype=torch.float64)
+    return torch.tensor([*words, normal is not None, normal or 0.0], dtype=torch.float64)
 
 
 def _set_python_state(state: Tensor) -> None:
-    *words, normal = state.tolist()
-    random.setstate((3, tuple(map(int, words)), None if math.isnan(normal) else normal))
+    *words, has_normal, normal = state.tolist()
+    random.setstate((3, tuple(map(int, words)), normal if has_normal else None))
 
 
 def _numpy_state() -> Tensor:
