@@ -27,7 +27,7 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
-from fullshard.weights.export import check_shard_bytes, export_in_hf_layout
+from fullshard.weights.export import check_shard_bytes, export_in_hf_layout, names_without_wrappers
 from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
 from fullshard.weights.tensor_source import ADDED, AdapterMerging
 
@@ -165,7 +165,8 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) ->
     pattern = (
         {"rank_pattern", "alpha_pattern"} & section.options.keys() if section is not None else set[str]()
     )
-    not_sums = _NOT_SUMS & section.options.keys() if section is not None else set[str]()
+    options = section.options if section is not None else {}
+    not_sums = {key for key in _NOT_SUMS if options.get(key)}
     if section is None or pattern or not_sums:
         raise CheckpointError(
             "the adapters cannot be merged.",
@@ -175,8 +176,31 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) ->
             why="only W + alpha / rank · B A can be merged, with one scale for all",
             fix="--format peft, which keeps the adapters apart",
         )
+    assert run is not None
+    _check_no_adapted_weight_is_shared(manifest, run, twin=twin)
     rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
     return AdapterMerging(section.alpha / rank, _conv1d_module_names(twin))
+
+
+def _check_no_adapted_weight_is_shared(manifest: Manifest, run: Run, *, twin: Any) -> None:
+    """Raises CheckpointError if another module uses a weight to which an adapter would be added."""
+    model: Any = twin
+    if model is None and isinstance(run.model, DecoderConfig):
+        with torch.device("meta"):
+            model = DecoderModel(run.model)
+    sharing: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sharing.setdefault(id(parameter), []).append(name)
+    plain = names_without_wrappers(manifest.model_tensors).values()
+    adapted = {f"{name.partition(ADDED)[0]}.weight" for name in plain if ADDED in name}
+    for names in sharing.values():
+        if len(names) > 1 and adapted.intersection(names):
+            raise CheckpointError(
+                "the adapters cannot be merged.",
+                got=f"an adapter of a weight that two modules share: {', '.join(names)}",
+                why="the merged weight would also change the module that was trained without the adapter",
+                fix="--format peft, which keeps the adapters apart",
+            )
 
 
 def build_adapted_meta_model(manifest: Manifest, run: Run) -> nn.Module:
