@@ -162,21 +162,17 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) ->
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
     section = run.adapter if run is not None and run.adapter.rank else None
-    pattern = (
-        {"rank_pattern", "alpha_pattern"} & section.options.keys() if section is not None else set[str]()
-    )
     options = section.options if section is not None else {}
-    not_sums = {key for key in _NOT_SUMS if options.get(key)}
-    if section is None or pattern or not_sums:
+    not_sums = sorted(key for key in (*_NOT_SUMS, "rank_pattern", "alpha_pattern") if options.get(key))
+    if run is None or section is None or not_sums:
         raise CheckpointError(
             "the adapters cannot be merged.",
             got="no [adapter] in the checkpoint's run"
             if section is None
-            else f"adapter.options with {', '.join(sorted(pattern | not_sums))}",
+            else f"adapter.options with {', '.join(not_sums)}",
             why="only W + alpha / rank · B A can be merged, with one scale for all",
             fix="--format peft, which keeps the adapters apart",
         )
-    assert run is not None
     _check_no_adapted_weight_is_shared(manifest, run, twin=twin)
     rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
     return AdapterMerging(section.alpha / rank, _conv1d_module_names(twin))
@@ -185,7 +181,9 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) ->
 def _check_no_adapted_weight_is_shared(manifest: Manifest, run: Run, *, twin: Any) -> None:
     """Raises CheckpointError if another module uses a weight to which an adapter would be added."""
     model: Any = twin
-    if model is None and isinstance(run.model, DecoderConfig):
+    if model is None:
+        if not isinstance(run.model, DecoderConfig):
+            return  # only models that transformers knows, and the decoder, are exported
         with torch.device("meta"):
             model = DecoderModel(run.model)
     sharing: dict[int, list[str]] = {}
