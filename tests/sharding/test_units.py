@@ -192,7 +192,7 @@ def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:
     [
         (nn.Tanh(), {}, "no parameters"),
         (nn.Linear(2, 2), {}, "no repeated block"),
-        (nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2)), {}, "no shape yet"),
+        (nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2)), {}, "without a shape"),
         (
             Repeating(),
             {"policy": "names", "names": ("blocks.*",)},

@@ -326,3 +326,14 @@ def after_a_validation() -> tuple[bool, bool]:
 
 def test_forwards_between_steps_change_nothing(ranks: Any) -> None:
     assert ranks(2).run(after_a_validation) == [(True, True)] * 2
+
+
+def train_with_a_hook_of_a_shard() -> None:
+    state, plan = sharded(run_of())
+    next(state.model.parameters()).register_hook(lambda gradient: gradient)
+    next(train(state, plan, loss=mean_square))
+
+
+def test_a_gradient_hook_that_is_never_called_is_refused(ranks: Any) -> None:
+    with pytest.raises(TrainError, match="gradient hooks"):
+        ranks(1).run(train_with_a_hook_of_a_shard)

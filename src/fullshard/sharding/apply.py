@@ -48,6 +48,7 @@ from fullshard.sharding.mesh import (
     share_post_forward_mesh,
     split_inner_axis,
 )
+from fullshard.sharding.model_parameters import CarriedOver
 from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
@@ -115,7 +116,7 @@ def shard(
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
     prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
-    given = collect_rank0_values(model)
+    given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
     apply_recompute_and_fsdp(model, prepared)
@@ -129,6 +130,7 @@ def shard(
     if keeper is not None:
         keeper.finish_offloading_shards()
     finish_sharding(model, prepared)
+    carried.set_on(model)
     return model
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fullshard.distributed.stacked_experts import is_experts
 from fullshard.errors import ShardError
@@ -17,6 +16,7 @@ from fullshard.sharding.blocks import (
     has_parameters,
     nearest_called_module_name,
 )
+from fullshard.sharding.model_parameters import check_parameters
 from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.spec.run import UnitOverride, UnitSection
 
@@ -77,7 +77,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 
     Raises ShardError if there is nothing to shard, no repeated block is found, or a name matches no module.
     """
-    _check_parameters_have_shapes(model)
+    check_parameters(model)
     paths = dict(model.named_modules(remove_duplicate=False))
     chosen = _choose_units(model, section, predicate=predicate)
     _make_units_disjoint(paths, chosen)
@@ -151,19 +151,6 @@ def find_blocks_with_units_inside(blocks: Iterable[nn.Module], units: Iterable[U
     """Returns the blocks that hold other units. These gather in the middle of the block."""
     holders = {module for unit in units if not unit.is_root for module in unit.modules}
     return {one for one in blocks if any(m in holders for m in one.modules() if m is not one)}
-
-
-def _check_parameters_have_shapes(model: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise ShardError(f"{type(model).__name__} has no parameters.", why="there is nothing to shard")
-    for name, parameter in parameters.items():
-        if is_lazy(parameter):
-            raise ShardError(
-                f"{name} has no shape yet.",
-                got="a parameter of a lazy module",
-                fix="run one batch through the model before it is sharded, or give the module its shape",
-            )
 
 
 # Policies #

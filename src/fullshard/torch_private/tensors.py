@@ -30,6 +30,8 @@ NAMES = require(
     PrivateName("torch.UntypedStorage._cdata", "identifies memory"),
     PrivateName("torch.Tensor._version", "sees that a saved activation was overwritten"),
     PrivateName("torch.Tensor._base", "finds the tensor of a view"),
+    PrivateName("torch.Tensor._backward_hooks", "finds hooks of parameters"),
+    PrivateName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
     PrivateName("torch.nn.Module._parameters", "replaces parameters"),
     PrivateName("torch.nn.Module._buffers", "replaces buffers"),
     PrivateName("torch.nn.Module._modules", "replaces modules"),
@@ -86,6 +88,17 @@ def version(tensor: Tensor) -> int:
 def base(tensor: Tensor) -> Tensor | None:
     """Returns the tensor of which `tensor` is a view, or None."""
     return tensor._base  # pyright: ignore[reportPrivateUsage]
+
+
+def gradient_hooks(tensor: Tensor) -> list[Any]:
+    """Returns the functions that `register_hook` has registered."""
+    return list((tensor._backward_hooks or {}).values())  # pyright: ignore[reportPrivateUsage]
+
+
+def post_accumulate_hooks(tensor: Tensor) -> list[Any]:
+    """Returns the functions that `register_post_accumulate_grad_hook` has registered."""
+    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return list((hooks or {}).values())
 
 
 def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -4,9 +4,11 @@ import logging
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
+from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
 from fullshard.training.modes import module_modes, restore_modes
 from fullshard.training.state import TrainState, reshard_unsharded_units
@@ -31,7 +33,8 @@ class ModelBetweenSteps:
     def prepare_step(self) -> None:
         """Restores the modes if the loop left the model in evaluation mode, and keeps them otherwise.
 
-        Logs trainable parameters that the optimizer lacks. Raises TrainError if there are gradients already.
+        Logs trainable parameters that the optimizer lacks. Raises TrainError if there are gradients already,
+        or hooks of shards that would never be called.
         """
         model = self._state.model
         if not model.training and self._modes[model]:
@@ -44,6 +47,14 @@ class ModelBetweenSteps:
                 got="a backward outside of the loss function, or a step that was broken off",
                 why="they would be added to those of the step",
                 fix="optimizer.zero_grad() after it, or a loss that includes the term",
+            )
+        if any(isinstance(one, DTensor) and gradient_hooks(one) for one in parameters):
+            named = model.named_parameters()
+            raise TrainError(
+                "sharded parameters have gradient hooks, which are never called.",
+                got=", ".join([name for name, one in named if gradient_hooks(one)][:3]),
+                why="register_hook is for gradients of autograd; FSDP2 sets those of shards",
+                fix="register_post_accumulate_grad_hook, which is called with the sharded parameter",
             )
         trainable = [parameter.requires_grad for parameter in parameters]
         if trainable != self._trainable:

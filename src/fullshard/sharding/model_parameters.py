@@ -1,0 +1,122 @@
+"""Parameters of a model before it is sharded: which are refused, and what the shards take over."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fullshard.errors import ShardError
+from fullshard.torch_private.tensors import gradient_hooks, post_accumulate_hooks
+
+_MOST_NAMES = 4
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raises ShardError for parameters that FSDP2 cannot shard, reduce or keep as one.
+
+    Otherwise they would fail in a step, or be silently wrong: gradient hooks are not called, and parameters
+    that share memory would be trained apart.
+    """
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ShardError(f"{type(model).__name__} has no parameters.", why="there is nothing to shard")
+    for kind, (is_refused, why, fix) in _REFUSED.items():
+        if names := [name for name, parameter in parameters.items() if is_refused(parameter)]:
+            raise ShardError(f"{kind} cannot be sharded.", got=_join(names), why=why, fix=fix)
+    _check_memory_is_not_shared(parameters)
+
+
+def _is_trained_complex(parameter: nn.Parameter) -> bool:
+    return parameter.is_complex() and parameter.requires_grad
+
+
+def _is_float8(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.itemsize == 1
+
+
+# Kind: (whether a parameter is of it, why it is refused, what to do). The first matters for all others.
+_REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
+    "a parameter without a shape": (
+        is_lazy,
+        "its module is lazy",
+        "run one batch through the model before it is sharded, or give the module its shape",
+    ),
+    "a sparse parameter": (
+        lambda one: one.layout is not torch.strided,
+        "FSDP2 cuts dense tensors",
+        "a dense parameter; gradients may be sparse in torch.nn.Embedding only",
+    ),
+    "a trained complex parameter": (
+        _is_trained_complex,
+        "FSDP2 reduces gradients of real numbers",
+        "keep torch.view_as_real(value) as the parameter, and view_as_complex it in forward; or freeze it",
+    ),
+    "an empty parameter": (
+        lambda one: not one.is_meta and one.numel() == 0,
+        "FSDP2 cannot gather a tensor without elements",
+        "leave it out, or register it as a buffer",
+    ),
+    "a parameter in fp8": (
+        _is_float8,
+        "collectives of parameters have 16 bits or more",
+        "a parameter in bf16; precision.mode = fp8 multiplies it in fp8",
+    ),
+    "a parameter with a gradient hook": (
+        lambda one: bool(gradient_hooks(one)),
+        "register_hook is called with whole gradients, which no rank has",
+        "after shard, register_post_accumulate_grad_hook on the sharded parameter",
+    ),
+}
+
+
+def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ShardError if distinct parameters have elements in common, since each gets a copy of its own."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, one in parameters.items():
+        if one.is_meta or type(one.data) is not torch.Tensor or not one.is_contiguous():
+            continue
+        begin = one.data_ptr()
+        ranges.setdefault(one.untyped_storage().data_ptr(), []).append((begin, begin + one.nbytes, name))
+    for own in ranges.values():
+        own.sort()
+        for (_, end, name), (begin, _, other) in zip(own, own[1:], strict=False):
+            if begin < end:
+                raise ShardError(
+                    "two parameters share memory, and are not one parameter.",
+                    got=f"{name}, {other}",
+                    why="each would be sharded and updated apart",
+                    fix="register one nn.Parameter in both modules, or compute one from the other in forward",
+                )
+
+
+@dataclass(frozen=True)
+class CarriedOver:
+    """Attributes and post-accumulate hooks of a model's parameters, by name."""
+
+    attributes: Mapping[str, Mapping[str, Any]]
+    hooks: Mapping[str, list[Callable[[Any], None]]]
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> "CarriedOver":
+        named = dict(model.named_parameters())
+        return cls(
+            {name: dict(vars(one)) for name, one in named.items()},
+            {name: hooks for name, one in named.items() if (hooks := post_accumulate_hooks(one))},
+        )
+
+    def set_on(self, model: nn.Module) -> None:
+        """Sets them on the sharded parameters. The hooks are then called with these."""
+        for name, parameter in model.named_parameters():
+            for key, value in self.attributes[name].items():
+                if not hasattr(parameter, key):
+                    setattr(parameter, key, value)
+            for hook in self.hooks.get(name, []):
+                parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _join(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
