@@ -197,7 +197,7 @@ def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(
 
 
 def skips_all_from(step: int, directory: str) -> None:
-    """Every step after so many is skipped, until the run ends."""
+    """Skips every step after the given number, until the run ends."""
     state, plan = sharded(run_of(*settings(directory), "train.max_skipped_steps=2"))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

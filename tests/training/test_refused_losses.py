@@ -17,7 +17,7 @@ from tests.training.runs import mean_square, pairs, run_of, sharded
 
 
 def refusals(losses: Sequence[Callable[..., Any]], numbers: Sequence[int]) -> list[str]:
-    """What is said to each loss, and to each number of microbatches where it should be 3."""
+    """Returns the error for each loss, and for each number of microbatches other than 3."""
     said = []
     for loss, data in [*((loss, None) for loss in losses), *((mean_square, Number(n)) for n in numbers)]:
         state, plan = sharded(run_of("train.microbatch=4"), data=data)

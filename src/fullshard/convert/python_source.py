@@ -104,7 +104,7 @@ class PythonSource:
     def trainer_and_its_parts(self, arguments: str) -> dict[str, Any]:
         """Returns the class of the program's Trainer, and arguments of it that change what is trained.
 
-        arguments: the class of the arguments, which names the Trainer if it is none of transformers' own
+        arguments: the class of the arguments; its name gives the Trainer, unless transformers has the class
         """
         found: dict[str, Any] = {}
         if arguments.endswith("Config"):

@@ -6,6 +6,7 @@ global batch, unless it also has `microbatches_at_row`.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from pydantic import JsonValue
@@ -82,6 +83,8 @@ def continue_run(state: TrainState, plan: Plan) -> list[str]:
     means for the rows of the data. The next call has nothing to report. Collective.
     """
     before, batch = state.trained_with, plan.run.train.global_batch
+    if before.is_of(plan, state.data):
+        return []
     # Rank 0's, since paths may differ between nodes, and a checkpoint has one value for all ranks.
     now = run_on_rank_zero(
         lambda: TrainedWith(result_settings(plan.run), getattr(state.data, "row_order", None)),
@@ -102,7 +105,7 @@ def continue_run(state: TrainState, plan: Plan) -> list[str]:
             )
     if state.rows:
         messages += _row_messages(state, batch, changed=changed, order=now.row_order)
-    state.trained_with = now
+    state.trained_with = replace(now, source=(plan, state.data))
     return messages
 
 

@@ -267,12 +267,18 @@ class TrainedWith:
     row_order: `row_order` of the data: see `data.batches.MicrobatchSource`
     batches: number of global batches that the steps took or passed over; None if the state's `rows` are known
     is_loaded: whether this is from a checkpoint, with which nothing was trained since
+    source: the plan and the data of this process that these are of, or None
     """
 
     run: dict[str, JsonValue] | None = None
     row_order: str | None = None
     batches: int | None = None
     is_loaded: bool = False
+    source: tuple[Any, Any] | None = None
+
+    def is_of(self, plan: Any, data: Any) -> bool:
+        """Returns whether these are the settings of `plan`, and of `data`, the same objects as before."""
+        return self.source is not None and self.source[0] is plan and self.source[1] is data
 
     @classmethod
     def from_values(cls, values: Mapping[str, JsonValue]) -> Self:
