@@ -11,8 +11,8 @@ ROOM = "torch_private"
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
 OF_PYTHON = {"_exit", "_current_frames"}
 OF_TRANSFORMERS = {"_attn_implementation", "_model_mapping", "_keys_to_ignore_on_load_unexpected"}
-OF_DATASETS, OF_FSSPEC = {"_fingerprint"}, {"_strip_protocol"}
-OTHERS = OF_NAMED_TUPLES | OF_PYTHON | OF_TRANSFORMERS | OF_DATASETS | OF_FSSPEC
+OF_DATASETS, OF_FSSPEC, OF_TORCHAO = {"_fingerprint"}, {"_strip_protocol"}, {"_scale"}
+OTHERS = OF_NAMED_TUPLES | OF_PYTHON | OF_TRANSFORMERS | OF_DATASETS | OF_FSSPEC | OF_TORCHAO
 OPERATIONS = ("torch.ops.", "_ATEN.")  # names of operations, which are a stable interface
 
 

@@ -165,13 +165,6 @@ def test_what_was_trained_beside_adapters_loads_in_peft_with_them(ranks, tmp_pat
         assert torch.equal(loaded[f"base_model.model.{name}"], tensor), name
 
 
-def test_an_adapter_of_a_weight_that_the_head_shares_is_not_merged(ranks, tmp_path):
-    hugging_face("gpt2", tmp_path / "in")
-    ranks(2).run(saved_with_adapters, tmp_path, 'adapter.targets=["wte"]')
-    with pytest.raises(CheckpointError, match=r"wte\.weight, lm_head\.weight"):
-        export_hf(tmp_path / "checkpoints", tmp_path / "out")
-
-
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 HOSTILE = [
     {"plan": {"strategy": 7}},

@@ -47,6 +47,7 @@ from fullshard.training.resume import (
 )
 from fullshard.training.shard import discard_offloaded_files, shard
 from fullshard.training.state import TrainState
+from fullshard.weights.export_peft import describe_impossible_exports
 
 
 def plan_without_prediction(run: Run, ranks: RankInfo) -> Plan:
@@ -183,7 +184,8 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
     reported = left.directory if left and unused else None
     for line in leftover_state_messages(job.plan, aside=directory.previous_run, reported=reported):
         log.print_message(line)
-    for text in (unused, _start_summary_text(job), read):
+    exports = describe_impossible_exports(job.plan.run, job.state.model) if job.ranks.rank == 0 else []
+    for text in (unused, _start_summary_text(job), read, *exports):
         if text is not None:
             log.print_message(text)
     log.record_event("plan", details={"plan": job.plan.model_dump(mode="json")})

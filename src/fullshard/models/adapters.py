@@ -33,7 +33,7 @@ def insert_adapters(
     """
     if section.rank == 0:
         return model
-    peft = _import_peft()
+    peft = import_peft()
     targets = _list_adapter_target_names(model, section)
     trained = _find_modules_by_name_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
@@ -62,7 +62,7 @@ def make_lora_config(section: AdapterSection, *, targets: list[str], turned: boo
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
     alpha = int(section.alpha) if section.alpha == int(section.alpha) else section.alpha  # as peft writes it
     try:
-        return _import_peft().LoraConfig(
+        return import_peft().LoraConfig(
             r=section.rank,
             lora_alpha=alpha,
             lora_dropout=section.dropout,
@@ -74,7 +74,14 @@ def make_lora_config(section: AdapterSection, *, targets: list[str], turned: boo
         raise SpecError("[adapter] options are not peft's.", got=str(error)) from error
 
 
-def _import_peft() -> Any:
+def iterate_adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields (full name, peft's layer) for every layer of `model` that has an adapter."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            yield name, module
+
+
+def import_peft() -> Any:
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("hf", package="peft", needed_for="[adapter]")
     return import_quietly("peft")

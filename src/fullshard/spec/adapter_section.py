@@ -6,11 +6,17 @@ from pydantic import Field, model_validator
 
 from fullshard.spec.value import Count, Fraction, FrozenModel, Options, PositiveScalar
 
-# LoraConfig options that need the whole base weights, which no rank ever has, that import a module, or that
-# have their own key.
+# LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the
+# layers, that import a module, or that have their own key.
 _REFUSED = {
     "use_dora": "its magnitudes are norms of the whole base weights",
     "loftq_config": "it rewrites the base weights",
+    "kasa_config": "it begins with singular vectors of the base weights",
+    "alora_invocation_tokens": "its layers add nothing outside of peft's own model, which finds the tokens",
+    "arrow_config": "its layers choose among several adapters, which a run does not have",
+    "monteclora_config": "it adds a term to the loss, which only peft's own model computes",
+    "use_bdlora": "its block-diagonal factors have initial values of their own",
+    "trainable_token_indices": "it needs rows of the base weights; adapter.trained with the embedding",
     "megatron_config": "it imports a module, for layers of Megatron, which are not used here",
     "megatron_core": "it imports a module, for layers of Megatron, which are not used here",
     "r": "it is adapter.rank",

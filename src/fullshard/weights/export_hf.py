@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,13 +11,19 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.models.adapters import has_transposed_weight, insert_adapters
+from fullshard.models.adapters import (
+    ADAPTER,
+    has_transposed_weight,
+    insert_adapters,
+    iterate_adapted_layers,
+)
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.decoder_names import llama_config, llama_weight_map
 from fullshard.models.huggingface import build_hf_model, remove_code_references
@@ -27,26 +32,14 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
-from fullshard.weights.export import check_shard_bytes, export_in_hf_layout, names_without_wrappers
+from fullshard.weights.adapter_checks import check_adapters_can_be_merged
+from fullshard.weights.export import check_shard_bytes, export_in_hf_layout
 from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
 from fullshard.weights.tensor_source import ADDED, AdapterMerging
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOST_BYTES = 64 << 20
-# Options of peft with which an adapter adds something else than alpha / rank · B A to a weight.
-_NOT_SUMS = {
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-}
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 # Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
@@ -93,7 +86,8 @@ def export_hf(
     check_shard_bytes(shard_bytes)
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
-    known = _describe_for_transformers(manifest, run, doing=f"exporting {checkpoint}")
+    recorded = manifest.values.get("huggingface")
+    known = _describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
     config = {**_without_use_cache(known.config), "dtype": _config_dtype_name(manifest, dtype)}
     config.pop("torch_dtype", None)
     beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
@@ -107,7 +101,7 @@ def export_hf(
         beside=beside,
         dtype=_DTYPES[dtype] if dtype else None,
         shard_bytes=shard_bytes,
-        merging=_build_adapter_merging(manifest, run, twin=known.meta_model),
+        merging=_build_adapter_merging(manifest, run),
     )
     if not any(name in beside for name in _TOKENIZER):
         logger.info("no tokenizer was written: the run had none, or its files are gone")
@@ -129,8 +123,8 @@ class _HFDescription:
     meta_model: Any = None
 
 
-def _describe_for_transformers(manifest: Manifest, run: Run | None, *, doing: str) -> _HFDescription:
-    recorded = manifest.values.get("huggingface")
+def _describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: str) -> _HFDescription:
+    """Returns the description of a model from its complete config, `recorded`, or else from `run`."""
     if recorded is None and run is not None and isinstance(run.model, DecoderConfig):
         return _HFDescription(llama_config(run.model), llama_weight_map)
     if recorded is None and run is not None and isinstance(run.model, HuggingFaceModel):
@@ -154,69 +148,46 @@ def _describe_for_transformers(manifest: Manifest, run: Run | None, *, doing: st
     return _HFDescription(config, partial(map_model_tensors_to_file, twin), generation, twin)
 
 
-def _build_adapter_merging(manifest: Manifest, run: Run | None, *, twin: Any) -> AdapterMerging | None:
+def _build_adapter_merging(manifest: Manifest, run: Run | None) -> AdapterMerging | None:
     """Returns the parameters for merging the adapters into the base model; None without adapters.
 
     Raises CheckpointError if a merged model would not compute what the trained one does.
     """
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
-    section = run.adapter if run is not None and run.adapter.rank else None
-    options = section.options if section is not None else {}
-    not_sums = sorted(key for key in (*_NOT_SUMS, "rank_pattern", "alpha_pattern") if options.get(key))
-    if run is None or section is None or not_sums:
-        raise CheckpointError(
-            "the adapters cannot be merged.",
-            got="no [adapter] in the checkpoint's run"
-            if section is None
-            else f"adapter.options with {', '.join(not_sums)}",
-            why="only W + alpha / rank · B A can be merged, with one scale for all",
-            fix="--format peft, which keeps the adapters apart",
-        )
-    _check_no_adapted_weight_is_shared(manifest, run, twin=twin)
-    rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
-    return AdapterMerging(section.alpha / rank, _conv1d_module_names(twin))
+    if run is None or run.adapter.rank == 0:
+        raise CheckpointError("the adapters cannot be merged.", got="no [adapter] in the checkpoint's run")
+    return check_merge(manifest.values.get("huggingface"), run)
 
 
-def _check_no_adapted_weight_is_shared(manifest: Manifest, run: Run, *, twin: Any) -> None:
-    """Raises CheckpointError if another module uses a weight to which an adapter would be added."""
-    model: Any = twin
-    if model is None:
-        if not isinstance(run.model, DecoderConfig):
-            return  # only models that transformers knows, and the decoder, are exported
-        with torch.device("meta"):
-            model = DecoderModel(run.model)
-    sharing: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        sharing.setdefault(id(parameter), []).append(name)
-    plain = names_without_wrappers(manifest.model_tensors).values()
-    adapted = {f"{name.partition(ADDED)[0]}.weight" for name in plain if ADDED in name}
-    for names in sharing.values():
-        if len(names) > 1 and adapted.intersection(names):
-            raise CheckpointError(
-                "the adapters cannot be merged.",
-                got=f"an adapter of a weight that two modules share: {', '.join(names)}",
-                why="the merged weight would also change the module that was trained without the adapter",
-                fix="--format peft, which keeps the adapters apart",
-            )
+def check_merge(recorded: JsonValue, run: Run) -> AdapterMerging:
+    """Returns the parameters for merging the adapters of `run`. Raises CheckpointError if they cannot be.
+
+    recorded: the complete config of the model for transformers; None for the reference decoder
+    """
+    base, model = (build_meta_model_of_run(recorded, run, with_adapters=flag) for flag in (False, True))
+    check_adapters_can_be_merged(model, run.adapter, base=base)
+    turned = [name for name, one in base.named_modules() if has_transposed_weight(one)]
+    return AdapterMerging(
+        {f"{MODEL_PREFIX}{name}": layer.scaling[ADAPTER] for name, layer in iterate_adapted_layers(model)},
+        frozenset(f"{MODEL_PREFIX}{name}" for name in turned),
+    )
 
 
-def build_adapted_meta_model(manifest: Manifest, run: Run) -> nn.Module:
-    """Builds the checkpoint's model with the adapters of `run`, on the meta device, as in training.
+def build_meta_model_of_run(recorded: JsonValue, run: Run, *, with_adapters: bool) -> nn.Module:
+    """Builds the model of `run` on the meta device, as an export describes it.
+
+    recorded: its complete config for transformers; None for the reference decoder
+    with_adapters: with the adapters of `run`, as in training
 
     Raises CheckpointError for models that transformers does not know; MissingExtraError, SpecError.
     """
     if isinstance(run.model, DecoderConfig):
         with torch.device("meta"):
-            return insert_adapters(DecoderModel(run.model), run.adapter)
-    described = _describe_for_transformers(manifest, run, doing="exporting adapters")
-    return insert_adapters(described.meta_model, run.adapter)
-
-
-def _conv1d_module_names(twin: Any) -> frozenset[str]:
-    """Returns the saved names of the model's Conv1D modules, whose weight is (in, out), as in GPT-2."""
-    modules = twin.named_modules() if twin is not None else ()
-    return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if has_transposed_weight(module))
+            model: nn.Module = DecoderModel(run.model)
+    else:
+        model = _describe_for_transformers(recorded, run, doing="exporting adapters").meta_model
+    return insert_adapters(model, run.adapter) if with_adapters else model
 
 
 def _without_use_cache(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,18 +7,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
 from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.distributed.agreement import run_alone_or_raise
-from fullshard.errors import CheckpointError
-from fullshard.models.adapters import ADAPTER, has_transposed_weight, make_lora_config
-from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.models.adapters import (
+    ADAPTER,
+    has_transposed_weight,
+    iterate_adapted_layers,
+    make_lora_config,
+)
+from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
+from fullshard.spec.run import Run
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system import disk
+from fullshard.weights.adapter_checks import check_peft_loads
 from fullshard.weights.export import export, names_without_wrappers
-from fullshard.weights.export_hf import build_adapted_meta_model
+from fullshard.weights.export_hf import build_meta_model_of_run, check_merge
+from fullshard.weights.names import full_transformers_config
 from fullshard.weights.tensor_source import ADDED, BASE
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -34,22 +43,14 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
     plain = names_without_wrappers(manifest.model_tensors)
-    adapted = sorted({name.partition(ADDED)[0] for name in plain.values() if ADDED in name})
-    if run is None or run.adapter.rank == 0 or not adapted:
+    if run is None or run.adapter.rank == 0 or not any(ADDED in name for name in plain.values()):
         raise CheckpointError(
             f"{checkpoint} holds no adapters.",
             got="no [adapter] in its run",
             fix="--format hf, which writes the whole model",
         )
-    model = build_adapted_meta_model(manifest, run)
-    turned = any(has_transposed_weight(model.get_submodule(f"{name}.base_layer")) for name in adapted)
-    trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+    model, config, trained = _describe_for_peft(manifest.values.get("huggingface"), run)
     _check_all_trained_are_saved(model, trained, saved=set(plain.values()))
-    whole = _list_modules_trained_whole(model, trained)
-    config: Any = make_lora_config(run.adapter, targets=adapted, turned=turned)
-    config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
-    config.inference_mode = True
-    config.modules_to_save = whole or None
     items: Mapping[str, Any] = config.to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
     target = Path(directory)
@@ -60,6 +61,49 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
     run_alone_or_raise(write_config, doing=f"exporting {checkpoint} to {target}")
+
+
+def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
+    """Returns one line for each format in which the adapters of `run` cannot be exported.
+
+    Called before a run starts: a random adapter is exported and compared on small layers.
+
+    model: the model of `run` with adapters, of any device. Raises MissingExtraError without peft.
+    """
+    recorded = full_transformers_config(model)
+    if run.adapter.rank == 0 or (recorded is None and not isinstance(run.model, DecoderConfig)):
+        return []
+    checks = {"peft": lambda: _describe_for_peft(recorded, run), "hf": lambda: check_merge(recorded, run)}
+    lines = list[str]()
+    for form, check in checks.items():
+        try:
+            check()
+        except (CheckpointError, SpecError) as error:
+            lines.append(f"the trained adapters cannot be exported with --format {form}: {error.got}")
+    return lines
+
+
+def _describe_for_peft(recorded: JsonValue, run: Run) -> tuple[nn.Module, Any, set[str]]:
+    """Returns the adapted model on the meta device, peft's config for it, and the names that are trained.
+
+    Raises CheckpointError if peft would not load all that is trained.
+    """
+    model = build_meta_model_of_run(recorded, run, with_adapters=True)
+    layers = dict(iterate_adapted_layers(model))
+    turned = any(has_transposed_weight(layer.base_layer) for layer in layers.values())
+    trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+
+    def make_config() -> Any:
+        config: Any = make_lora_config(run.adapter, targets=sorted(layers), turned=turned)
+        config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
+        config.inference_mode = True
+        config.modules_to_save = _list_modules_trained_whole(model, trained) or None
+        return config
+
+    shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
+    base = build_meta_model_of_run(recorded, run, with_adapters=False)
+    check_peft_loads(base, make_config(), tensors=_map_trained_tensors(shapes, trained=trained).shapes)
+    return model, make_config(), trained
 
 
 def _check_all_trained_are_saved(model: nn.Module, trained: set[str], *, saved: set[str]) -> None:

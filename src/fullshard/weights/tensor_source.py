@@ -122,18 +122,19 @@ class _LoraAdapter:
     base: str
     a: str
     b: str
+    scale: float
     is_transposed: bool
 
 
 @dataclass(frozen=True)
 class AdapterMerging:
-    """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + `scale` · B A.
+    """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + scale · B A.
 
-    scale: factor of the product B A
+    scales: factor of the product B A by the saved name of the module
     transposed_modules: saved names of modules, except embeddings, whose weight is (in, out), as in GPT-2
     """
 
-    scale: float
+    scales: Mapping[str, float]
     transposed_modules: frozenset[str] = frozenset()
 
 
@@ -145,8 +146,8 @@ class MergedModel:
     """
 
     def __init__(self, source: SavedModel, merging: AdapterMerging) -> None:
-        self._source, self._scale = source, merging.scale
-        self._adapters = _lora_adapters_by_base(source.tensors, turned=merging.transposed_modules)
+        self._source = source
+        self._adapters = _lora_adapters_by_base(source.tensors, merging)
         # Merged name -> saved name.
         self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
         self.tensors = {name: source.tensors[saved] for name, saved in self._saved.items()}
@@ -164,7 +165,7 @@ class MergedModel:
         added = (a.T[first:last] @ b.T) if adapter.is_transposed else (b[first:last] @ a)
         start = begin - first * row
         flat = added.reshape(-1)[start : start + target.numel()]
-        target.copy_(target.float() + self._scale * flat)
+        target.copy_(target.float() + adapter.scale * flat)
 
     def _read_lora_factors(self, adapter: _LoraAdapter) -> tuple[Tensor, Tensor]:
         """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
@@ -181,7 +182,7 @@ class MergedModel:
 
 
 def _lora_adapters_by_base(
-    tensors: Mapping[str, SavedTensor], *, turned: frozenset[str]
+    tensors: Mapping[str, SavedTensor], merging: AdapterMerging
 ) -> dict[str, _LoraAdapter]:
     """Returns the adapters by the saved name of their base weight."""
     found: dict[str, _LoraAdapter] = {}
@@ -205,5 +206,6 @@ def _lora_adapters_by_base(
                 fix="--format peft, which writes these",
             )
         a, b = (f"{module}{one}" for one in kinds[0])
-        found[base] = _LoraAdapter(base, a, b, is_transposed=module in turned or kinds[0] is _EMBEDDING)
+        is_transposed = module in merging.transposed_modules or kinds[0] is _EMBEDDING
+        found[base] = _LoraAdapter(base, a, b, merging.scales[module], is_transposed=is_transposed)
     return found

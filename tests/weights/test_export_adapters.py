@@ -1,0 +1,93 @@
+"""An export of adapters computes what was trained, or is refused: at the start of the run, and again then."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint.save import save
+from fullshard.errors import CheckpointError
+from fullshard.models.build import build_model
+from fullshard.sharding.materialize import materialize
+from fullshard.spec.run import Run
+from fullshard.training.state import TrainState
+from fullshard.weights.adapter_checks import check_adapters_can_be_merged
+from fullshard.weights.export_hf import export_hf
+from fullshard.weights.export_peft import describe_impossible_exports, export_peft
+from fullshard.weights.pretrained import load_pretrained
+from tests.fakes.plans import plan_of
+from tests.weights.hugging_face import hugging_face, outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of much
+
+
+def random_adapters(directory: Path, *settings: str) -> tuple[nn.Module, Run]:
+    """The model in `directory` with adapters, everything that is trained random, saved as a checkpoint."""
+    plan = plan_of(1, f"model.hf={directory / 'base'}", "adapter.rank=4", "adapter.alpha=6", *settings)
+    model = materialize(build_model(plan.run), seed=0)
+    load_pretrained(model, directory / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 8)
+    save(TrainState(model, torch.optim.SGD(model.parameters())), directory / "checkpoints", plan=plan)
+    return model.eval(), plan.run
+
+
+def loaded_export(form: str, directory: Path, base: type[Any]) -> nn.Module:
+    if form == "hf":
+        export_hf(directory / "checkpoints", directory / "hf")
+        return base.from_pretrained(directory / "hf").eval()
+    peft = pytest.importorskip("peft")
+    export_peft(directory / "checkpoints", directory / "peft")
+    return peft.PeftModel.from_pretrained(base.from_pretrained(directory / "base"), directory / "peft").eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "refused"),
+    [
+        ("llama", [], set()),
+        ("llama", ['adapter.trained=["norm"]'], set()),
+        ("llama", ['adapter.trained=["lm_head", "embed_tokens"]'], set()),
+        ("llama", ["adapter.options={use_rslora = true}"], set()),
+        ("llama", ["adapter.options={rank_pattern = {q_proj = 2}, alpha_pattern = {k_proj = 9}}"], set()),
+        ("llama", ["adapter.options={layers_to_transform = [0]}"], set()),
+        ("llama", ["adapter.options={lora_bias = true}", 'adapter.targets=["q_proj"]'], {"hf"}),
+        ("gpt2", [], set()),
+        ("gpt2", ['adapter.options={bias = "all"}'], set()),
+        ("gpt2", ['adapter.options={bias = "lora_only"}'], set()),
+        ("gpt2", ['adapter.targets=["wte"]'], {"hf"}),
+        ("gpt2", ['adapter.trained=["wte"]'], set()),
+        ("gpt2", ['adapter.trained=["ln_1", "ln_f"]'], set()),
+    ],
+    ids=str,
+)
+def test_an_export_computes_what_was_trained_or_is_refused(
+    tmp_path: Path, name: str, settings: list[str], refused: set[str]
+) -> None:
+    original = hugging_face(name, tmp_path / "base")
+    model, run = random_adapters(tmp_path, *settings)
+    expected = outcome(model, name)
+    assert not torch.allclose(expected, outcome(original, name), atol=1e-2)
+    lines = describe_impossible_exports(run, model)
+    assert {line.partition("--format ")[2].partition(":")[0] for line in lines} == refused
+    for form in ("peft", "hf"):
+        if form in refused:
+            with pytest.raises(CheckpointError):
+                loaded_export(form, tmp_path, type(original))
+        else:
+            got: Tensor = outcome(loaded_export(form, tmp_path, type(original)), name)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_computes_something_else_than_a_sum_is_not_merged(tmp_path: Path) -> None:
+    hugging_face("llama", tmp_path / "base")
+    run = plan_of(1, f"model.hf={tmp_path / 'base'}", "adapter.rank=4").run
+    model = build_model(run)
+    base = build_model(run.model_copy(update={"adapter": Run().adapter}))
+    check_adapters_can_be_merged(model, run.adapter, base=base)
+    normed = run.adapter.model_copy(update={"options": {"use_dora": True}})
+    with pytest.raises(CheckpointError, match=r"use_dora.* computes otherwise"):
+        check_adapters_can_be_merged(model, normed, base=base)
