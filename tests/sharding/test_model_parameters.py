@@ -81,3 +81,9 @@ def attributes_and_calls() -> tuple[bool, int]:
 
 def test_attributes_and_hooks_of_parameters_are_those_of_their_shards(ranks: Any) -> None:
     assert ranks(2).run(attributes_and_calls) == [(True, 1)] * 2
+
+
+def test_trained_parameters_in_float64_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2).double().requires_grad_(False))
+    check_parameters(model)
+    assert "2 parameters in float64 are trained in the run's dtype: 0.weight, 0.bias" in caplog.text

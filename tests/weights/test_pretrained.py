@@ -101,6 +101,21 @@ def test_prefixes_ties_buffers_and_dtypes_are_seen_to(tmp_path):
     assert model.tied.weight is model.head.weight
 
 
+def test_tied_tensors_with_different_values_in_the_files_are_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = hugging_face("llama", tmp_path / "in")  # with a head of its own
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    tying = transformers.AutoConfig.for_model(**config | {"tie_word_embeddings": True})
+    tied = type(model)(tying)
+    with pytest.raises(CheckpointError, match=r"(?s)different values for .*tie_word_embeddings = false"):
+        load_pretrained(tied, tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    load_pretrained(tied, tmp_path / "in")
+    assert torch.equal(tied.lm_head.weight, tensors["lm_head.weight"])
+
+
 def loaded_partly(directory: Path) -> tuple[LoadReport, dict[str, Tensor]]:
     plan = plan_of(dist.get_world_size(), "sharding.units.policy=size", "sharding.units.min_parameters=20")
     with torch.device("meta"):

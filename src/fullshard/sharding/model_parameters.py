@@ -1,5 +1,6 @@
 """Parameters of a model before it is sharded: which are refused, and what the shards take over."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,17 +9,20 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fullshard.distributed.agreement import rank
 from fullshard.errors import ShardError
 from fullshard.torch_private.tensors import gradient_hooks, post_accumulate_hooks
 
 _MOST_NAMES = 4
+
+logger = logging.getLogger("fullshard")
 
 
 def check_parameters(model: nn.Module) -> None:
     """Raises ShardError for parameters that FSDP2 cannot shard, reduce or keep as one.
 
     Otherwise they would fail in a step, or be silently wrong: gradient hooks are not called, and parameters
-    that share memory would be trained apart.
+    that share memory would be trained apart. Logs the names of trained parameters in float64.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
@@ -27,6 +31,11 @@ def check_parameters(model: nn.Module) -> None:
         if names := [name for name, parameter in parameters.items() if is_refused(parameter)]:
             raise ShardError(f"{kind} cannot be sharded.", got=_join(names), why=why, fix=fix)
     _check_memory_is_not_shared(parameters)
+    double = [name for name, one in parameters.items() if one.dtype == torch.float64 and one.requires_grad]
+    if double and rank() == 0:
+        logger.warning(
+            "%d parameters in float64 are trained in the run's dtype: %s", len(double), _join(double)
+        )
 
 
 def _is_trained_complex(parameter: nn.Parameter) -> bool:

@@ -6,8 +6,10 @@ https://github.com/huggingface/safetensors#format
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +25,7 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _INDEX_BYTES = 64 << 20
 _ALIGNMENT = 8
+_COMPARED_BYTES = 8 << 20  # of each of two tensors at a time
 _LENGTH_BYTES = 8
 _MOST_DIMS = 64  # limit of torch tensors
 
@@ -108,6 +111,23 @@ class PretrainedFiles:
 
     directory: Path
     tensors: Mapping[str, FileTensor]
+
+    def have_equal_bytes(self, name: str, other: str) -> bool:
+        """Returns True if two tensors are equal byte for byte, with dtype and shape. Raises OSError."""
+        pair = [self.tensors[name], self.tensors[other]]
+        if len({(one.shape, one.dtype) for one in pair}) > 1:
+            return False
+        left = math.prod(pair[0].shape) * pair[0].dtype.itemsize
+        with ExitStack() as stack:
+            opened = [stack.enter_context((self.directory / one.file).open("rb")) for one in pair]
+            for file, one in zip(opened, pair, strict=True):
+                file.seek(one.begin)
+            while left > 0:
+                first, second = (file.read(min(left, _COMPARED_BYTES)) for file in opened)
+                if first != second or not first:
+                    return False
+                left -= len(first)
+        return True
 
 
 def find_weights_file(directory: Path) -> Path | None:

@@ -171,6 +171,7 @@ def fill_selected_tensors(
     path = Path(directory)
     files = run_on_rank_zero(lambda: open_pretrained_files(path), doing=f"reading {path}")
     reading = run_on_all_ranks(lambda: _assign_file_tensors(model, files), doing=f"reading {path}")
+    run_on_rank_zero(lambda: reading.check_tied_tensors(wanted), doing=f"reading {path}")
     read_bytes = run_on_all_ranks(lambda: reading.fill_tensors(wanted), doing=f"reading {path}")
     return LoadReport(
         directory=str(path),
@@ -212,6 +213,24 @@ class _TensorAssignments:
         held = sum(shard.numel() for shard in shards.values())
         every = sum(tensor.numel() for tensor in filled.values())
         return copy_from_files(moves, self.files, cached=held * world_size() > _COPIES * every)
+
+    def check_tied_tensors(self, wanted: Callable[[Tensor], bool]) -> None:
+        """Raises CheckpointError if the files have different values for a wanted tensor of several names.
+
+        Reads tensors that the files have twice. Loading one value would drop the other.
+        """
+        for alias, name in self.tied:
+            if not wanted(self.filled[name]):
+                continue
+            parts = [self.map.parts.get(one, ()) for one in (alias, name)]
+            sources = [part[0].source for part in parts if len(part) == 1]
+            if len(set(sources)) == 2 and not self.files.have_equal_bytes(*sources):
+                raise CheckpointError(
+                    f"{self.files.directory} has different values for {alias} and {name}.",
+                    got="a model that ties them",
+                    why="one of them would be dropped",
+                    fix="model.options = {tie_word_embeddings = false}, or files with one of them",
+                )
 
     def source_dtype(self, name: str) -> torch.dtype:
         """Returns the dtype that the model's tensor `name` has in the files."""
