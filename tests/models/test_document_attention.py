@@ -103,6 +103,7 @@ def test_it_equals_attention_to_each_document_alone_bitwise(dtype: torch.dtype) 
                 assert torch.equal(seen[row, begin:end], y[0].transpose(0, 1))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at inputs that are not leaves
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_accepts_the_operations(window: int | None) -> None:
     """Their shapes on fake tensors, their gradients, and that they change no argument."""
