@@ -117,7 +117,11 @@ def test_memory_of_nccl_is_refused_on_the_cpu(setting):
     section = FsdpSection(**{setting: True})
     with pytest.raises(SpecError, match=f"fsdp.{setting} = true"):
         check_switches(section, "cpu")
-    check_switches(section, "cuda")
+    if setting == "allocate_from_process_group" or hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        check_switches(section, "cuda")
+    else:
+        with pytest.raises(SpecError, match="torch 2.12 or newer"):
+            check_switches(section, "cuda")
 
 
 @pytest.mark.parametrize(

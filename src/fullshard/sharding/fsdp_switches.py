@@ -22,18 +22,18 @@ def check_switches(section: FsdpSection, device: DeviceType) -> None:
     """Raises SpecError for a setting that this torch or the ranks' device does not have."""
     for setting in _settings_in_use(section):
         method, first, needs_nccl = _SWITCHES[setting]
-        if not hasattr(FSDPModule, method):
-            raise SpecError(
-                f"this torch has no {method}.",
-                got=_text_of(section, setting),
-                fix=f"torch {first} or newer, or leave the setting out",
-            )
         if needs_nccl and device != "cuda":
             raise SpecError(
                 "this setting is for ranks on GPUs.",
                 got=f"{_text_of(section, setting)}, ranks on {device}",
                 why="the memory is NCCL's",
                 fix='run.device = "cuda", or leave the setting out',
+            )
+        if not hasattr(FSDPModule, method):
+            raise SpecError(
+                f"this torch has no {method}.",
+                got=_text_of(section, setting),
+                fix=f"torch {first} or newer, or leave the setting out",
             )
 
 
