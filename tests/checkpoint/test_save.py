@@ -435,3 +435,10 @@ def test_a_model_that_holds_nan_is_not_saved(tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.uneven is not saved"):
         save(State(2, tensors), tmp_path)
     assert entries(tmp_path) == ["step-00000001"]
+
+
+def test_a_step_behind_one_that_is_there_is_saved_and_named(tmp_path, caplog):
+    saved(tmp_path, 5)
+    assert "already" not in caplog.text
+    saved(tmp_path, 2)
+    assert "has step 5 already" in caplog.text

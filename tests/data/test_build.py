@@ -13,7 +13,7 @@ from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_checks import check_data_is_given
-from tests.data.samples import plan_of, run_of, save_tokenizer, texts_file, write_json_lines
+from tests.data.samples import END, plan_of, run_of, save_tokenizer, texts_file, write_json_lines
 
 THIS = "tests.data.test_build"
 
@@ -196,3 +196,15 @@ def test_a_run_with_sources_is_read_back_from_json(tmp_path: Path):
     ]
     run = run_of(tmp_path, sources=sources)
     assert Run.model_validate_json(run.model_dump_json()) == run
+
+
+def test_texts_that_already_have_the_end_token_are_counted(tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    rows = write_json_lines(
+        tmp_path / "rows.jsonl", [{"text": "one two " * 20}] * 20 + [{"text": f"one two{END}"}]
+    )
+    data = build_data(
+        run_of(tmp_path / "cache", source="jsonl", paths=(str(rows),), tokenizer=str(tokenizer))
+    )
+    (warning,) = data.summary_figures()["warnings"]
+    assert warning.startswith("1 texts of rows.jsonl already begin or end with the tokens")

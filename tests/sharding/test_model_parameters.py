@@ -1,5 +1,6 @@
 """Parameters that FSDP2 cannot take are refused before anything is allocated; attributes and hooks stay."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +88,31 @@ def test_trained_parameters_in_float64_are_named(caplog: pytest.LogCaptureFixtur
     model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2).double().requires_grad_(False))
     check_parameters(model)
     assert "2 parameters in float64 are trained in the run's dtype: 0.weight, 0.bias" in caplog.text
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_shards_cannot_follow_are_refused(kind: type[nn.Module], option: Any) -> None:
+    with pytest.raises(ShardError, match="an embedding with"):
+        check_parameters(nn.Sequential(kind(3, 2, **option)))
+
+
+def messages_about(norm: str) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(handler)
+    try:
+        check_parameters(nn.Sequential(nn.Linear(2, 2), getattr(nn, norm)(2)))
+    finally:
+        logging.getLogger("fullshard").removeHandler(handler)
+    return messages
+
+
+def test_statistics_of_each_ranks_own_batches_are_named(ranks: Any) -> None:
+    first, second = ranks(2).run(messages_about, "BatchNorm1d")
+    assert "statistics of each rank's own batches" in first[0]
+    assert "1" in first[0]
+    assert not second
+    assert ranks(2).run(messages_about, "SyncBatchNorm") == [[], []]
+    assert ranks(1).run(messages_about, "BatchNorm1d") == [[]]

@@ -1,6 +1,7 @@
 """A reader that leaves ends commands that print, quietly, and nothing else."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,10 @@ def test_a_result_that_cannot_be_written_to_a_full_disk_is_an_error() -> None:
         stream = tolerant_stream(full.fileno(), like=None, is_result=True)
         with pytest.raises(OSError, match="No space"):
             print("a result", file=stream, flush=True)
+
+
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w", encoding="ascii") as like:
+        stream = tolerant_stream(like.fileno(), like=like, is_result=True)
+        print("grün ␀", file=stream, flush=True)
+    assert (tmp_path / "out").read_text() == "gr\\xfcn \\u2400\n"

@@ -18,6 +18,7 @@ from fullshard.training.learning_rates import (
 )
 from fullshard.training.loop import train
 from fullshard.training.schedule import learning_rate_factor
+from fullshard.training.state import TrainState
 from tests.training.runs import local_bits, mean_square, run_of, sharded
 
 FALLING = run_of("schedule.kind=linear", "schedule.warmup_steps=2")
@@ -208,3 +209,28 @@ def test_a_resumed_run_has_the_rates_of_a_scheduler(ranks: Any, tmp_path: Any) -
     whole = ranks(2).run(restored_rates, True, str(tmp_path / "saved"))
     assert whole == [pytest.approx([1e-2 * 0.5**i for i in range(6)])] * 2
     assert ranks(1).run(restored_rates, False, str(tmp_path / "saved"))[0] == pytest.approx(whole[0][3:])
+
+
+class CountingOptimizer(torch.optim.Optimizer):
+    """Keeps its count of steps and a step size in its groups, as ScheduleFree and Prodigy do."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0, "d": torch.tensor(0.5), "decay": 0.0, **settings})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 2
+
+
+def test_state_in_an_optimizers_groups_is_restored_and_settings_are_not() -> None:
+    model = nn.Linear(2, 2)
+    state = TrainState(model, CountingOptimizer(model.parameters()))
+    state.optimizer.step()
+    saved = state.values()
+    resumed = TrainState(model, CountingOptimizer(model.parameters(), decay=0.3))
+    resumed.load_values(saved, {})
+    [group] = resumed.optimizer.param_groups
+    assert (group["k"], group["d"].item(), group["decay"]) == (1, 1.0, 0.3)
+    resumed.optimizer.step()
+    assert resumed.values()["optimizer_groups"] == {"weight": {"k": 2, "d": 2.0}}

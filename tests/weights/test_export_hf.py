@@ -76,6 +76,17 @@ def test_an_export_in_bf16_rounds_each_number_and_brings_the_tokenizer(ranks, tm
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
+def test_the_chat_template_that_was_trained_with_is_exported(ranks, tmp_path):
+    hugging_face("llama", tmp_path / "in")
+    for name, text in (("tokenizer.json", "{}"), ("chat_template.jinja", "theirs"), ("own.jinja", "ours")):
+        (tmp_path / ("own.jinja" if name == "own.jinja" else f"in/{name}")).write_text(text)
+    chat = ("data.source=jsonl", "data.records=messages", 'data.paths=["chat.jsonl"]')
+    files = (f"data.tokenizer={tmp_path / 'in'}", f"data.chat_template={tmp_path / 'own.jinja'}")
+    ranks(2).run(saved, tmp_path, "llama", *chat, *files)
+    export_hf(tmp_path / "run" / "checkpoints", tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "ours"
+
+
 def decoder_logits(directory: Path, *settings: str) -> Tensor:
     plan = plan_of(dist.get_world_size(), *settings)
     model = shard(build_model(plan.run), plan)

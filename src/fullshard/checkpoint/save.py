@@ -174,9 +174,22 @@ class CheckpointSaver:
                     target,
                 )
             with raise_on_all_ranks("removing old checkpoints", group=group):
+                if disk.is_leader:
+                    self._warn_of_later_steps(mine.step)
                 if disk.is_leader and not skipped:
                     prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return target
+
+    def _warn_of_later_steps(self, step: int) -> None:
+        later = max((one for one, _ in self.place.list_checkpoints()), default=step)
+        if later > step:
+            logger.warning(
+                "%s has step %d already, of another run or from before a step back: load and exports take "
+                "it rather than step %d",
+                self.place,
+                later,
+                step,
+            )
 
     def _action_text(self, mine: Snapshot) -> str:
         return f"saving step {mine.step} to {self.place}"

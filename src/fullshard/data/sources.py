@@ -205,6 +205,7 @@ def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, voca
         vocabulary_size=vocabulary,
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
+        doubled=facts["doubled"],
     )
 
 
@@ -242,7 +243,8 @@ def _tokenize_to_callback(
         write(one)
         ends.append(one.ends + counts["tokens"])
         trained = one.tokens.size if one.loss_mask is None else int(one.loss_mask.sum())
-        counts.update(tokens=one.tokens.size, trained=trained, skipped=one.skipped, unended=one.unended)
+        counts.update(tokens=one.tokens.size, trained=trained, skipped=one.skipped)
+        counts.update(unended=one.unended, doubled=one.doubled)
         largest = max(largest, int(one.tokens.max(initial=0)))
         messages += one.skip_messages
         unwritten += one.unwritten
@@ -251,6 +253,7 @@ def _tokenize_to_callback(
         "trained": 0,
         "skipped": 0,
         "unended": 0,
+        "doubled": 0,
         **counts,
         "largest": largest,
         "skip_messages": messages[:5],

@@ -41,6 +41,7 @@ class TokenStore:
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     unended: number of conversations whose last answer has nothing that ends the turn
+    doubled: number of texts that already had the tokens that were put around them
     unwritten: name of content that is not in the tokens -> number of records that have it
     """
 
@@ -55,6 +56,7 @@ class TokenStore:
     skipped: int = 0
     skip_messages: tuple[str, ...] = ()
     unended: int = 0
+    doubled: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -77,6 +79,11 @@ class TokenStore:
             f"{number:,} records of {self.name} have content that is not in the tokens: {name}"
             for name, number in sorted(self.unwritten.items())
         ]
+        if self.doubled:
+            unwritten.append(
+                f"{self.doubled:,} texts of {self.name} already begin or end with the tokens that the "
+                "tokenizer puts around a document, and now have them twice: take them out of the texts"
+            )
         if not self.unended:
             return unwritten
         return [
@@ -107,6 +114,7 @@ def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
         unended=facts["unended"],
+        doubled=facts.get("doubled", 0),
         unwritten=facts["unwritten"],
     )
 

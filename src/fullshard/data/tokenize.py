@@ -115,6 +115,7 @@ class TokenizedTask:
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     unended: number of conversations whose last answer has nothing that ends the turn
+    doubled: number of texts that already have the tokens that are put around a document
     unwritten: name of content that is not in the tokens -> number of records that have it
     """
 
@@ -125,6 +126,7 @@ class TokenizedTask:
     skipped: int
     skip_messages: list[str]
     unended: int
+    doubled: int
     unwritten: Counter[str]
 
 
@@ -145,7 +147,7 @@ class TaskTokenizer:
                 trust_remote_code=settings.trust_remote_code,
             )
             self._encode_row = self._encode_conversation
-        self._skipped, self._unended = 0, 0
+        self._skipped = self._unended = self._doubled = 0
         self._skip_messages: list[str] = []
         self._unwritten = Counter[str]()
 
@@ -155,7 +157,8 @@ class TaskTokenizer:
         A corrupt record is skipped and counted, or raises DataError if `on_error` is "stop". Raises DataError
         for a text that the tokenizer does not take.
         """
-        self._skipped, self._unended, self._skip_messages, self._unwritten = 0, 0, [], Counter()
+        self._skipped = self._unended = self._doubled = 0
+        self._skip_messages, self._unwritten = [], Counter()
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
         records = self._read_task_records(task)
@@ -173,6 +176,7 @@ class TaskTokenizer:
             skipped=self._skipped,
             skip_messages=self._skip_messages,
             unended=self._unended,
+            doubled=self._doubled,
             unwritten=self._unwritten,
         )
 
@@ -259,6 +263,9 @@ class TaskTokenizer:
         for (record, _), (tokens, trained) in zip(rows, parts, strict=True):
             before = self._tokenizer.tokens_before_document if record.begins else ()
             after = self._tokenizer.tokens_after_document if record.ends else ()
+            begins_alike = bool(before) and tuple(tokens[: len(before)]) == before
+            ends_alike = bool(after) and tuple(tokens[len(tokens) - len(after) :]) == after
+            self._doubled += begins_alike or ends_alike
             around = [np.full(len(before), not self.settings.needs_loss_mask), trained, np.ones(len(after))]
             tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, tokens, after)])
             trained = np.concatenate(around).astype(np.bool_)

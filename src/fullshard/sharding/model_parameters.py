@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fullshard.distributed.agreement import rank
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.errors import ShardError
 from fullshard.torch_private.tensors import gradient_hooks, post_accumulate_hooks
 
@@ -31,6 +31,7 @@ def check_parameters(model: nn.Module) -> None:
         if names := [name for name, parameter in parameters.items() if is_refused(parameter)]:
             raise ShardError(f"{kind} cannot be sharded.", got=_join(names), why=why, fix=fix)
     _check_memory_is_not_shared(parameters)
+    _check_modules(model)
     double = [name for name, one in parameters.items() if one.dtype == torch.float64 and one.requires_grad]
     if double and rank() == 0:
         logger.warning(
@@ -56,7 +57,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
     "a sparse parameter": (
         lambda one: one.layout is not torch.strided,
         "FSDP2 cuts dense tensors",
-        "a dense parameter; gradients may be sparse in torch.nn.Embedding only",
+        "a dense parameter",
     ),
     "a trained complex parameter": (
         _is_trained_complex,
@@ -79,6 +80,40 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
         "after shard, register_post_accumulate_grad_hook on the sharded parameter",
     ),
 }
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raises ShardError for modules whose forward or backward shards cannot follow; logs batch statistics."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise ShardError(
+                "an embedding with max_norm cannot be sharded.",
+                got=f"{name or type(module).__name__}, max_norm = {module.max_norm}",
+                why="its forward changes gathered weights, which are dropped behind it",
+                fix="max_norm = None, and torch.renorm of the sharded weight between steps",
+            )
+        if module.sparse:
+            raise ShardError(
+                "an embedding with sparse gradients cannot be sharded.",
+                got=f"{name or type(module).__name__}, sparse = True",
+                why="FSDP2 reduces dense gradients",
+                fix="sparse = False",
+            )
+    kept = [name for name, module in model.named_modules() if _keeps_statistics_of_own_batch(module)]
+    if kept and world_size() > 1 and rank() == 0:
+        logger.warning(
+            "%d modules keep statistics of each rank's own batches, and a checkpoint has one rank's: %s. "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard has the same on all (on GPUs)",
+            len(kept),
+            _join(kept),
+        )
+
+
+def _keeps_statistics_of_own_batch(module: nn.Module) -> bool:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return isinstance(module, kinds) and bool(module.track_running_stats)
 
 
 def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:

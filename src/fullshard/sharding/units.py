@@ -125,8 +125,6 @@ def _only_looks_up_rows(unit: Unit) -> bool:
     return (
         len(unit.modules) == 1
         and type(module) is nn.Embedding
-        and module.max_norm is None
-        and not module.sparse
         and list(unit.parameters.values()) == [module.weight]
     )
 

@@ -30,13 +30,17 @@ def prepare_standard_streams() -> None:
 
 
 def tolerant_stream(descriptor: int, *, like: TextIO | None, is_result: bool) -> TextIO:
-    """Returns a text stream on `descriptor`, with the encoding and the buffering of `like`."""
+    """Returns a text stream on `descriptor`, with the encoding and the buffering of `like`.
+
+    Characters that the encoding lacks are written as escapes: text of a model must not end a finished run.
+    """
     if like is not None:
         like.flush()
+    errors = getattr(like, "errors", "backslashreplace")
     return io.TextIOWrapper(
         io.BufferedWriter(_TolerantFile(descriptor, is_result=is_result)),
         encoding=getattr(like, "encoding", "utf-8"),
-        errors=getattr(like, "errors", "backslashreplace"),
+        errors="backslashreplace" if errors == "strict" else errors,
         line_buffering=getattr(like, "line_buffering", True),
         write_through=not is_result,
     )

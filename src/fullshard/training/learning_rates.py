@@ -30,6 +30,8 @@ logger = logging.getLogger("fullshard")
 
 _LAST = "fullshard_lr"  # the rate that was set here last; None if others set the rate
 _BASE = "fullshard_base_lr"  # the group's own rate, unless it is `optimizer.learning_rate`
+RATE_KEYS = frozenset({"lr", "initial_lr", _LAST, _BASE})
+"""Entries of an optimizer's group that concern its learning rate."""
 _KEYS = {"learning_rate": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 
 

@@ -19,6 +19,7 @@ from fullshard.survival.spikes import RecentSteps
 from fullshard.torch_private.tensors import non_persistent_buffers
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
 from fullshard.training.figures import PendingResult
+from fullshard.training.group_state import changed_entries, restore_entries, scalar_entries
 from fullshard.training.learning_rates import rates_set_by_others, restore_rates_set_by_others
 from fullshard.training.loss_scale import LossScale
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
@@ -77,6 +78,7 @@ class TrainState:
         self.in_backward = OptimizerInBackward(model, optimizer)
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
+        self._initial_entries = scalar_entries(optimizer)
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
         reshard_unsharded_units(model)
@@ -124,6 +126,7 @@ class TrainState:
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "optimizer": _optimizer_class_name(self.optimizer),
             "learning_rates": rates_set_by_others(self.model, self.optimizer),
+            "optimizer_groups": changed_entries(self.model, self.optimizer, initial=self._initial_entries),
             "tied": dict(_tied_parameter_names(self.model)),
             "huggingface": full_transformers_config(self.model),
         }
@@ -180,6 +183,8 @@ class TrainState:
                 self.optimizer.state[parameter] = state
         rates = cast(dict[str, JsonValue], values.get("learning_rates", {}))
         restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
+        entries = cast(dict[str, JsonValue], values.get("optimizer_groups", {}))
+        restore_entries(self.model, self.optimizer, saved=entries)
         set_generator_states(received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]

@@ -41,13 +41,14 @@ SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOST_BYTES = 64 << 20
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
+_TEMPLATE = "chat_template.jinja"  # transformers prefers it to the template in tokenizer_config.json
 # Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    _TEMPLATE,
     "chat_template.json",
     "vocab.json",
     "vocab.txt",
@@ -221,9 +222,18 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
         tokenizer = path if path.is_dir() else path.parent
     elif run.data.token_makers == {"other program"}:  # tokens of the model's own tokenizer, not bytes
         tokenizer = model
+    template = Path(os.path.expanduser(run.data.chat_template)) if run.data.chat_template else None
+    if template is not None and not template.is_file():
+        logger.warning("the chat template that was trained with is gone, so it is not exported: %s", template)
+    if run.data.eos_token is not None:
+        logger.warning(
+            "documents ended with %s in training; the exported tokenizer has its own eos_token",
+            run.data.eos_token,
+        )
     wanted = [(tokenizer, name) for name in _TOKENIZER] + [(model, _GENERATION)]
     paths = [directory / name for directory, name in wanted if directory is not None]
-    return {path.name: path for path in paths if path.is_file()}
+    found = {path.name: path for path in paths if path.is_file()}
+    return found | ({_TEMPLATE: template} if template is not None and template.is_file() else {})
 
 
 def _read_file_to_copy(path: Path) -> bytes:
