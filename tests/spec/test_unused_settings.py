@@ -44,10 +44,3 @@ def test_settings_that_the_data_ignores_are_noted(setting: str, others: list[str
 
 def test_the_default_run_has_no_note():
     assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32"]), "cpu") == []
-
-
-def test_settings_of_moments_are_noted_with_an_optimizer_that_has_none():
-    settings = ["precision.mode=fp32", "optimizer.betas=[0.5, 0.5]"]
-    (note,) = unused_setting_notes(Run.load(overrides=[*settings, "optimizer.name=sgd"]), "cpu")
-    assert note.startswith("optimizer.betas")
-    assert unused_setting_notes(Run.load(overrides=settings), "cpu") == []

@@ -143,6 +143,11 @@ def test_settings_that_the_optimizer_does_not_have_are_logged(
     adafactor = Adafactor([nn.Parameter(torch.ones(2))], eps=(None, 1e-3))
     warn_of_unused_settings(adafactor, run_of("optimizer.eps=1e-4").optimizer)
     assert "optimizer.eps" in caplog.text
+    sgd = SGD([nn.Parameter(torch.ones(2))], lr=3e-3)
+    warn_of_unused_settings(
+        sgd, run_of("optimizer.betas=[0.5, 0.5]", "optimizer.learning_rate=3e-3").optimizer
+    )
+    assert "optimizer.betas = (0.5, 0.5), but SGD has no betas" in caplog.text
 
 
 # On ranks

@@ -52,11 +52,6 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run, DeviceType], bool], str
         lambda run, _: run.data.source == "python" or run.data.validation_fraction > 0,
         "data.validation_fraction > 0",
     ),
-    (
-        ("optimizer.betas", "optimizer.eps"),
-        lambda run, _: run.optimizer.name.lower() != "sgd",
-        "an optimizer other than sgd",
-    ),
     (("optimizer.momentum",), lambda run, _: run.optimizer.name.lower() == "sgd", 'optimizer.name = "sgd"'),
 )
 

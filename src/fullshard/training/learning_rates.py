@@ -63,7 +63,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
 
 
 def warn_of_unused_settings(optimizer: torch.optim.Optimizer, section: OptimizerSection) -> None:
-    """Logs the settings that are neither defaults nor values of a group: the optimizer's own values count."""
+    """Logs the settings that are neither defaults nor values of a group, for the optimizer ignores them."""
     unused = list[str]()
     for name, key in _KEYS.items():
         wanted = getattr(section, name)
@@ -71,8 +71,9 @@ def warn_of_unused_settings(optimizer: torch.optim.Optimizer, section: Optimizer
             _initial_value(group, key, wanted=wanted) for group in optimizer.param_groups if key in group
         ]
         is_default = wanted == getattr(OptimizerSection(), name)
-        if found and not is_default and not any(_is_same(wanted, value) for value in found):
-            unused.append(f"optimizer.{name} = {wanted}, but the optimizer has {found[0]}")
+        if not is_default and not any(_is_same(wanted, value) for value in found):
+            own = found[0] if found else f"no {key}"
+            unused.append(f"optimizer.{name} = {wanted}, but {type(optimizer).__name__} has {own}")
     if unused and rank() == 0:
         logger.warning("settings without effect: %s", "; ".join(unused))
 
