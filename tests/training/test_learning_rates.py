@@ -238,4 +238,8 @@ def test_state_in_an_optimizers_groups_is_restored_and_settings_are_not() -> Non
     [group] = resumed.optimizer.param_groups
     assert (group["k"], group["d"].item(), group["decay"]) == (1, 1.0, 0.3)
     resumed.optimizer.step()
+    resumed.load_values(TrainState(model, CountingOptimizer(model.parameters())).values(), {})
+    assert (group["k"], group["d"].item()) == (0, 0.5)
+    resumed.load_values(saved, {})
+    resumed.optimizer.step()
     assert resumed.values()["optimizer_groups"] == {"weight": {"k": 2, "d": 2.0}}

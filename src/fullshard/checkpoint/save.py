@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -173,9 +173,10 @@ class CheckpointSaver:
                     skipped,
                     target,
                 )
-            with raise_on_all_ranks("removing old checkpoints", group=group):
-                if disk.is_leader:
+            if rank() == 0:
+                with suppress(OSError):  # the save is complete
                     self._warn_of_later_steps(mine.step)
+            with raise_on_all_ranks("removing old checkpoints", group=group):
                 if disk.is_leader and not skipped:
                     prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return target

@@ -83,7 +83,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raises ShardError for modules whose forward or backward shards cannot follow; logs batch statistics."""
+    """Raises ShardError for embeddings with max_norm or sparse gradients; names statistics of own batches."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -94,7 +94,7 @@ def _check_modules(model: nn.Module) -> None:
                 why="its forward changes gathered weights, which are dropped behind it",
                 fix="max_norm = None, and torch.renorm of the sharded weight between steps",
             )
-        if module.sparse:
+        if module.sparse and module.weight.requires_grad:
             raise ShardError(
                 "an embedding with sparse gradients cannot be sharded.",
                 got=f"{name or type(module).__name__}, sparse = True",

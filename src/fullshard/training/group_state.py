@@ -18,7 +18,7 @@ _Scalar = bool | int | float | str | None
 
 
 def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Scalar]]:
-    """Returns the scalar entries of each group, except learning rates. Waits for tensors of a GPU."""
+    """Returns the scalar entries of each group, except learning rates. Waits for entries on a GPU."""
     return [_scalars_of(group) for group in optimizer.param_groups]
 
 
@@ -48,9 +48,20 @@ def changed_entries(
 
 
 def restore_entries(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, saved: Mapping[str, JsonValue]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    saved: Mapping[str, JsonValue],
+    initial: list[dict[str, _Scalar]],
 ) -> None:
-    """Restores what `changed_entries` returned. Raises CheckpointError if groups were others."""
+    """Restores what `changed_entries` returned. Other entries get their `initial` values again.
+
+    Raises CheckpointError if one group would get the state of two.
+    """
+    for group, now, before in zip(optimizer.param_groups, scalar_entries(optimizer), initial, strict=False):
+        for key in now.keys() & before.keys():
+            if now[key] != before[key]:
+                _set_entry(group, key, before[key])
     parameters = dict(model.named_parameters())
     restored: dict[int, dict[str, Any]] = {}
     for name, entries in saved.items():
@@ -60,13 +71,17 @@ def restore_entries(
                 continue
             if restored.setdefault(number, values) != values:
                 raise CheckpointError(
-                    "the optimizer's groups are others than in the checkpoint.",
+                    "the optimizer's groups differ from those in the checkpoint.",
                     got=f"{values} and {restored[number]} for the parameters of one group",
                     why="groups keep state of the optimizer, which belongs to all of their parameters",
                     fix="an optimizer with the groups of the run that wrote the checkpoint",
                 )
             for key, value in values.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+                _set_entry(group, key, value)
+
+
+def _set_entry(group: dict[str, Any], key: str, value: _Scalar) -> None:
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value

@@ -184,7 +184,7 @@ class TrainState:
         rates = cast(dict[str, JsonValue], values.get("learning_rates", {}))
         restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
         entries = cast(dict[str, JsonValue], values.get("optimizer_groups", {}))
-        restore_entries(self.model, self.optimizer, saved=entries)
+        restore_entries(self.model, self.optimizer, saved=entries, initial=self._initial_entries)
         set_generator_states(received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]

@@ -42,7 +42,7 @@ def check_adapters_can_be_merged(model: nn.Module, section: AdapterSection, *, b
     absent = [name for name, one in names.items() if there.get(name) != one.shape]
     if absent:
         raise _merge_error(
-            f"{len(absent)} tensors that the model has not without adapters: {', '.join(absent[:4])}"
+            f"{len(absent)} tensors that the base model does not have in this shape: {', '.join(absent[:4])}"
         )
     adapted = dict(iterate_adapted_layers(model))
     _check_no_adapted_weight_is_shared(base, adapted)
@@ -75,7 +75,7 @@ def _check_no_adapted_weight_is_shared(base: nn.Module, adapted: Mapping[str, An
 
 def _check_layer_is_a_sum(name: str, base: nn.Module, *, section: AdapterSection) -> None:
     """Raises CheckpointError if a small layer of the class of `base` does not compute W x + scale · B A x."""
-    is_embedding = isinstance(base, nn.Embedding)
+    is_embedding = type(base) is nn.Embedding
     if not is_embedding and type(base) is not nn.Linear and not has_transposed_weight(base):
         raise _merge_error(f"{name}, whose class is {type(base).__name__}")
     make_layer: Any = type(base)
@@ -87,7 +87,10 @@ def _check_layer_is_a_sum(name: str, base: nn.Module, *, section: AdapterSection
     holder = nn.ModuleDict({"layer": small})
     with torch.no_grad():
         before = small(inputs)
-        import_peft().inject_adapter_in_model(config, holder, ADAPTER)
+        try:
+            import_peft().inject_adapter_in_model(config, holder, ADAPTER)
+        except (ValueError, TypeError, RuntimeError) as error:  # also NotImplementedError
+            raise _merge_error(f"{name}: {str(error).splitlines()[0]}") from error
         layer: Any = holder["layer"].double().eval()
         factors = {part: one for part, one in layer.named_parameters() if "base_layer" not in part}
         for parameter in factors.values():
@@ -98,7 +101,7 @@ def _check_layer_is_a_sum(name: str, base: nn.Module, *, section: AdapterSection
             expected = before + layer.scaling[ADAPTER] * added
             if (layer(inputs) - expected).abs().max() <= _SAME * expected.abs().max():
                 return
-    raise _merge_error(f"adapter.options = {section.options}, with which {name} computes otherwise")
+    raise _merge_error(f"adapter.options = {section.options}, with which {name} does not compute this sum")
 
 
 def _multiply_factors(factors: Mapping[str, Tensor]) -> Tensor | None:

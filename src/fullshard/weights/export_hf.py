@@ -33,7 +33,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
 from fullshard.weights.adapter_checks import check_adapters_can_be_merged
-from fullshard.weights.export import check_shard_bytes, export_in_hf_layout
+from fullshard.weights.export import check_shard_bytes, export_in_hf_layout, names_without_wrappers
 from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
 from fullshard.weights.tensor_source import ADDED, AdapterMerging
 
@@ -157,8 +157,27 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None) -> AdapterMergin
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
     if run is None or run.adapter.rank == 0:
-        raise CheckpointError("the adapters cannot be merged.", got="no [adapter] in the checkpoint's run")
-    return check_merge(manifest.values.get("huggingface"), run)
+        raise CheckpointError(
+            "the adapters cannot be merged.",
+            got="no [adapter] in the checkpoint's run",
+            fix="--format safetensors, which writes the tensors by their own names",
+        )
+    merging = check_merge(manifest.values.get("huggingface"), run)
+    plain = names_without_wrappers(manifest.model_tensors)
+    saved = {name.partition(ADDED)[0]: plain[name].partition(ADDED)[0] for name in plain if ADDED in name}
+    scales = {name: merging.scales.get(f"{MODEL_PREFIX}{module}") for name, module in saved.items()}
+    if None in scales.values():
+        raise CheckpointError(
+            "the adapters cannot be merged.",
+            got="adapters of other modules than the checkpoint's run has: "
+            + ", ".join([name for name, scale in scales.items() if scale is None][:4]),
+        )
+    return AdapterMerging(
+        {name: scale for name, scale in scales.items() if scale is not None},
+        frozenset(
+            n for n, module in saved.items() if f"{MODEL_PREFIX}{module}" in merging.transposed_modules
+        ),
+    )
 
 
 def check_merge(recorded: JsonValue, run: Run) -> AdapterMerging:
