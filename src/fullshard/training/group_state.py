@@ -61,7 +61,7 @@ def restore_entries(
     for group, now, before in zip(optimizer.param_groups, scalar_entries(optimizer), initial, strict=False):
         for key in now.keys() & before.keys():
             if now[key] != before[key]:
-                _set_entry(group, key, before[key])
+                _set_entry(group, key, value=before[key])
     parameters = dict(model.named_parameters())
     restored: dict[int, dict[str, Any]] = {}
     for name, entries in saved.items():
@@ -77,10 +77,10 @@ def restore_entries(
                     fix="an optimizer with the groups of the run that wrote the checkpoint",
                 )
             for key, value in values.items():
-                _set_entry(group, key, value)
+                _set_entry(group, key, value=value)
 
 
-def _set_entry(group: dict[str, Any], key: str, value: _Scalar) -> None:
+def _set_entry(group: dict[str, Any], key: str, *, value: _Scalar) -> None:
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:
