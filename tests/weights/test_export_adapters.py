@@ -13,7 +13,7 @@ from fullshard.models.build import build_model
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
-from fullshard.weights.adapter_checks import check_adapters_can_be_merged
+from fullshard.weights.adapter_checks import adapter_merging
 from fullshard.weights.export_hf import export_hf
 from fullshard.weights.export_peft import describe_impossible_exports, export_peft
 from fullshard.weights.pretrained import load_pretrained
@@ -87,7 +87,7 @@ def test_a_layer_that_computes_something_else_than_a_sum_is_not_merged(tmp_path:
     run = plan_of(1, f"model.hf={tmp_path / 'base'}", "adapter.rank=4").run
     model = build_model(run)
     base = build_model(run.model_copy(update={"adapter": Run().adapter}))
-    check_adapters_can_be_merged(model, run.adapter, base=base)
+    adapter_merging(model, run.adapter, base=base)
     normed = run.adapter.model_copy(update={"options": {"use_dora": True}})
     with pytest.raises(CheckpointError, match=r"use_dora.* does not compute this sum"):
-        check_adapters_can_be_merged(model, normed, base=base)
+        adapter_merging(model, normed, base=base)

@@ -75,19 +75,19 @@ class TokenStore:
     @property
     def warnings(self) -> list[str]:
         """Warnings about tokens that train a model otherwise than expected."""
-        unwritten = [
+        warnings = [
             f"{number:,} records of {self.name} have content that is not in the tokens: {name}"
             for name, number in sorted(self.unwritten.items())
         ]
         if self.doubled:
-            unwritten.append(
+            warnings.append(
                 f"{self.doubled:,} texts of {self.name} already begin or end with the tokens that the "
                 "tokenizer puts around a document, and now have them twice: take them out of the texts"
             )
         if not self.unended:
-            return unwritten
+            return warnings
         return [
-            *unwritten,
+            *warnings,
             f"{self.unended:,} of {self.document_count:,} conversations of {self.name} end without a token "
             "that ends the assistant's turn, so that the model does not learn to stop. Write one behind the "
             'content in the chat template, such as {{ eos_token }}: data.chat_template = "<file>.jinja" is '

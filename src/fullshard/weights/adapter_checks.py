@@ -19,7 +19,7 @@ from fullshard.models.adapters import (
 )
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.weight_map import Shape
-from fullshard.weights.tensor_source import ADDED, BASE
+from fullshard.weights.tensor_source import ADDED, BASE, LayerMerging
 
 # Keys of peft's LoraConfig that select layers by name; the stand-in has one layer.
 _BY_LAYER = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules")
@@ -27,8 +27,10 @@ _SIZE, _RANK = 16, 4  # rows and columns of a stand-in's weight, and rank of its
 _SAME = 1e-3  # relative to the largest output; the sum is computed in fp64
 
 
-def check_adapters_can_be_merged(model: nn.Module, section: AdapterSection, *, base: nn.Module) -> None:
-    """Raises CheckpointError unless `model` with its adapters merged into `base` computes what `model` does.
+def adapter_merging(model: nn.Module, section: AdapterSection, *, base: nn.Module) -> dict[str, LayerMerging]:
+    """Returns how the adapter of each layer of `model` is merged into `base`, by the layer's name.
+
+    Raises CheckpointError unless the merged model would compute what `model` does.
 
     model: with adapters, on the meta device
     base: the same model without adapters, as it is loaded from the export
@@ -52,6 +54,14 @@ def check_adapters_can_be_merged(model: nn.Module, section: AdapterSection, *, b
     with torch.random.fork_rng(devices=()):
         for name in kinds.values():
             _check_layer_is_a_sum(name, adapted[name].base_layer, section=section)
+    return {
+        name: LayerMerging(layer.scaling[ADAPTER], _is_transposed(layer.base_layer))
+        for name, layer in adapted.items()
+    }
+
+
+def _is_transposed(base: nn.Module) -> bool:
+    return isinstance(base, nn.Embedding) or has_transposed_weight(base)
 
 
 def _merge_error(got: str, why: str = "only W + scale · B A can be merged into W") -> CheckpointError:

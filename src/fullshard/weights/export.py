@@ -25,7 +25,7 @@ from fullshard.system import disk
 from fullshard.system.files import make_durable_directory
 from fullshard.system.targets import check_not_checkpoint_or_run_record
 from fullshard.weights.files import INDEX, ONE_FILE
-from fullshard.weights.tensor_source import AdapterMerging, MergedModel, SavedModel, TensorSource
+from fullshard.weights.tensor_source import LayerMerging, MergedModel, SavedModel, TensorSource
 from fullshard.weights.write import SafetensorsWriter
 
 # Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.
@@ -90,7 +90,7 @@ def export_in_hf_layout(
     beside: Mapping[str, bytes],
     dtype: torch.dtype | None = None,
     shard_bytes: int,
-    merging: AdapterMerging | None = None,
+    merging: Mapping[str, LayerMerging] | None = None,
 ) -> None:
     """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
 
@@ -99,7 +99,7 @@ def export_in_hf_layout(
         config.json, so that an interrupted export cannot be loaded
     dtype: dtype of all floating-point tensors; None keeps each as saved
     shard_bytes: size limit per weights file, bytes; above it there are several files and an index
-    merging: parameters for merging the adapters; None without adapters
+    merging: how the adapter of each layer is merged, by its saved name; None without adapters
 
     Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
     a checkpoint.
@@ -184,7 +184,7 @@ def _build_writer(
     manifest: Manifest,
     *,
     naming: Naming | None,
-    merging: AdapterMerging | None = None,
+    merging: Mapping[str, LayerMerging] | None = None,
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:

@@ -16,14 +16,9 @@ from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
+from fullshard.checkpoint.manifest import Manifest
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.models.adapters import (
-    ADAPTER,
-    has_transposed_weight,
-    insert_adapters,
-    iterate_adapted_layers,
-)
+from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.decoder_names import llama_config, llama_weight_map
 from fullshard.models.huggingface import build_hf_model, remove_code_references
@@ -32,10 +27,10 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
-from fullshard.weights.adapter_checks import check_adapters_can_be_merged
+from fullshard.weights.adapter_checks import adapter_merging
 from fullshard.weights.export import check_shard_bytes, export_in_hf_layout, names_without_wrappers
 from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
-from fullshard.weights.tensor_source import ADDED, AdapterMerging
+from fullshard.weights.tensor_source import ADDED, LayerMerging
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -149,12 +144,14 @@ def _describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: s
     return _HFDescription(config, partial(map_model_tensors_to_file, twin), generation, twin)
 
 
-def _build_adapter_merging(manifest: Manifest, run: Run | None) -> AdapterMerging | None:
-    """Returns the parameters for merging the adapters into the base model; None without adapters.
+def _build_adapter_merging(manifest: Manifest, run: Run | None) -> dict[str, LayerMerging] | None:
+    """Returns how each layer's adapter is merged, by the layer's saved name; None without adapters.
 
     Raises CheckpointError if a merged model would not compute what the trained one does.
     """
-    if not any(ADDED in name for name in manifest.model_tensors):
+    plain = names_without_wrappers(manifest.model_tensors)
+    saved = {name.partition(ADDED)[0]: plain[name].partition(ADDED)[0] for name in plain if ADDED in name}
+    if not saved:
         return None
     if run is None or run.adapter.rank == 0:
         raise CheckpointError(
@@ -162,52 +159,31 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None) -> AdapterMergin
             got="no [adapter] in the checkpoint's run",
             fix="--format safetensors, which writes the tensors by their own names",
         )
-    merging = check_merge(manifest.values.get("huggingface"), run)
-    plain = names_without_wrappers(manifest.model_tensors)
-    saved = {name.partition(ADDED)[0]: plain[name].partition(ADDED)[0] for name in plain if ADDED in name}
-    scales = {name: merging.scales.get(f"{MODEL_PREFIX}{module}") for name, module in saved.items()}
-    if None in scales.values():
+    base, model = build_meta_models(manifest.values.get("huggingface"), run)
+    layers = adapter_merging(model, run.adapter, base=base)
+    if others := [name for name, module in saved.items() if module not in layers]:
         raise CheckpointError(
             "the adapters cannot be merged.",
-            got="adapters of other modules than the checkpoint's run has: "
-            + ", ".join([name for name, scale in scales.items() if scale is None][:4]),
+            got=f"adapters of other modules than the checkpoint's run has: {', '.join(others[:4])}",
         )
-    return AdapterMerging(
-        {name: scale for name, scale in scales.items() if scale is not None},
-        frozenset(
-            n for n, module in saved.items() if f"{MODEL_PREFIX}{module}" in merging.transposed_modules
-        ),
-    )
+    return {name: layers[module] for name, module in saved.items()}
 
 
-def check_merge(recorded: JsonValue, run: Run) -> AdapterMerging:
-    """Returns the parameters for merging the adapters of `run`. Raises CheckpointError if they cannot be.
-
-    recorded: the complete config of the model for transformers; None for the reference decoder
-    """
-    base, model = (build_meta_model_of_run(recorded, run, with_adapters=flag) for flag in (False, True))
-    check_adapters_can_be_merged(model, run.adapter, base=base)
-    turned = [name for name, one in base.named_modules() if has_transposed_weight(one)]
-    return AdapterMerging(
-        {f"{MODEL_PREFIX}{name}": layer.scaling[ADAPTER] for name, layer in iterate_adapted_layers(model)},
-        frozenset(f"{MODEL_PREFIX}{name}" for name in turned),
-    )
-
-
-def build_meta_model_of_run(recorded: JsonValue, run: Run, *, with_adapters: bool) -> nn.Module:
-    """Builds the model of `run` on the meta device, as an export describes it.
+def build_meta_models(recorded: JsonValue, run: Run) -> tuple[nn.Module, nn.Module]:
+    """Builds the model of `run` on the meta device without adapters and, as in training, with them.
 
     recorded: its complete config for transformers; None for the reference decoder
-    with_adapters: with the adapters of `run`, as in training
 
     Raises CheckpointError for models that transformers does not know; MissingExtraError, SpecError.
     """
-    if isinstance(run.model, DecoderConfig):
-        with torch.device("meta"):
-            model: nn.Module = DecoderModel(run.model)
-    else:
-        model = _describe_for_transformers(recorded, run, doing="exporting adapters").meta_model
-    return insert_adapters(model, run.adapter) if with_adapters else model
+
+    def build_base() -> nn.Module:
+        if isinstance(run.model, DecoderConfig):
+            with torch.device("meta"):
+                return DecoderModel(run.model)
+        return _describe_for_transformers(recorded, run, doing="exporting adapters").meta_model
+
+    return build_base(), insert_adapters(build_base(), run.adapter)
 
 
 def _without_use_cache(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """export_peft: writes a checkpoint's adapters as a directory for peft's `PeftModel.from_pretrained`."""
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
 from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
@@ -24,9 +24,9 @@ from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.run import Run
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system import disk
-from fullshard.weights.adapter_checks import check_peft_loads
+from fullshard.weights.adapter_checks import adapter_merging, check_peft_loads
 from fullshard.weights.export import export, names_without_wrappers
-from fullshard.weights.export_hf import build_meta_model_of_run, check_merge
+from fullshard.weights.export_hf import build_meta_models
 from fullshard.weights.names import full_transformers_config
 from fullshard.weights.tensor_source import ADDED, BASE
 
@@ -49,7 +49,8 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
             got="no [adapter] in its run",
             fix="--format hf, which writes the whole model",
         )
-    model, config, trained = _describe_for_peft(manifest.values.get("huggingface"), run)
+    base, model = build_meta_models(manifest.values.get("huggingface"), run)
+    config, trained = _describe_for_peft(run, model, base=base)
     _check_all_trained_are_saved(model, trained, saved=set(plain.values()))
     items: Mapping[str, Any] = config.to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
@@ -66,15 +67,20 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
 def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     """Returns one line for each format in which the adapters of `run` cannot be exported.
 
-    Called before a run starts: a random adapter is exported and compared on small layers.
+    Called before a run starts. Small layers with random adapters are merged and compared, and peft loads the
+    exported names into a meta model.
 
-    model: the model of `run` with adapters, of any device. Raises MissingExtraError without peft.
+    model: the model of `run` with adapters, on any device. Raises MissingExtraError without peft.
     """
     recorded = full_transformers_config(model)
     if run.adapter.rank == 0 or (recorded is None and not isinstance(run.model, DecoderConfig)):
         return []
-    checks = {"peft": lambda: _describe_for_peft(recorded, run), "hf": lambda: check_merge(recorded, run)}
     lines = list[str]()
+    base, adapted = build_meta_models(recorded, run)
+    checks = {  # peft changes the base, so it comes last
+        "hf": lambda: adapter_merging(adapted, run.adapter, base=base),
+        "peft": lambda: _describe_for_peft(run, adapted, base=base),
+    }
     for form, check in checks.items():
         try:
             check()
@@ -83,27 +89,22 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     return lines
 
 
-def _describe_for_peft(recorded: JsonValue, run: Run) -> tuple[nn.Module, Any, set[str]]:
-    """Returns the adapted model on the meta device, peft's config for it, and the names that are trained.
+def _describe_for_peft(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[Any, set[str]]:
+    """Returns peft's config for the adapted meta model `model`, and the names that are trained.
 
-    Raises CheckpointError if peft would not load all that is trained.
+    Raises CheckpointError if peft would not load all that is trained into `base`, which it changes.
     """
-    model = build_meta_model_of_run(recorded, run, with_adapters=True)
     layers = dict(iterate_adapted_layers(model))
     turned = any(has_transposed_weight(layer.base_layer) for layer in layers.values())
     trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-
-    def make_config() -> Any:
-        config: Any = make_lora_config(run.adapter, targets=sorted(layers), turned=turned)
-        config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
-        config.inference_mode = True
-        config.modules_to_save = _list_modules_trained_whole(model, trained) or None
-        return config
-
+    config: Any = make_lora_config(run.adapter, targets=sorted(layers), turned=turned)
+    config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
+    config.inference_mode = True
+    config.modules_to_save = _list_modules_trained_whole(model, trained) or None
     shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
-    base = build_meta_model_of_run(recorded, run, with_adapters=False)
-    check_peft_loads(base, make_config(), tensors=_map_trained_tensors(shapes, trained=trained).shapes)
-    return model, make_config(), trained
+    tensors = _map_trained_tensors(shapes, trained=trained).shapes
+    check_peft_loads(base, copy.deepcopy(config), tensors=tensors)  # peft changes the config that it is given
+    return config, trained
 
 
 def _check_all_trained_are_saved(model: nn.Module, trained: set[str], *, saved: set[str]) -> None:

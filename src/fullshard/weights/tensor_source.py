@@ -112,30 +112,24 @@ def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dic
 
 
 @dataclass(frozen=True)
-class _LoraAdapter:
-    """A LoRA adapter of the weight `base`, which becomes base + scale · B A (transposed if `is_transposed`).
+class LayerMerging:
+    """How the LoRA adapter (arXiv:2106.09685) of one layer is merged into its base: W + scale · B A.
 
-    base, a, b: saved names of the base weight and of the factors A and B
-    is_transposed: whether the weight is (in, out)
+    is_transposed: whether W has the shape of the transposed product, as in embeddings and in GPT-2's Conv1D
     """
 
-    base: str
-    a: str
-    b: str
     scale: float
     is_transposed: bool
 
 
 @dataclass(frozen=True)
-class AdapterMerging:
-    """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + scale · B A.
+class _LoraAdapter:
+    """Saved names of an adapted weight `base` and of the factors A and B, and how they are merged."""
 
-    scales: factor of the product B A by the saved name of the module
-    transposed_modules: saved names of modules, except embeddings, whose weight is (in, out), as in GPT-2
-    """
-
-    scales: Mapping[str, float]
-    transposed_modules: frozenset[str] = frozenset()
+    base: str
+    a: str
+    b: str
+    merging: LayerMerging
 
 
 class MergedModel:
@@ -145,9 +139,10 @@ class MergedModel:
     CheckpointError for adapters without their base, and for adapters that are not factors of matrices.
     """
 
-    def __init__(self, source: SavedModel, merging: AdapterMerging) -> None:
+    def __init__(self, source: SavedModel, layers: Mapping[str, LayerMerging]) -> None:
+        """`layers`: how the adapter of each layer is merged, by the layer's saved name."""
         self._source = source
-        self._adapters = _lora_adapters_by_base(source.tensors, merging)
+        self._adapters = _lora_adapters_by_base(source.tensors, layers)
         # Merged name -> saved name.
         self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
         self.tensors = {name: source.tensors[saved] for name, saved in self._saved.items()}
@@ -162,10 +157,10 @@ class MergedModel:
         row = self.tensors[name].shape[1]
         first, last = begin // row, -(-(begin + target.numel()) // row)
         a, b = self._read_lora_factors(adapter)
-        added = (a.T[first:last] @ b.T) if adapter.is_transposed else (b[first:last] @ a)
+        added = (a.T[first:last] @ b.T) if adapter.merging.is_transposed else (b[first:last] @ a)
         start = begin - first * row
         flat = added.reshape(-1)[start : start + target.numel()]
-        target.copy_(target.float() + adapter.scale * flat)
+        target.copy_(target.float() + adapter.merging.scale * flat)
 
     def _read_lora_factors(self, adapter: _LoraAdapter) -> tuple[Tensor, Tensor]:
         """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
@@ -182,7 +177,7 @@ class MergedModel:
 
 
 def _lora_adapters_by_base(
-    tensors: Mapping[str, SavedTensor], merging: AdapterMerging
+    tensors: Mapping[str, SavedTensor], layers: Mapping[str, LayerMerging]
 ) -> dict[str, _LoraAdapter]:
     """Returns the adapters by the saved name of their base weight."""
     found: dict[str, _LoraAdapter] = {}
@@ -206,6 +201,5 @@ def _lora_adapters_by_base(
                 fix="--format peft, which writes these",
             )
         a, b = (f"{module}{one}" for one in kinds[0])
-        is_transposed = module in merging.transposed_modules or kinds[0] is _EMBEDDING
-        found[base] = _LoraAdapter(base, a, b, merging.scales[module], is_transposed=is_transposed)
+        found[base] = _LoraAdapter(base, a, b, layers[module])
     return found
