@@ -1,9 +1,8 @@
 """Holds the predicted step time against published ones, row by row (bench/published.toml).
 
-python bench/published.py [PART_OF_A_NAME]      # the table
-python bench/published.py --blind [PART]        # the same of the blind set (bench/blind.toml)
-python bench/published.py --blind-2 [PART]      # the same of the second (bench/blind-2.toml), to --blind-7
-python bench/published.py --mixtures [PART]     # the same of mixtures; with --own, as fullshard computes them
+python bench/published.py [PART_OF_A_NAME]      # the rows beside which the rates were made
+python bench/published.py --set=7 [PART]        # the rows of a blind set
+python bench/published.py --mixtures [PART]     # mixtures of experts; with --own, as fullshard computes them
 python bench/published.py --fit                 # what matmul rate the rows ask for that set one
 """
 
@@ -39,8 +38,7 @@ from fullshard.tracing.describe import describe
 from fullshard.training.loss import Loss, next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
-BLIND_SETS = ("blind", "blind-2", "blind-3", "blind-4", "blind-5", "blind-6", "blind-7")
-BLIND_ROWS = {name: Path(__file__).with_name(f"{name}.toml") for name in BLIND_SETS}
+PREDICTED_SETS = range(8)  # 0: the rows beside which the rates were made
 OLDER_RATES = tomllib.loads(ROWS.read_text())["older_matmul_flops_per_second"]
 ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
 # By what older kernels of attention take longer than FlashAttention-2, in forward and in backward.
@@ -49,8 +47,8 @@ ONE_DIE = ("H100 SXM", "H200 SXM")  # at one power, so that they have one rate
 KERNELS = {"triton": (1.4, 2.0)}
 # Seconds in which a program's host issues one block's forward and backward, where it is known (`host`).
 # Megatron with modules of Transformer Engine, without CUDA graphs: the least of three microbatches of 36
-# blocks, which take 152, 158 and 162 ms with four or eight ranks per matmul (the page of blind-5.toml's
-# Megatron Bridge). Such modules cost a host 2.7 times those of torch (NVIDIA/TransformerEngine#2053).
+# blocks, which take 152, 158 and 162 ms with four or eight ranks per matmul (the page of Megatron
+# Bridge in set 5). Such modules cost a host 2.7 times those of torch (NVIDIA/TransformerEngine#2053).
 HOST_SECONDS_PER_BLOCK = {"transformer_engine": 0.152 / 36}
 
 
@@ -87,12 +85,11 @@ def styles_of(row: dict[str, Any]) -> dict[str, str]:
 ROOT_UNIT = ("sharding.units.policy=names", 'sharding.units.names=["blocks.*"]')
 
 
-def rows_of(file: Path, *, mixtures: bool = False) -> list[dict[str, Any]]:
-    """The rows of a file, each with the keys of its series below its own."""
-    table = tomllib.loads(file.read_text())
-    series = table.get("series", {})
-    rows = [series.get(row.get("series"), {}) | row for row in table["row"]]
-    return [row for row in rows if ("mixture" in row) == mixtures]
+def rows_of(*sets: int, mixtures: bool = False) -> list[dict[str, Any]]:
+    """The rows of these sets, each with the keys of its series below its own."""
+    table = tomllib.loads(ROWS.read_text())
+    rows = [table["series"].get(row.get("series"), {}) | row for row in table["row"]]
+    return [row for row in rows if row.get("set", 0) in sets and ("mixture" in row) == mixtures]
 
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
@@ -266,8 +263,7 @@ def fit() -> None:
     rows counts once.
     """
     programs: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
-    known = (ROWS, BLIND_ROWS["blind"], BLIND_ROWS["blind-2"])
-    for row in (row for file in known for row in rows_of(file)):
+    for row in rows_of(0, 1, 2):
         if row["use"] == "fit":
             print(f"{row['chip']}: {asked_rate(row):.4g} FLOP/s, by {row['name']}")
         is_test = row["use"] == "test" and row["chip"] in ONE_DIE and row["nodes"] * row["gpus_per_node"] > 1
@@ -285,13 +281,15 @@ def main(*arguments: str) -> None:
     if "--fit" in arguments:
         fit()
         return
-    file = next((file for name, file in BLIND_ROWS.items() if f"--{name}" in arguments), ROWS)
+    number = next((int(a.removeprefix("--set=")) for a in arguments if a.startswith("--set=")), 0)
+    if number not in PREDICTED_SETS:
+        raise SystemExit(f"no set {number}: there are 0 to {max(PREDICTED_SETS)}")
     part = "".join(argument for argument in arguments if not argument.startswith("--"))
     errors: list[float] = []
     within = 0
-    asked = [row for row in rows_of(file, mixtures="--mixtures" in arguments) if part in row["name"]]
+    asked = [row for row in rows_of(number, mixtures="--mixtures" in arguments) if part in row["name"]]
     if not asked:
-        raise SystemExit(f"no row of {file.name} has {part!r} in its name")
+        raise SystemExit(f"no row of set {number} has {part!r} in its name")
     for row in asked:
         if "--own" in arguments:
             row["mixture"] = {"experts": "grouped", "balanced": row["mixture"].get("balanced", False)}

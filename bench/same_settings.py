@@ -7,7 +7,7 @@ import itertools
 import statistics
 from typing import Any
 
-from published import BLIND_ROWS, ROWS, rows_of
+from published import PREDICTED_SETS, rows_of
 
 SAME = (
     *("chip", "nodes", "gpus_per_node", "model", "sequence_length", "microbatch", "strategy", "recompute"),
@@ -22,7 +22,7 @@ def is_pair(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    rows = [row for file in (ROWS, *BLIND_ROWS.values()) for row in rows_of(file)]
+    rows = rows_of(*PREDICTED_SETS)
     differences = []
     for one, other in itertools.combinations(rows, 2):
         if is_pair(one, other):
