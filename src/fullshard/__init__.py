@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fullshard.data.build import build_data as build_data
     from fullshard.data.build import resolve_epochs as resolve_epochs
     from fullshard.distributed.sequence_parts import cut_sequences as cut_sequences
-    from fullshard.dryrun.process import dry_run as dry_run
-    from fullshard.dryrun.values import Program as Program
     from fullshard.errors import FullshardError as FullshardError
     from fullshard.models.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fullshard.models.decoder import DecoderModel as DecoderModel
@@ -75,8 +73,6 @@ _HOMES = {
     "location_of": "checkpoint",
     "save": "checkpoint",
     "cut_sequences": "distributed.sequence_parts",
-    "Program": "dryrun.values",
-    "dry_run": "dryrun.process",
     "FullshardError": "errors",
     "chunked_cross_entropy": "models.chunked_loss",
     "DecoderModel": "models.decoder",

@@ -1,9 +1,9 @@
 """Who may import whom, no cycles, and no torch where the command line must answer in a blink.
 
-    cli -> planning -> launch | dryrun | training | planner | report | convert
+    cli -> planning -> launch | tracing | training | planner | report | convert
     cli -> jobs | checks -> calibration -> training -> weights -> offload | checkpoint | models | sharding
                                   training -> survival | data | profiler
-    dryrun -> tracing -> sharding | models
+    tracing -> sharding | models
     every room with torch -> distributed -> torch_private, spec -> system -> quantities -> errors
 
 A room may import anything further right. Rooms separated by a bar do not import each other.
@@ -39,12 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {"calibration", "training", "weights", "survival"} | LOWER | SHARED,
     "checks": {"training", "weights", "survival"} | LOWER | SHARED,
     "launch": {"survival", "profiler"} | SHARED,
-    "dryrun": {"tracing", "sharding", "models"} | SHARED,
-    "planning": {"launch", "dryrun", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
-    "cli": {"planning", "launch", "jobs", "checks", "weights", "dryrun", "planner", "report", "convert", ""}
+    "planning": {"launch", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
+    "cli": {"planning", "launch", "jobs", "checks", "weights", "planner", "report", "convert", ""}
     | LOWER
     | SHARED,
-    "": {"planning", "training", "weights", "tracing", "dryrun", "planner", "report"} | LOWER | SHARED,
+    "": {"planning", "training", "weights", "tracing", "planner", "report"} | LOWER | SHARED,
     "__main__": {"cli"},
 }
 TORCH_FREE_ROOMS = {"spec", "convert", "planner", "report", "system", "errors", "quantities"}

@@ -109,7 +109,6 @@ def test_a_saved_spec_is_planned_as_the_model_itself(
         (["SPEC", "--on", "8xH100", "--budget", "lots"], SpecError, "not a count"),
         (["SPEC", "--on", "8xH100", "--tokens-per-step", "100"], PlanError, "too few for 8 ranks"),
         (["SPEC", "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
-        (["SPEC", "--on", "8xH100", "--dry-run"], SpecError, "needs the model itself"),
         (["SPEC", "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
         (["SPEC", "--on", "8xH100", "--ladder"], SpecError, "needs the model itself"),
         (["SPEC", "--on", "8xH100", "--ladder", "--compare"], SpecError, "does not go with --compare"),

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.dryrun.recorder import StorageEventRecorder
 from fullshard.planner.memory import peak_bytes
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
@@ -14,29 +13,11 @@ from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
+from tests.planner.dry_step import LiveBytes
 from tests.planner.measured import meta_model, microbatches, plan_of
 
 # The norm's and the loss's scalars, the random state of recomputed blocks, and buffers of attention.
 SCRATCH_BYTES = 128 * 1024
-
-
-class CappedAllocator(StorageEventRecorder):
-    """Raises MemoryError when a storage would make live bytes more than `cap`."""
-
-    def __init__(self, cap: int) -> None:
-        super().__init__("cpu")
-        self.cap, self.live, self.sizes = cap, 0, dict[int, int]()
-
-    def _record_new_block(self, size: int) -> int:
-        block = super()._record_new_block(size)
-        self.sizes[block], self.live = size, self.live + size
-        if self.live > self.cap:
-            raise MemoryError(f"{self.live} bytes are more than {self.cap}")
-        return block
-
-    def _record_free(self, key: int) -> None:
-        self.live -= self.sizes.pop(self._blocks.get(key, -1), 0)
-        super()._record_free(key)
 
 
 def runs(plan: Plan, cap: int) -> bool:
@@ -48,13 +29,13 @@ def runs(plan: Plan, cap: int) -> bool:
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
 
     step()
-    allocator = CappedAllocator(cap)
+    live = LiveBytes("cpu", cap=cap)
     lasting: list[Any] = [*model.parameters(), *model.buffers()]
     lasting += [t for one in state.optimizer.state.values() for t in one.values()]
     try:
-        with torch.autograd.set_multithreading_enabled(False), allocator.record_resizes_and_random_states():
-            allocator.track_and_get_blocks(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
-            with allocator:
+        with torch.autograd.set_multithreading_enabled(False), live.watch_resizes_and_random_states():
+            live.track(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
+            with live:
                 step()
     except MemoryError:
         return False

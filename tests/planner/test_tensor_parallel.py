@@ -2,7 +2,6 @@
 
 import pytest
 
-from fullshard.dryrun.step import run_dry_step
 from fullshard.errors import PlanError
 from fullshard.planner.memory import (
     PeakLowerBoundSettings,
@@ -15,9 +14,8 @@ from fullshard.planner.search import predict
 from fullshard.planner.step_time import StepTimePredictor
 from fullshard.spec.hardware import CollectiveRate
 from fullshard.spec.plan import Plan
-from fullshard.training.loss import next_token_loss
-from fullshard.training.optimizer import build_optimizer
 from tests.fakes.hardware import cpu_of, hardware_of
+from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import described, measured, meta_model, plan_of, predicted
 from tests.planner.test_context_parallel import sent_bytes
 from tests.planner.test_search import prediction_of
@@ -75,11 +73,10 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
     ],
     ids=" ".join,
 )
-def test_a_rank_holds_what_the_plan_and_the_dry_run_say(overrides: list[str], ranks) -> None:
+def test_a_rank_holds_what_the_plan_and_the_dry_step_say(overrides: list[str], ranks) -> None:
     plan = tensor_plan(*overrides)
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
-    dry = run_dry_step(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=0)
-    assert dry.peak_bytes == pytest.approx(real, rel=0.005)
+    assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.005)
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
 
 

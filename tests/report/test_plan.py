@@ -160,14 +160,6 @@ def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 
-def test_a_dry_run_stands_beside_what_was_predicted():
-    plan = predicted()
-    counted = {"parameter_shards": 4 * GIB, "units_in_flight": 3 * GIB, "rest": 34 * GIB}
-    said = {label.strip(): text for label, text in plan_rows(page(plan)._replace(dry_run=counted))}
-    assert said["dry run"] == "41.00 GiB of tensors at the peak; predicted 40.00 GiB (-2.4 %)"
-    assert said["activations, rest"].split() == ["34.00", "GiB;", "predicted", "34.00", "GiB"]
-
-
 def test_a_tier_says_what_it_takes_and_what_binds():
     plan = predicted()
     assert plan.prediction is not None

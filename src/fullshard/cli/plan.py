@@ -82,12 +82,6 @@ Ladder = Annotated[
     bool,
     typer.Option("--ladder", help="Show what each faster setting gains: compile, chunked loss, fp8, …"),
 ]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", help="Run the plan's real step without data or devices, and compare its memory."
-    ),
-]
 Save = Annotated[
     Path | None, typer.Option("--save", metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
 ]
@@ -192,7 +186,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     pue: Pue = None,
     compare: Compare = False,
     ladder: Ladder = False,
-    dry_run: DryRun = False,
     as_json: AsJson = False,
     save: Save = None,
     save_spec: SaveSpec = None,
@@ -208,7 +201,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     """Predict the memory and time of a run; choose what is fastest."""
     check_outputs_replaceable(save, save_spec, trace=trace, force=force)
     pinned = [*(overrides or ()), *_settings_of_options(sequence_length, precision)]
-    one_plan = {"--compare": compare, "--dry-run": dry_run, "--save": save, "--trace": trace}
+    one_plan = {"--compare": compare, "--save": save, "--trace": trace}
     one_plan |= {"--largest": largest, "--sensitivity": sensitivity, "--mtbf": mtbf}
     one_machine = {"--on": on, "--save-spec": save_spec, "--fewest-gpus-in-days": fewest_gpus_in_days}
     tables = {"--machines": machines, "--ladder": ladder, "--scaling": scaling}
@@ -227,9 +220,9 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         question = _fewest_gpus(question, fewest_gpus_in_days, budget=spend, own_batch=own)
     if ladder or scaling is not None:
         return _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
-    answer = _choose_plan(question, largest, dry_run=dry_run)
+    answer = _choose_plan(question, largest)
     _save_answer(answer, plan=save, trace=trace)
-    answer = _with_details(answer, sensitivity=sensitivity, mtbf=mtbf, dry_run=dry_run)
+    answer = _with_details(answer, sensitivity=sensitivity, mtbf=mtbf)
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
     return answer.print_page(spend, compare=compare)
@@ -240,13 +233,9 @@ def _settings_of_options(sequence_length: int | None, precision: str | None) -> 
     return [f"{key}={value}" for key, value in settings.items() if value]
 
 
-def _choose_plan(
-    question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None, *, dry_run: bool
-) -> "PlanResult":
-    from fullshard.planning.result import check_can_run_dry, choose_fastest_plan, plan_largest_input
+def _choose_plan(question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None) -> "PlanResult":
+    from fullshard.planning.result import choose_fastest_plan, plan_largest_input
 
-    if dry_run:
-        check_can_run_dry(question)  # before the time that a search takes
     return choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
 
 
@@ -266,15 +255,12 @@ def _fewest_gpus(
     return fewest_gpus_request(question, days=days, budget=budget, may_raise_batch=may_raise)
 
 
-def _with_details(
-    answer: "PlanResult", *, sensitivity: bool, mtbf: float | None, dry_run: bool
-) -> "PlanResult":
+def _with_details(answer: "PlanResult", *, sensitivity: bool, mtbf: float | None) -> "PlanResult":
     """Returns `answer` with what else the options ask for."""
-    from fullshard.planning.result import with_dry_run, with_goodput, with_sensitivity
+    from fullshard.planning.result import with_goodput, with_sensitivity
 
     answer = with_sensitivity(answer) if sensitivity else answer
-    answer = answer if mtbf is None else with_goodput(answer, rank_failure_hours=mtbf)
-    return with_dry_run(answer) if dry_run else answer
+    return answer if mtbf is None else with_goodput(answer, rank_failure_hours=mtbf)
 
 
 def _check_tables_alone(

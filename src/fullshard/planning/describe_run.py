@@ -160,17 +160,3 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
     batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in keys}
     # One document in each row: the most that attention within documents can compute.
     return batch | {"document_ends": torch.empty((rows, 1), dtype=torch.int32, device="meta")}
-
-
-def dry_run_batch(plan: Plan) -> Any:
-    """Returns a microbatch of zeros for a dry run of the run's model."""
-    import torch
-
-    from fullshard.dryrun.step import token_batch
-    from fullshard.models.build import build_model
-    from fullshard.torch_private.tensors import tree_map_only
-
-    batch = _example_batch(plan, build_model(plan.run))
-    if batch is None:
-        return token_batch(plan)
-    return tree_map_only(torch.Tensor, lambda one: torch.zeros_like(one, device="cpu"), batch)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
@@ -33,10 +33,6 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-
-if TYPE_CHECKING:
-    from fullshard.dryrun.values import DryRunMemory
-
 
 # The most tokens of a step that --fewest-gpus-in-days chooses by itself: larger ones are rare in pretraining.
 MOST_TOKENS = 2**26
@@ -84,7 +80,6 @@ class PlanResult:
     best: the chosen plan
     found, explanation: the search that found it, and its reasons
     largest: name and size of the maximised quantity, for --largest
-    dry: memory of a dry run of `best`, for --dry-run
     sensitivity: what more of each property of the hardware gains, for --sensitivity
     goodput: the part of the time that advances the run although ranks fail, for --mtbf
     """
@@ -94,7 +89,6 @@ class PlanResult:
     found: SearchResult | None = None
     explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
-    dry: "DryRunMemory | None" = None
     sensitivity: tuple[SensitivityLine, ...] = ()
     goodput: Goodput | None = None
 
@@ -118,7 +112,6 @@ class PlanResult:
                 why=why,
                 budget=budget,
                 fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
-                dry_run=self.dry.parts() if self.dry else None,
                 certainty=certainty,
                 goodput=_goodput_lines(self.goodput, self.best) if self.goodput else (),
             )
@@ -159,8 +152,6 @@ class PlanResult:
             data["sensitivity"] = {line.name: line.gain for line in self.sensitivity}
         if self.goodput is not None:
             data["goodput"] = self.goodput.model_dump(mode="json")
-        if self.dry is not None:
-            data["dry_run"] = self.dry.model_dump(mode="json") | {"peak_bytes": self.dry.peak_bytes}
         return data
 
 
@@ -314,30 +305,6 @@ def with_goodput(answer: PlanResult, *, rank_failure_hours: float) -> PlanResult
     seconds = 3600 * rank_failure_hours
     found = predict_goodput(answer.best, answer.question.hardware, rank_failure_seconds=seconds)
     return replace(answer, goodput=found)
-
-
-def check_can_run_dry(question: PlanRequest) -> None:
-    """Raises SpecError for a question of a saved spec, whose model is not there to run."""
-    if question.subject.spec is not None:
-        raise SpecError(
-            "--dry-run needs the model itself, not only its spec.",
-            got=question.subject.name,
-            fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
-        )
-
-
-def with_dry_run(answer: PlanResult) -> PlanResult:
-    """Runs the plan's real step dry, without data or devices. Returns `answer` with its memory.
-
-    Raises what `check_can_run_dry` does.
-    """
-    from fullshard.dryrun.process import dry_run
-    from fullshard.dryrun.values import Program
-
-    check_can_run_dry(answer.question)
-    print("note: running the real step dry, which takes a minute or more", file=sys.stderr)
-    program = Program(batch="fullshard.planning.describe_run:dry_run_batch")
-    return replace(answer, dry=dry_run(answer.best, program))
 
 
 def _format_parameter_count(count: int) -> str:

@@ -81,7 +81,6 @@ class PlanReport(NamedTuple):
     why: Sequence[str] = ()  # paragraphs of reasons
     budget: TrainingBudget | None = None  # tokens to train on, if any
     fp8: str = ""  # which matrices are multiplied in fp8, if any
-    dry_run: Mapping[str, int] | None = None  # bytes by part, counted by a dry run of the real step
     certainty: Certainty | None = None  # how far the speed may be wrong, if anything is known about it
     goodput: Iterable[str] = ()  # lines about failures and checkpoints
 
@@ -108,8 +107,6 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     if plan.run.checkpoint.mode == "async":
         staged = format_bytes(prediction.memory.staged_checkpoint_bytes)
         yield "checkpoints", f"{staged} more host memory per rank, for the copy that is written"
-    if page.dry_run is not None:
-        yield from _dry_run_rows(page.dry_run, prediction)
     if prediction.offload is not None:
         yield from _offload_rows(prediction)
     if prediction.activations is not None:
@@ -319,20 +316,6 @@ def _host_activation_rows(terms: ActivationOffloadTerms, *, held: int) -> Iterat
     yield "on the host", f"{format_bytes(terms.host_bytes)}{of} per rank for activations{room}"
     copied, seconds = format_bytes(terms.copied_bytes), format_seconds(terms.copy_seconds)
     yield "", f"a step copies {copied} there and back, {seconds} in all"
-
-
-def _dry_run_rows(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yields lines that compare the bytes counted in a dry run with the predicted ones, part by part."""
-    terms = prediction.memory.terms()
-    predicted = {name: terms.get(name, 0) for name in parts}
-    predicted["rest"] = prediction.memory.total - sum(predicted.values())
-    counted, total = sum(parts.values()), prediction.memory.total
-    error = f" ({100 * (total / counted - 1):+.1f} %)" if counted else ""
-    yield "dry run", f"{format_bytes(counted)} of tensors at the peak; predicted {format_bytes(total)}{error}"
-    for name, count in parts.items():
-        if count or predicted[name]:
-            text = f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}"
-            yield f"  {term_label(name)}", text
 
 
 def _step_time_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:

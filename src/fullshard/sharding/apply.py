@@ -139,7 +139,7 @@ class PreparedSharding:
     """The choices with which a model is sharded by a plan."""
 
     plan: Plan
-    device: DeviceType  # the plan's, or the one that fake tensors stand for
+    device: DeviceType  # whose kernels run: the plan's, except in a test on fake tensors
     methods: Sequence[str]  # names of methods that compute with the parameters, besides `forward`
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
@@ -162,17 +162,12 @@ def prepare_sharding(
     *,
     units: Predicate | None = None,
     methods: Sequence[str] = (),
-    stands_for: DeviceType | None = None,
     split: SplitDims | None = None,
 ) -> PreparedSharding:
-    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`.
-
-    stands_for: the device that fake tensors stand for, if it is not the plan's
-    """
-    device = stands_for or plan.device
+    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
     check_settings_work_together(plan.run)
     check_offload_supports_optimizer(plan.run)
-    check_switches(plan.run.fsdp, device)
+    check_switches(plan.run.fsdp, plan.device)
     _check_not_sharded(model)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
     assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
@@ -193,7 +188,7 @@ def prepare_sharding(
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
     return PreparedSharding(
-        plan, device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
+        plan, plan.device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
     )
 
 

@@ -150,16 +150,6 @@ def initialise_parameters(
         filler.register_parameters(filler.parameters)
 
 
-def allocate_fake_shards_and_buffers(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Allocates shards and buffers on the CPU without setting values, for models of fake tensors."""
-    filler = _ModelValueSetter(model, torch.device("cpu"), seed=0, init=None)
-    filler.allocate_shards_without_values(list(filler.parameters), marked=False)
-    filler.register_parameters(filler.parameters)
-    for unit in units:
-        unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
-    replace_buffers_by_id(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
-
-
 def materialize(
     model: nn.Module, *, seed: int, device: torch.device | None = None, init: Initialise | None = None
 ) -> nn.Module:
@@ -230,13 +220,12 @@ class _ModelValueSetter:
         else:
             self.parameters[name] = new
 
-    def allocate_shards_without_values(self, names: Sequence[str], *, marked: bool = True) -> None:
-        """Allocates the shards of these parameters without values: NaN if `marked`, else uninitialised."""
+    def allocate_shards_without_values(self, names: Sequence[str]) -> None:
+        """Allocates the shards of these parameters without values: NaN."""
         for name in names:
             old = self.parameters[name]
             local = torch.empty(local_tensor(old).shape, dtype=old.dtype, device=self.device)
-            if marked:
-                _fill_nan(local)
+            _fill_nan(local)
             data = dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
             self._set_parameter_data(name, data)
 

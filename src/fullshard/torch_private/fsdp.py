@@ -62,7 +62,6 @@ NAMES = require(
     ),
     PrivateName(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
     PrivateName(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
-    PrivateName(f"{_PACKAGE}._fsdp_param._chunk_with_empty", "shards at any rank count", is_optional=True),
     PrivateName(f"{_PACKAGE}._fsdp_init.DeviceMesh", "shares one mesh after forward", is_optional=True),
 )
 
@@ -188,27 +187,13 @@ def replace_mesh_after_forward(make_mesh: Callable[..., Any]) -> Generator[None]
 
     `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one.
     """
-    with _replace_name("_fsdp_init", "DeviceMesh", value=make_mesh):
-        yield
-
-
-@contextmanager
-def replace_chunks(cut: Callable[..., Any]) -> Generator[None]:
-    """Makes `fully_shard` cut parameters by `cut(tensor, num_chunks, dim)`, perhaps not all chunks."""
-    with _replace_name("_fsdp_param", "_chunk_with_empty", value=cut):
-        yield
-
-
-@contextmanager
-def _replace_name(module: str, name: str, *, value: Any) -> Generator[None]:
-    """Replaces a name in one of FSDP2's modules while active. A torch without the name stays as it is."""
-    engine: Any = importlib.import_module(f"{_PACKAGE}.{module}")
-    before = getattr(engine, name, None)
+    engine: Any = importlib.import_module(f"{_PACKAGE}._fsdp_init")
+    before = getattr(engine, "DeviceMesh", None)
     if before is None:
-        yield
+        yield  # a torch without the name
         return
-    setattr(engine, name, value)
+    engine.DeviceMesh = make_mesh
     try:
         yield
     finally:
-        setattr(engine, name, before)
+        engine.DeviceMesh = before

@@ -1,0 +1,80 @@
+"""The planner's closed form gives the bytes of a step on fake ranks, which are those of real ranks."""
+
+import pytest
+
+from fullshard.planner.memory import peak_bytes
+from fullshard.tracing.describe import describe
+from fullshard.training.loss import next_token_loss
+from tests.fakes.architectures_hf import write_config
+from tests.planner.dry_step import dry_peak_bytes
+from tests.planner.measured import measured, meta_model, plan_of
+
+HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
+UNEVEN = ["model.vocabulary=1021", "model.d_ff=383", "model.d_model=120"]
+pytestmark = pytest.mark.filterwarnings("ignore::fullshard.sharding.unit_sizes.UnitSizeWarning")
+
+
+@pytest.mark.parametrize(
+    ("n", "accumulation", "overrides"),
+    [
+        pytest.param(2, 3, ["sharding.strategy=zero1", "recompute.mode=full"], marks=pytest.mark.long),
+        pytest.param(
+            4,
+            1,
+            ["sharding.strategy=full_shard", "sharding.reshard_after_forward=2", "precision.mode=bf16_pure"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, 1, ["recompute.mode=offload"], marks=pytest.mark.long),
+        (2, 1, ["model.hf=llama"]),
+        pytest.param(2, 1, ["model.hf=llama", "sharding.tensor_parallel=2"], marks=pytest.mark.long),
+    ],
+)
+def test_the_dry_step_holds_what_real_ranks_hold(ranks, tmp_path, n, accumulation, overrides):
+    write_config("llama", tmp_path)
+    overrides = [one.replace("model.hf=llama", f"model.hf={tmp_path}") for one in overrides]
+    plan = plan_of(n, *overrides, accumulation=accumulation)
+    real = sum(ranks(n).run(measured, plan)[0].values())
+    assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.001)
+
+
+def test_each_of_uneven_ranks_holds_what_the_real_one_does(ranks):
+    plan = plan_of(3, *UNEVEN)
+    real = [sum(parts.values()) for parts in ranks(3).run(measured, plan)]
+    found = [dry_peak_bytes(meta_model(plan), plan, rank=rank) for rank in (0, 2)]
+    assert found == pytest.approx(real[::2], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides"),
+    [
+        pytest.param(
+            "cpu",
+            ["prefetch.mode=explicit", "prefetch.forward=2", "prefetch.backward=2"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "cpu",
+            ["recompute.mode=full", "sharding.reshard_after_forward=8", "sharding.strategy=full_shard"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param("cuda", [*HYBRID, "precision.mode=bf16"], marks=pytest.mark.long),
+        pytest.param(
+            "cuda",
+            ["sharding.strategy=zero1", "recompute.mode=selective", "precision.mode=bf16"],
+            marks=pytest.mark.long,
+        ),
+        ("cuda", ["sharding.strategy=full_shard", "recompute.mode=offload", "precision.mode=bf16"]),
+    ],
+    ids=["prefetch", "hpz", "hybrid", "zero1", "offload"],
+)
+def test_the_planner_counts_as_many_bytes_at_64_ranks(device, overrides):
+    plan = plan_of(64, *overrides).model_copy(update={"device": device})
+    predicted = peak_bytes(describe(meta_model(plan), plan, loss=next_token_loss), plan)
+    assert predicted.total == pytest.approx(dry_peak_bytes(meta_model(plan), plan), rel=0.005)
+
+
+@pytest.mark.long
+def test_more_microbatches_hold_no_more_where_each_is_reduced():
+    plans = [plan_of(2, "train.gradient_sync=every_microbatch", accumulation=n) for n in (2, 3)]
+    two, three = (dry_peak_bytes(meta_model(plan), plan) for plan in plans)
+    assert two == three
