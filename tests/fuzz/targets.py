@@ -274,7 +274,7 @@ def make_converted(seeds: Path, directory: Path, rng: Random) -> None:
     source = rng.choice(sorted(CONVERTED.iterdir()))
     text = source.read_text()
     data = mutated_json(json.loads(text), rng) if source.suffix == ".json" else mutated_lines(text, rng)
-    (directory / source.name.removesuffix(".txt")).write_bytes(data)
+    (directory / source.name).write_bytes(data)
 
 
 def read_converted(directory: Path) -> None:

@@ -21,9 +21,8 @@ def convert(
         str,
         typer.Argument(
             metavar="CONFIG",
-            help="An Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, a torchtitan TOML, Python that "
-            "calls FSDP(...), fully_shard(...), Fabric(...), FSDPStrategy(...) or TrainingArguments(...) "
-            "(read, never run); - for standard input.",
+            help="An Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON or a torchtitan TOML; - for the "
+            "standard input.",
         ),
     ],
     *,
@@ -32,7 +31,7 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="accelerate, axolotl, deepspeed, fsdp, lightning, torchtitan or trainer, if not detected.",
+            help="accelerate, axolotl, deepspeed, torchtitan or trainer, if not detected.",
         ),
     ] = None,
     ranks: Annotated[

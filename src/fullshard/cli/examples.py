@@ -56,7 +56,6 @@ fullshard init --schema                     editors then complete and check its 
     "convert": """
 fullshard convert ds_config.json > run.toml
 fullshard convert accelerate.yaml --ranks 8
-fullshard convert train.py --from fsdp
 """,
     "version": """
 fullshard version --json

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from fullshard.convert.accelerate import convert_accelerate
 from fullshard.convert.deepspeed import convert_deepspeed
-from fullshard.convert.fsdp import convert_fsdp, convert_lightning
 from fullshard.convert.reader import (
     AUTO,
     ConfigFormat,
@@ -27,8 +26,6 @@ _READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
     ConfigFormat.ACCELERATE: convert_accelerate,
     ConfigFormat.AXOLOTL: convert_axolotl,
     ConfigFormat.DEEPSPEED: convert_deepspeed,
-    ConfigFormat.FSDP: convert_fsdp,
-    ConfigFormat.LIGHTNING: convert_lightning,
     ConfigFormat.TORCHTITAN: convert_torchtitan,
     ConfigFormat.TRAINER: convert_trainer,
 }
@@ -88,10 +85,9 @@ def convert_config(
     Raises SpecError for text of no known format, for keys that contradict each other, and for values that a
     run.toml does not allow.
     """
-    found, tree, notes = parse_config(text, name=name, format=format)
+    found, tree = parse_config(text, name=name, format=format)
     state = ConversionState(tree, ranks=ranks)
     _check_no_nan(state)
-    state.notes.extend(notes)
     _READERS[found](state)
     _keep_fp8_possible(state)
     _extend_positions_to_data(state)

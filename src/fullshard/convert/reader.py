@@ -24,8 +24,6 @@ class ConfigFormat(StrEnum):
     ACCELERATE = "accelerate"
     AXOLOTL = "axolotl"
     DEEPSPEED = "deepspeed"
-    FSDP = "fsdp"
-    LIGHTNING = "lightning"
     TORCHTITAN = "torchtitan"
     TRAINER = "trainer"
 
@@ -50,7 +48,7 @@ class KeyVerdict(StrEnum):
 
 
 class UnevaluatedExpression(str):
-    """Text of an expression or variable whose value is known only when the converted program runs."""
+    """Text of a variable (`${STAGE}`), whose value the file leaves open."""
 
     __slots__ = ()
 

@@ -58,8 +58,7 @@ class KeyRule(FrozenModel):
     unless: values that do not request the unsupported feature, or set nothing; null never does
     switch: name of the key in the same top-level section that turns the unsupported feature on, if any
     sets: the key of run.toml to set; the next fields convert the value, which is otherwise taken as it is
-    choices: converted values by the value's last dotted part in lower case, or by "list" for any list;
-        `dtypes`: use `DTYPES`
+    choices: converted values by the value's last dotted part in lower case; `dtypes`: use `DTYPES`
     on, off: converted values for a true value and for any other; without `off`, others request nothing
     read: name of a conversion in `_CONVERSIONS`
     why: remark on a difference between the two keys
@@ -83,7 +82,7 @@ class KeyRule(FrozenModel):
         """Returns `value` converted for run.toml; None if it cannot be expressed there."""
         if self.choices is not None:
             choices = DTYPES if self.choices == "dtypes" else self.choices
-            return choices.get("list" if isinstance(value, list) else last_dotted_part_lower(value))
+            return choices.get(last_dotted_part_lower(value))
         if value is None or self.on is None:
             return _CONVERSIONS[self.read](value)
         return self.on if is_true_yes_on(value) else self.off
@@ -123,17 +122,11 @@ def convert_betas(state: ConversionState, keys: tuple[str, str], *, default: tup
             state.record_setting(key, "optimizer.betas", value=pair)
 
 
-def apply_rules(
-    state: ConversionState, rules: Rules, *, named: Callable[[str], str] = lambda key: key
-) -> None:
-    """Records a verdict on every key that has none yet and matches a key or pattern of `rules`.
-
-    named: returns the name in `rules` for a key of the config
-    """
+def apply_rules(state: ConversionState, rules: Rules) -> None:
+    """Records a verdict on every key that has none yet and matches a key or pattern of `rules`."""
     for key in state.keys_without_verdict():
-        name = named(key)
-        patterns = (rule for pattern, rule in rules.items() if fnmatchcase(name, pattern))
-        rule = rules.get(name) or next(patterns, None)
+        patterns = (rule for pattern, rule in rules.items() if fnmatchcase(key, pattern))
+        rule = rules.get(key) or next(patterns, None)
         if rule is not None:
             _apply_rule(state, key, rule=rule)
 

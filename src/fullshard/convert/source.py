@@ -5,13 +5,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fullshard.convert.python_source import (
-    FSDP_CALLS,
-    LIGHTNING_HOSTS,
-    LIGHTNING_STRATEGIES,
-    TRAINER_CALLS,
-    PythonSource,
-)
 from fullshard.convert.reader import ConfigFormat, UnevaluatedExpression, iterate_leaves
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
@@ -52,22 +45,8 @@ _FORMAT_KEYS = {
     },
 }
 _MAPPING_FORMATS = (None, *_FORMAT_KEYS)
-# Keys of a dict or class in Python that holds arguments of FSDP.
-_FSDP = {
-    "sharding_strategy",
-    "reshard_after_forward",
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-    "mp_policy",
-    "offload_policy",
-}
 _TORCHTITAN = {"job", "training", "parallelism", "activation_checkpoint", "lr_scheduler", "metrics"}
-_FORMS = (
-    "an Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, a torchtitan TOML, or Python that calls "
-    "FSDP(…), fully_shard(…), FSDP2Config(…), Fabric(…), FSDPStrategy(…) or TrainingArguments(…)"
-)
+_FORMS = "an Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, or a torchtitan TOML"
 # Parts of text that is nearly JSON: strings, comments (DeepSpeed reads them, as Hjson), placeholders. What is
 # not closed ends with the text, so that no part is searched twice.
 _STRING = r'"(?:\\.|[^"\\])*(?:"|\\?\Z)'
@@ -79,26 +58,25 @@ _JSON_PARTS = re.compile(
 _STRING_OR_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
 _TEMPLATE_MARKS = ("{{", "{%")
 
-ParsedConfig = tuple[ConfigFormat, dict[str, Any], list[str]]
+ParsedConfig = tuple[ConfigFormat, dict[str, Any]]
 
 
 def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> ParsedConfig:
-    """Returns (format, nested settings, notes) of `text`. Raises SpecError if it has no known format."""
-    # The order matters: TOML's `[training]` and JSON are Python too, and JSON is YAML.
-    for read in (_try_parse_json, _try_parse_torchtitan_toml, _try_parse_python, _try_parse_yaml):
+    """Returns (format, nested settings) of `text`. Raises SpecError if it has no known format."""
+    if name.endswith(".py"):
+        raise SpecError(
+            f"{name} is a program.",
+            why="its settings are known only when it runs",
+            fix=f"{_FORMS}; or fullshard init run.toml, and docs/names.md, which has both names of a setting",
+        )
+    for read in (_try_parse_json, _try_parse_torchtitan_toml, _try_parse_yaml):  # JSON is YAML too
         found = read(text, format)
         if found is not None:
             return _with_plain_values(found, text, name=name)
-    if _has_template_marks(text) and not name.endswith(".py") and _load_yaml(text) is None:
+    if _has_template_marks(text) and _load_yaml(text) is None:
         line = next(line for line in text.splitlines() if _has_template_marks(line))
         fix = "fill in its placeholders first"
         raise SpecError(f"{name} is a template.", got=_first_nonblank_line(line), fix=fix)
-    if "Trainer.Config" in text:
-        raise SpecError(
-            f"{name} is a registry of torchtitan's configs in Python, as of February 2026.",
-            why="a program composes them; only torchtitan's TOML files are read",
-            fix="fullshard init run.toml, and the values of one config; docs/names.md has both names",
-        )
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
@@ -161,12 +139,12 @@ def _recognize_mapping_format(tree: Any, format: ConfigFormat | None) -> ParsedC
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
     found = format or next((one for one, keys in _FORMAT_KEYS.items() if keys & keyed.keys()), None)
-    return None if found is None else (found, keyed, [])
+    return None if found is None else (found, keyed)
 
 
 def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedConfig:
     """Returns `source` with JSON types only. Raises SpecError for values that no run.toml can have."""
-    format, tree, notes = source
+    format, tree = source
     try:
         check_nesting_depth(tree, most=len(text))
         check_integer_sizes(tree)
@@ -176,7 +154,7 @@ def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedC
         raise SpecError(f"{name} has values that no run has.", got=str(error)) from error
     if len(list(iterate_leaves(plain))) > _MOST_KEYS:
         raise SpecError(f"{name} is not a config.", got=f"more than {_MOST_KEYS:,} keys")
-    return format, plain, notes
+    return format, plain
 
 
 def _plain_json_value(value: Any) -> Any:
@@ -217,56 +195,18 @@ def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> Parsed
             "this is a run.toml already.", got=f"[{'], ['.join(sections)}]", fix="fullshard train"
         )
     if format is not None or _TORCHTITAN & sections:
-        return ConfigFormat.TORCHTITAN, tree, []
-    return None
-
-
-def _try_parse_python(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
-    if format in (ConfigFormat.ACCELERATE, ConfigFormat.AXOLOTL, ConfigFormat.TORCHTITAN):
-        return None
-    if text.lstrip().startswith("{") and _has_template_marks(text):
-        return None  # JSON with placeholders is Python too: sets in a dict
-    try:
-        return _settings_from_python_calls(PythonSource(text), format)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last if the parser's stack overflows
-        return None
-
-
-def _settings_from_python_calls(source: PythonSource, format: ConfigFormat | None) -> ParsedConfig | None:
-    if format in (None, ConfigFormat.LIGHTNING):
-        strategy, host = source.fullest_call(LIGHTNING_STRATEGIES), source.fullest_call(LIGHTNING_HOSTS)
-        if strategy or (host and {"strategy", "devices", "precision"} & host[1].keys()):
-            tree = dict(host[1]) if host else {}
-            if strategy and not isinstance(tree.get("strategy"), dict):
-                tree["strategy"] = strategy[1] or strategy[0]
-            if strategy and strategy[0] == "DeepSpeedStrategy" and strategy[1].keys() - {"config"}:
-                tree["strategy"] = {"stage": 2} | strategy[1]  # Lightning's default stage
-            return ConfigFormat.LIGHTNING, tree, []
-    call = source.fullest_call(FSDP_CALLS) if format in (None, ConfigFormat.FSDP) else None
-    if call is not None:
-        name, arguments, others = call
-        more = f"{others} other calls were not read: the one with the most arguments was, {name}(…)"
-        return ConfigFormat.FSDP, arguments, [more] if others else []
-    arguments = source.fullest_call(TRAINER_CALLS) if format in (None, ConfigFormat.TRAINER) else None
-    if arguments is not None and arguments[1]:
-        return ConfigFormat.TRAINER, source.trainer_and_its_parts(arguments[0]) | arguments[1], []
-    for options in source.iterate_options():
-        for kind, keys in {ConfigFormat.DEEPSPEED: _DEEPSPEED, ConfigFormat.FSDP: _FSDP}.items():
-            if format in (None, kind) and keys & options.keys():
-                return kind, options, []
+        return ConfigFormat.TORCHTITAN, tree
     return None
 
 
 def _syntax_error_text(text: str, name: str) -> str | None:
-    """Returns the parser's error if `name` ends in .json, .toml or .py and `text` is not that; else None."""
+    """Returns the parser's error if `name` ends in .json or .toml and `text` is not that; else None."""
     try:
         if name.endswith(".json"):
             parse_json(text)
         elif name.endswith(".toml"):
             parse_toml(text)
-        elif name.endswith(".py"):
-            PythonSource(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, RecursionError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     return None
 
