@@ -16,7 +16,6 @@ from fullshard.report.plan import (
 )
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.certainty import Certainty
-from fullshard.spec.energy import RankPower
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
@@ -111,15 +110,6 @@ def test_a_budget_is_time_and_hours_and_money():
     assert TrainingBudget(tokens=15 * 10**12, price_per_hour=2.5).rank_hours(
         predicted(), predicted().prediction
     ) == pytest.approx(hours)
-
-
-def test_energy_is_rank_hours_at_the_nodes_and_the_buildings_power():
-    power = RankPower(board_watts=700, node_over_boards=1.5, pue=1.2)
-    budget = TrainingBudget(tokens=15 * 10**12, power=power)
-    lines = [line for _, line in plan_rows(page(predicted(), budget=budget))]
-    shown = 63_578.289 * 0.7 * 1.5 * 1.2 / 1000
-    assert f"{shown:.2f} MWh: 700 W boards × 1.5 for their nodes × 1.2 for the building" in str(lines)
-    assert not any("Wh" in line for line in rows(predicted()).values())
 
 
 def test_what_was_asked_for_is_told_from_what_was_chosen():

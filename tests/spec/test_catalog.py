@@ -86,7 +86,6 @@ def test_figures_are_of_one_chip_and_dense(entry: CatalogChip):
     chip = entry.chip
     assert 24 <= chip.memory_bytes / 2**30 <= 256
     assert 0.3e12 <= chip.memory_bytes_per_second <= 8e12
-    assert 0.2e12 < chip.flops_per_second["bf16"] / entry.board_watts < 3e12  # of FLOP per joule
     rates = [
         chip.flops_per_second[dtype] for dtype in ("tf32", "bf16", "fp8") if dtype in chip.flops_per_second
     ]

@@ -68,15 +68,6 @@ Price = Annotated[
         "--price", metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."
     ),
 ]
-Pue = Annotated[
-    float | None,
-    typer.Option(
-        "--pue",
-        metavar="FACTOR",
-        callback=require_positive_number,
-        help="What the building draws over its machines, for the energy of a --budget: 1.2.",
-    ),
-]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 Ladder = Annotated[
     bool,
@@ -111,10 +102,6 @@ Largest = Annotated[
     Literal["microbatch", "sequence"] | None,
     typer.Option("--largest", help="Find the largest microbatch or sequence that fits."),
 ]
-Sensitivity = Annotated[
-    bool,
-    typer.Option("--sensitivity", help="Show what 10 % more memory, matmul rate, links, … would gain."),
-]
 Scaling = Annotated[
     str | None,
     typer.Option("--scaling", metavar="RANKS", help="Show the speed on several numbers of ranks: 8,64,512."),
@@ -127,15 +114,13 @@ Machines = Annotated[
         help="Plan on several machines side by side, with dollars per GPU hour: '8xH100@2.5, 8xH200@3.2'.",
     ),
 ]
-Mtbf = Annotated[
-    float | None,
-    typer.Option(
-        "--mtbf",
-        metavar="HOURS",
-        callback=require_positive_number,
-        help="Mean time between failures of one GPU: show the best checkpoint interval, and the goodput.",
-    ),
-]
+_OF_ONE_MACHINE = ("--on", "--save-spec", "--fewest-gpus-in-days")
+# Options that print a table of several plans, with the options about plans that go with each.
+_TABLES: Mapping[str, tuple[str, ...]] = {
+    "--machines": (),
+    "--ladder": _OF_ONE_MACHINE,
+    "--scaling": _OF_ONE_MACHINE,
+}
 
 
 class _Options(NamedTuple):
@@ -149,7 +134,6 @@ class _Options(NamedTuple):
     any_ranks: bool
     budget: str | None
     price: float | None
-    pue: float | None
 
     def ask(self, machine: str | None) -> "PlanRequest":
         """Returns the planning question on a machine; None is this one."""
@@ -168,7 +152,7 @@ class _Options(NamedTuple):
 
     def budget_on(self, hardware: "Hardware", price: float | None = None) -> "TrainingBudget | None":
         """Returns the tokens to train on, at the machine's own `price` or that of --price."""
-        return _parse_training_budget(self.budget, price=price or self.price, pue=self.pue, hardware=hardware)
+        return _parse_training_budget(self.budget, price=price or self.price, hardware=hardware)
 
 
 def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
@@ -183,7 +167,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     overrides: Overrides = None,
     budget: BudgetOption = None,
     price: Price = None,
-    pue: Pue = None,
     compare: Compare = False,
     ladder: Ladder = False,
     as_json: AsJson = False,
@@ -193,23 +176,18 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     force: Force = False,
     fewest_gpus_in_days: Days = None,
     largest: Largest = None,
-    sensitivity: Sensitivity = False,
-    mtbf: Mtbf = None,
     scaling: Scaling = None,
     machines: Machines = None,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
     check_outputs_replaceable(save, save_spec, trace=trace, force=force)
     pinned = [*(overrides or ()), *_settings_of_options(sequence_length, precision)]
-    one_plan = {"--compare": compare, "--save": save, "--trace": trace}
-    one_plan |= {"--largest": largest, "--sensitivity": sensitivity, "--mtbf": mtbf}
-    one_machine = {"--on": on, "--save-spec": save_spec, "--fewest-gpus-in-days": fewest_gpus_in_days}
-    tables = {"--machines": machines, "--ladder": ladder, "--scaling": scaling}
-    _check_tables_alone(tables, one_plan, one_machine=one_machine, pinned=pinned)
+    given = {"--machines": machines, "--ladder": ladder, "--scaling": scaling, "--compare": compare}
+    given |= {"--save": save, "--trace": trace, "--largest": largest, "--on": on, "--save-spec": save_spec}
+    given |= {"--fewest-gpus-in-days": fewest_gpus_in_days}
+    _check_tables_alone([name for name, value in given.items() if value], pinned)
     any_ranks = fewest_gpus_in_days is not None
-    options = _Options(
-        model, tuple(pinned), ranks, drive_rate, tokens_per_step, any_ranks, budget, price, pue
-    )
+    options = _Options(model, tuple(pinned), ranks, drive_rate, tokens_per_step, any_ranks, budget, price)
     if machines is not None:
         return _print_machines(machines, options, as_json=as_json)
     question = options.ask(on)
@@ -222,7 +200,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         return _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
     answer = _choose_plan(question, largest)
     _save_answer(answer, plan=save, trace=trace)
-    answer = _with_details(answer, sensitivity=sensitivity, mtbf=mtbf)
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
     return answer.print_page(spend, compare=compare)
@@ -255,36 +232,21 @@ def _fewest_gpus(
     return fewest_gpus_request(question, days=days, budget=budget, may_raise_batch=may_raise)
 
 
-def _with_details(answer: "PlanResult", *, sensitivity: bool, mtbf: float | None) -> "PlanResult":
-    """Returns `answer` with what else the options ask for."""
-    from fullshard.planning.result import with_goodput, with_sensitivity
-
-    answer = with_sensitivity(answer) if sensitivity else answer
-    return answer if mtbf is None else with_goodput(answer, rank_failure_hours=mtbf)
-
-
-def _check_tables_alone(
-    tables: Mapping[str, object],
-    one_plan: Mapping[str, object],
-    *,
-    one_machine: Mapping[str, object],
-    pinned: Sequence[str],
-) -> None:
+def _check_tables_alone(given: Sequence[str], pinned: Sequence[str]) -> None:
     """Raises SpecError for options that do not go with a table of several plans, and for pinned rungs.
 
-    Each mapping has names and values of options: for a table, about one plan, and about one machine.
+    given: names of the options that the user gave
     """
     from fullshard.errors import SpecError
     from fullshard.planning.ladder import check_rungs_are_open
 
-    table = next((name for name, value in tables.items() if value), None)
+    table = next((name for name in _TABLES if name in given), None)
     if table is None:
         return
-    others = {**tables, **one_plan, **(one_machine if table == "--machines" else {})}
-    given = [name for name, value in others.items() if value and name != table]
-    if given:
+    others = [name for name in given if name not in (table, *_TABLES[table])]
+    if others:
         raise SpecError(
-            f"{table} does not go with {', '.join(given)}.",
+            f"{table} does not go with {', '.join(others)}.",
             why="it is a table of several plans",
             fix=f"these without {table}, for one plan",
         )
@@ -424,26 +386,18 @@ def _check_spec_fits_run(subject: "PlanTarget", asked: "Run") -> None:
 
 
 def _parse_training_budget(
-    tokens: str | None, *, price: float | None, pue: float | None, hardware: "Hardware"
+    tokens: str | None, *, price: float | None, hardware: "Hardware"
 ) -> "TrainingBudget | None":
     from fullshard.errors import SpecError
     from fullshard.quantities import parse_count
     from fullshard.report.plan import TrainingBudget
-    from fullshard.spec.energy import rank_power
 
     if tokens is None:
-        for name, value in (("--price", price), ("--pue", pue)):
-            if value is not None:
-                raise SpecError(
-                    f"{name} needs a number of tokens.", got=f"{name} {value:g}", fix="--budget 15T"
-                )
+        if price is not None:
+            raise SpecError("--price needs a number of tokens.", got=f"--price {price:g}", fix="--budget 15T")
         return None
     per_hour = hardware.price_per_hour if price is None else price
-    figures = {
-        "tokens": parse_count(tokens),
-        "price_per_hour": per_hour,
-        "power": rank_power(hardware.chip, pue=pue),
-    }
+    figures = {"tokens": parse_count(tokens), "price_per_hour": per_hour}
     return TrainingBudget.parse(figures, source="--budget and --price")
 
 

@@ -11,7 +11,6 @@ from fullshard.report.plan import (
     TrainingBudget,
     format_dollars,
     format_duration,
-    format_energy,
     mesh_text,
     recompute_text,
 )
@@ -33,7 +32,7 @@ class MachinePlan(NamedTuple):
     """The best plan on a machine, or the reason why there is none.
 
     question: what was planned; None if the batch cannot be divided over the machine's ranks
-    budget: the tokens to train on, at this machine's price and power; None if the user gave no tokens
+    budget: the tokens to train on, at this machine's price; None if the user gave no tokens
     """
 
     machine: Machine
@@ -73,7 +72,7 @@ def plan_machines(
     """Plans on each machine. A machine on which nothing fits has a reason instead of a plan.
 
     build: returns the question on the hardware of a name
-    budget: returns the tokens at the power of a hardware and a price per hour, if the user gave tokens
+    budget: returns the tokens at a price per hour on a hardware, if the user gave tokens
 
     Raises SpecError for a name that is no hardware.
     """
@@ -136,7 +135,6 @@ def _budget_columns(plans: Sequence[MachinePlan]) -> tuple[str, ...]:
     known = {
         "time": bool(budgets),
         "dollars": any(budget.price_per_hour for budget in budgets),
-        "energy": any(budget.power for budget in budgets),
     }
     return tuple(name for name, shown in known.items() if shown)
 
@@ -148,10 +146,8 @@ def _row(one: MachinePlan, columns: Sequence[str]) -> tuple[str, ...]:
     cells = dict.fromkeys(columns, "-")
     if one.budget is not None:
         dollars = one.budget.cost_dollars(one.plan, prediction)
-        energy = one.budget.kilowatt_hours(one.plan, prediction)
         cells["time"] = format_duration(one.budget.training_seconds(prediction))
         cells |= {"dollars": format_dollars(dollars)} if dollars is not None else {}
-        cells |= {"energy": format_energy(energy)} if energy is not None else {}
     return (
         one.machine.name,
         format_count(prediction.tokens_per_second),
@@ -180,13 +176,6 @@ def _notes(plans: Sequence[MachinePlan]) -> Iterator[tuple[str, str]]:
             yield "", certainty.text
         yield "", _rates_text(hardware)
     yield "plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"
-    powers = [one.budget.power for one in plans if one.budget is not None and one.budget.power is not None]
-    for ratio, pue in sorted({(power.node_over_boards, power.pue) for power in powers}):
-        building = f" × {pue:g} for the building" if pue > 1 else ""
-        yield (
-            "energy",
-            f"the boards' rated power × {ratio:g} for their nodes{building} (assumed, not measured)",
-        )
 
 
 def _rates_text(hardware: Hardware) -> str:

@@ -1,7 +1,7 @@
 """The answer of `fullshard plan`: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,8 +9,6 @@ from typing import Literal
 import typer
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.advice import NO_DIFFERENCE, format_difference
-from fullshard.planner.candidate_costs import require_prediction
 from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.capacity import (
     fewest_ranks_for_deadline,
@@ -18,14 +16,12 @@ from fullshard.planner.capacity import (
     largest_fitting_sequence_length,
 )
 from fullshard.planner.explain import PlanExplanation, explain_plan
-from fullshard.planner.goodput import RESTART_SECONDS, Goodput, predict_goodput
 from fullshard.planner.search import SearchResult, no_plan_fits_error
-from fullshard.planner.sensitivity import SensitivityLine, plan_sensitivity
 from fullshard.planning.expert_degrees import search_expert_degrees
 from fullshard.planning.parallel_degrees import DegreeSearch
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
-from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.plan import PlanReport, TrainingBudget, format_duration, show_plan, show_plan_table
+from fullshard.quantities import format_bytes, format_count
+from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.certainty import certainty_of
 from fullshard.spec.fp8 import fp8_summary_text
@@ -80,8 +76,6 @@ class PlanResult:
     best: the chosen plan
     found, explanation: the search that found it, and its reasons
     largest: name and size of the maximised quantity, for --largest
-    sensitivity: what more of each property of the hardware gains, for --sensitivity
-    goodput: the part of the time that advances the run although ranks fail, for --mtbf
     """
 
     question: PlanRequest
@@ -89,8 +83,6 @@ class PlanResult:
     found: SearchResult | None = None
     explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
-    sensitivity: tuple[SensitivityLine, ...] = ()
-    goodput: Goodput | None = None
 
     def print_page(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
@@ -113,12 +105,8 @@ class PlanResult:
                 budget=budget,
                 fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
                 certainty=certainty,
-                goodput=_goodput_lines(self.goodput, self.best) if self.goodput else (),
             )
         )
-        if self.sensitivity:
-            typer.echo("")
-            show_labelled_lines(_sensitivity_rows(self.sensitivity, self.best))
         if compare and self.found is not None:
             typer.echo("")
             show_plan_table(self.best, self.found.by_strategy.values())
@@ -148,31 +136,7 @@ class PlanResult:
             data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
         if (certainty := certainty_of(spec, hardware)) is not None:
             data["certainty"] = certainty._asdict()
-        if self.sensitivity:
-            data["sensitivity"] = {line.name: line.gain for line in self.sensitivity}
-        if self.goodput is not None:
-            data["goodput"] = self.goodput.model_dump(mode="json")
         return data
-
-
-def _sensitivity_rows(lines: Iterable[SensitivityLine], best: Plan) -> Iterator[tuple[str, str]]:
-    for index, line in enumerate(lines):
-        change = format_difference(line.plan, best)
-        fits = f", with {change}" if line.name == "memory" and change != NO_DIFFERENCE else ""
-        text = f"{line.name:<17}{100 * line.gain:+5.1f} % tokens/s{fits}"
-        yield ("10 % more" if index == 0 else ""), text
-
-
-def _goodput_lines(goodput: Goodput, best: Plan) -> Iterator[str]:
-    """Yields lines about failures, the best interval between checkpoints and the goodput."""
-    prediction = require_prediction(best)
-    failures, again = format_duration(goodput.failure_seconds), format_seconds(RESTART_SECONDS)
-    yield f"one of {best.world_size:,} ranks every {failures}; {again} to start again (assumed)"
-    size = format_bytes(prediction.memory.staged_checkpoint_bytes)
-    interval, waits = format_duration(goodput.interval_seconds), format_seconds(goodput.stall_seconds)
-    yield f"best checkpoint interval {interval}: {size} per rank, the step waits {waits}"
-    rate = format_count(goodput.part * prediction.tokens_per_second)
-    yield f"goodput {100 * goodput.part:.1f} %: {rate} tokens/s"
 
 
 def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str, object]:
@@ -291,20 +255,6 @@ def fewest_gpus_request(
         print(f"note: the deadline needs larger steps, planned with {more} tokens each", file=sys.stderr)
     hardware = hardware.with_rank_counts(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
     return replace(question, hardware=hardware, asked=run)
-
-
-def with_sensitivity(answer: PlanResult) -> PlanResult:
-    """Returns `answer` with what more of each property of its hardware would gain."""
-    question = answer.question
-    spec, hardware, run = question.spec, question.hardware, question.asked
-    return replace(answer, sensitivity=plan_sensitivity(answer.best, spec, hardware=hardware, run=run))
-
-
-def with_goodput(answer: PlanResult, *, rank_failure_hours: float) -> PlanResult:
-    """Returns `answer` with its goodput. Raises SpecError if the rate of the drive is not known."""
-    seconds = 3600 * rank_failure_hours
-    found = predict_goodput(answer.best, answer.question.hardware, rank_failure_seconds=seconds)
-    return replace(answer, goodput=found)
 
 
 def _format_parameter_count(count: int) -> str:

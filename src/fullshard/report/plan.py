@@ -6,7 +6,6 @@ from typing import NamedTuple, TextIO
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.certainty import Certainty
-from fullshard.spec.energy import RankPower
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import (
     CALIBRATION_MARKS,
@@ -44,7 +43,6 @@ class TrainingBudget(FrozenModel):
 
     tokens: PositiveInt
     price_per_hour: PositiveFloat | None = None  # dollars per rank
-    power: RankPower | None = None
 
     def training_seconds(self, prediction: Prediction) -> float:
         """Returns the seconds that training on the tokens takes."""
@@ -56,17 +54,13 @@ class TrainingBudget(FrozenModel):
     def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
         return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
 
-    def kilowatt_hours(self, plan: Plan, prediction: Prediction) -> float | None:
-        return self.power and self.rank_hours(plan, prediction) * self.power.watts / 1000
-
     def record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
-        """Returns tokens, seconds, rank hours, dollars and kWh (assumed) as JSON values."""
+        """Returns tokens, seconds, rank hours and dollars as JSON values."""
         return {
             "tokens": self.tokens,
             "seconds": self.training_seconds(prediction),
             "rank_hours": self.rank_hours(plan, prediction),
             "dollars": self.cost_dollars(plan, prediction),
-            "kilowatt_hours": self.kilowatt_hours(plan, prediction),
         }
 
 
@@ -82,7 +76,6 @@ class PlanReport(NamedTuple):
     budget: TrainingBudget | None = None  # tokens to train on, if any
     fp8: str = ""  # which matrices are multiplied in fp8, if any
     certainty: Certainty | None = None  # how far the speed may be wrong, if anything is known about it
-    goodput: Iterable[str] = ()  # lines about failures and checkpoints
 
 
 def show_plan(page: PlanReport, *, file: TextIO | None = None) -> None:
@@ -113,7 +106,6 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
         yield from _host_activation_rows(prediction.activations, held=prediction.host_bytes_per_rank)
     yield from _step_time_rows(prediction)
     yield from _speed_rows(plan, prediction, certainty=page.certainty)
-    yield from _paragraph_rows("failures", page.goodput)
     if page.budget is not None:
         yield from _budget_rows(page.budget, plan)
     yield from _paragraph_rows("why", page.why)
@@ -368,23 +360,11 @@ def _budget_rows(budget: TrainingBudget, plan: Plan) -> Iterator[tuple[str, str]
     if cost is not None:
         text += f" at ${budget.price_per_hour:,.2f} = ${_format_rounded(cost)}"
     yield "", text
-    energy, power = budget.kilowatt_hours(plan, prediction), budget.power
-    if energy is not None and power is not None:
-        node = f"{power.board_watts:,.0f} W boards × {power.node_over_boards:g} for their nodes"
-        building = f" × {power.pue:g} for the building" if power.pue > 1 else ""
-        yield "", f"{format_energy(energy)}: {node}{building} (assumed, not measured)"
 
 
 def format_dollars(dollars: float) -> str:
     """Returns dollars without their sign: `1234567.8` -> `1,234,568`."""
     return _format_rounded(dollars)
-
-
-def format_energy(kilowatt_hours: float) -> str:
-    """Returns kilowatt hours as text: `1234567` -> `1,235 MWh`."""
-    if kilowatt_hours < 10_000:
-        return f"{_format_rounded(kilowatt_hours)} kWh"
-    return f"{_format_rounded(kilowatt_hours / 1000)} MWh"
 
 
 def format_duration(seconds: float) -> str:

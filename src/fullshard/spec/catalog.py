@@ -21,7 +21,6 @@ class CatalogChip(FrozenModel):
     memory_gib: PositiveInt
     memory_bytes_per_second: PositiveFloat
     flops_per_second: Mapping[ComputeDtype, PositiveFloat]
-    board_watts: PositiveFloat
     source: str
     matmul_flops_per_second: PositiveFloat | None = None
     matmul_alone_flops_per_second: PositiveFloat | None = None

@@ -4,9 +4,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.plan import DeviceType
@@ -30,6 +30,13 @@ ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 AttentionKernel = Literal["flash", "cudnn"]
 
 
+def _without_keys(data: Any, *names: str) -> Any:
+    """Returns `data` without these keys, which files of earlier versions have. They mean nothing now."""
+    if not isinstance(data, Mapping):
+        return data
+    return {key: value for key, value in cast(Mapping[str, Any], data).items() if key not in names}
+
+
 class Chip(FrozenModel):
     """A kind of accelerator.
 
@@ -37,7 +44,6 @@ class Chip(FrozenModel):
     memory_bytes: memory on the chip, bytes. Vendors print GB and mean GiB; the driver keeps a few percent.
     memory_bytes_per_second: peak, bytes/s
     flops_per_second: dense matmul peak for each dtype whose peak is known, FLOP/s
-    board_watts: power that the device is rated for, watts; None if unknown
     source: the datasheet
     """
 
@@ -46,8 +52,12 @@ class Chip(FrozenModel):
     memory_bytes: int
     memory_bytes_per_second: float
     flops_per_second: Mapping[ComputeDtype, float]
-    board_watts: PositiveFloat | None = None
     source: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
+        return _without_keys(data, "board_watts")
 
 
 class RatePoint(NamedTuple):

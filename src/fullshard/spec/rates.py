@@ -62,10 +62,6 @@ class _DeviceMemoryOverheads(_RatesTomlTable):
     fragmentation: NonNegativeFloat
 
 
-class _EnergyFigures(_RatesTomlTable):
-    node_over_boards: PositiveFloat
-
-
 class _CpuCoreRates(_RatesTomlTable):
     flops_per_second: PositiveFloat
     bytes_per_second: PositiveFloat
@@ -86,7 +82,6 @@ class DefaultRateFigures(FrozenModel):
     host: _HostRates
     overlap: _OverlapContention
     memory_use: _DeviceMemoryOverheads
-    energy: _EnergyFigures
     cpu: _CpuCoreRates
 
 
