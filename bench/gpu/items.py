@@ -180,7 +180,7 @@ def _strategies_and_offload() -> list[Item]:
             for mode in ("none", "full", "offload")
             for settings in [(*longer, f"recompute.mode={mode}", "recompute.every=2")]
         ),
-        Item("calibrate", "the rates of this machine, as hardware.toml", "calibrate", seconds=75),
+        Item("calibrate", "the rates of this machine, as hardware.toml", "calibrate", seconds=45),
         Item("split/tensor-parallel", "kernels of one rank of 2, 4 and 8", "tensor_parallel", seconds=60),
         Item("split/experts", "grouped matmuls of mixtures", "grouped_matmuls", seconds=30),
         Item(

@@ -28,7 +28,6 @@ def hardware_of(nodes: int = 1, ranks_per_node: int = 8, *, gib: float = 80, sca
             optimizer=(RatePoint(1e5, 2e10), RatePoint(1e8, 2.5e12)),
             launch_seconds=6e-6,
             unit_seconds=3e-4,
-            step_seconds=5e-3,
         ),
         within=_link("within", 450e9 * scale, hop=2e-6),
         across=_link("across", 50e9 * scale, hop=5e-6),

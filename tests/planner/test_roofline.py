@@ -4,7 +4,6 @@ import pytest
 
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import (
-    PhaseSecondsAndLaunches,
     count_pieces,
     kernel_seconds,
     nearest_dtype_rate_curve,
@@ -18,12 +17,10 @@ from fullshard.spec.model import (
     KernelIndexAndCount,
     LinearInMicrobatch,
     LiveTensorBytes,
-    MicrobatchTrace,
     TracePhase,
 )
 from fullshard.spec.plan import Dtype
 from fullshard.spec.rates import default_gpu_rates
-from fullshard.spec.recompute_section import RecomputeSection
 from tests.fakes.hardware import hardware_of
 
 RATES = hardware_of().rates.model_copy(
@@ -91,12 +88,6 @@ def test_a_matmul_of_unaligned_rows_reaches_a_part_of_the_rate_and_its_bytes_mov
     assert kernel_seconds(moved, rates, microbatch=1) == pytest.approx(1e11 / 2e12)
 
 
-def test_the_operands_of_a_matmul_move_before_and_after_it_where_their_rate_is_known():
-    rates = RATES.model_copy(update={"matmul_operands": {"bf16": 1e11}})
-    both = kernel_seconds(matmul(1e12, count=1e9), rates, microbatch=1)
-    assert both == pytest.approx(1e12 / 5e14 + 1e9 / 1e11)
-
-
 def test_elementwise_operations_in_half_precision_reach_a_part_of_the_rate():
     rates = RATES.model_copy(update={"half_memory": 0.5})
     for dtype, part in (("fp32", 1.0), ("bf16", 0.5), ("fp16", 0.5)):
@@ -142,26 +133,6 @@ def test_the_pieces_of_a_launch_are_timed_one_by_one():
     )
     (cost,) = phase_costs([phase], (pieces,), rates=RATES, microbatch=2)
     assert cost.launches == 12
-
-
-@pytest.mark.parametrize(
-    ("mode", "each"), [("none", 1e-6), ("selective", 3e-6), ("full", 5e-6), ("every", 3e-6)]
-)
-def test_recompute_adds_host_time_to_each_launch_and_exchanges_have_their_own(mode: str, each: float):
-    rates = RATES.model_copy(
-        update={
-            "launch_seconds": 1e-6,
-            "watched_seconds": 2e-6,
-            "recomputed_seconds": 4e-6,
-            "model_parallel_seconds": 1e-4,
-        }
-    )
-    line = LinearInMicrobatch()
-    trace = MicrobatchTrace(recompute=RecomputeSection(mode=mode), batch_bytes=line, phases=())
-    cost = PhaseSecondsAndLaunches(1.0, 10, exchanges=2)
-    assert cost.issue_seconds(rates, trace) == pytest.approx(10 * each + 2e-4)
-    compiled = trace.model_copy(update={"compiled": True})
-    assert cost.issue_seconds(rates, compiled) == pytest.approx(10e-6 + 2e-4)
 
 
 GROUPED = RATES.model_copy(

@@ -103,3 +103,12 @@ def test_a_measured_curve_goes_before_the_line_and_more_ranks_add_their_hops():
 @pytest.mark.parametrize(("load", "state"), [(None, "none"), (0.0, "idle"), (0.14, "idle"), (0.16, "busy")])
 def test_rates_measured_beside_other_programs_are_those_of_a_busy_machine(load: float | None, state: str):
     assert hardware_on("H100").model_copy(update={"calibration_load": load}).calibration == state
+
+
+def test_fields_that_earlier_versions_wrote_are_ignored():
+    hardware = hardware_on("8xH100")
+    data = hardware.model_dump()
+    data["chip"]["board_watts"] = 700
+    data["rates"] |= {"matmul_operands": {"bf16": 1e10}, "step_seconds": 1e-3, "watched_seconds": 1e-6}
+    data["within"]["all_gather"]["wait_seconds"] = 1e-4
+    assert Hardware.parse(data, source="hardware.toml") == hardware

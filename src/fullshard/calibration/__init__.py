@@ -1,1 +1,1 @@
-"""Rates of this machine, measured: matmuls, memory, collectives, drives, and a step's overhead."""
+"""Rates of this machine, measured: matmuls, memory, updates, collectives and drives."""

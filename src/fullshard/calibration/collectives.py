@@ -1,14 +1,13 @@
-"""Measures collectives over one mesh axis, as FSDP2 calls them, and FSDP2's own time in a unit's hooks."""
+"""Measures collectives over one mesh axis, as FSDP2 calls them."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.calibration.device import maximum_over_ranks, mean_over_ranks
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
@@ -20,7 +19,6 @@ _SIZES = {
 }
 _WINDOWS, _LEAST_WINDOWS, _MOST_CALLS = 24, 2, 2000
 _LEAST_SIZES = 5
-_UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit_hook_seconds`; acts: two unshards, one reduction
 
 Collective = Callable[[Tensor], object]
 
@@ -121,53 +119,6 @@ def _mean_seconds_of_calls(work: Callable[[], object], calls: int, *, mesh: Devi
         torch.cuda.synchronize()
     mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
     return maximum_over_ranks((time.perf_counter() - started) / calls)
-
-
-def measure_unit_hook_seconds(mesh: DeviceMesh, *, seconds: float) -> float:
-    """Returns the host seconds of one FSDP2 action on a unit: unshard in forward or backward, or reduction.
-
-    A chain of tiny linear layers is timed with FSDP2, whose collectives are removed, and without it.
-    """
-    plain = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
-    plain.to(mesh.device_type)
-    sharded = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
-    sharded.to(mesh.device_type)
-    for module in (*sharded, sharded):
-        remove_collectives(fully_shard(module, mesh=mesh))
-    x = torch.ones(1, _WIDTH, device=mesh.device_type)
-    with_fsdp = time_call_on_all_ranks(lambda: sharded(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
-    without = time_call_on_all_ranks(lambda: plain(x).sum().backward(), mesh=mesh, seconds=seconds / 2)
-    return max(with_fsdp - without, 0.0) / _UNITS / _ACTS
-
-
-def remove_collectives(unit: FSDPModule) -> None:
-    """Removes the collectives from a unit's hooks, to time the rest. The unit's results are then wrong."""
-    unit.set_custom_all_gather(cast(Any, _SilentAllGather()))
-    unit.set_custom_reduce_scatter(cast(Any, _SilentReduceScatter()))
-
-
-class _SilentAllGather:
-    """Stand-in for an all-gather that sends nothing: the result contains only this rank's own chunk."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(*size, dtype=dtype, device=device)
-
-    def __call__(  # FSDP2's signature
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
-        return None
-
-
-class _SilentReduceScatter:
-    """Stand-in for a reduce-scatter that sends nothing: the result is the first part of the input."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(  # FSDP2's signature
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        output_tensor.copy_(input_tensor.narrow(0, 0, output_tensor.numel()))
 
 
 def measure_matmul_slowdown(mesh: DeviceMesh, *, seconds: float) -> float:

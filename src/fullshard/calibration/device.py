@@ -25,8 +25,6 @@ _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp16": torch.float16,
 }
 _MATMUL_EDGES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
-# Rows, and the edge of the weights, of matmuls that move many bytes for their FLOP; and how many weights.
-_FEW_ROWS, _WEIGHTS = ((16, 512), (48, 640)), 12
 _SEQUENCES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
 _HEADS, _HEAD_DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
 _ELEMENTS = {
@@ -134,68 +132,26 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
     """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
     def make_task(n: int) -> BenchmarkTask:
-        work = _matmuls_of_linear_layers(meter, dtype, rows=2 * n, edge=n)
+        work = _matmuls_of_linear_layer(meter, dtype, rows=2 * n, edge=n)
         return BenchmarkTask(work, size=4 * n**3, amount=12 * n**3)
 
     with _use_matmul_precision(dtype):
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
 
 
-def measure_matmul_operands(
-    meter: RateMeter, dtype: ComputeDtype, *, matmul: Curve, seconds: float
-) -> tuple[Curve, float | None]:
-    """Returns the curve `matmul` without the time for operands, and their bytes/s; None if both are at once.
-
-    Matmuls of few rows, with weights that are not in a cache, move more bytes than those of the curve for the
-    same FLOP. What they take longer is taken for the time of these bytes.
-    """
-    few = [(rows, edge) for rows, edge in _FEW_ROWS if 2 * rows * edge**2 <= matmul[-1].size]
-    if meter.kind == "cuda" or not few:
-        return matmul, None
-    element = _TORCH_DTYPES[dtype].itemsize
-    more_bytes = more_seconds = 0.0
-    for rows, edge in few:
-        work = _matmuls_of_linear_layers(meter, dtype, rows=rows, edge=edge, layers=_WEIGHTS)
-        each = 1 / meter.measure_calls_per_second(work, seconds=seconds / len(few)) / (3 * _WEIGHTS)
-        flops = 2 * rows * edge**2
-        more_seconds += each - flops / interpolate_rate(matmul, flops)
-        more_bytes += element * (_operand_elements(rows, edge) - _curve_elements(flops))
-    if more_seconds <= 0:
-        return matmul, None
-    rate = more_bytes / more_seconds
-    net = list[RatePoint]()
-    for size, flops_per_second in matmul:
-        whole = size / flops_per_second
-        computing = max(whole - element * _curve_elements(size) / rate, whole / 2)
-        net.append(RatePoint(size, _round_to_four_digits(size / computing)))
-    return tuple(net), _round_to_four_digits(rate)
-
-
-def _matmuls_of_linear_layers(
-    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int, layers: int = 1
+def _matmuls_of_linear_layer(
+    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int
 ) -> Callable[[], None]:
-    """Returns a function that runs the three matmuls of each edge × edge linear layer on `rows` tokens."""
+    """Returns a function that runs the three matmuls of an edge × edge linear layer on `rows` tokens."""
     x, g = (meter.random_tensor(rows, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
-    weights = [meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(layers)]
+    weight = meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype])
 
     def run_matmuls() -> None:
-        for weight in weights:
-            torch.mm(x, weight.t())
-            torch.mm(g, weight)
-            torch.mm(g.t(), x)
+        torch.mm(x, weight.t())
+        torch.mm(g, weight)
+        torch.mm(g.t(), x)
 
     return run_matmuls
-
-
-def _operand_elements(rows: float, edge: float) -> float:
-    """Returns the elements of the three matrices of a matmul of `rows` × edge with edge × edge."""
-    return 2 * rows * edge + edge**2
-
-
-def _curve_elements(flops: float) -> float:
-    """Returns the elements of the matrices of a matmul of `measure_matmul` with this many FLOP."""
-    n = (flops / 4) ** (1 / 3)
-    return _operand_elements(2 * n, n)
 
 
 def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:

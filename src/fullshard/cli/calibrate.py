@@ -29,7 +29,7 @@ def calibrate(
             "--seconds",
             min=0.1,
             callback=require_positive_number,
-            help="Measuring time of an idle machine, besides the start and the fit; 60 by default.",
+            help="Measuring time of an idle machine, besides the start; 30 by default.",
         ),
     ] = None,
     out: Annotated[
@@ -66,7 +66,7 @@ def calibrate(
         CalibrationSettings.model_validate(own).save(directory)
         exit_code = perform_request(_build_calibration_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = _fit_hardware_to_steps(Calibration.load(directory))
+            found = Calibration.load(directory)
             found.hardware.save(path)
             _print_result(found, as_json=as_json)
             typer.echo(
@@ -84,7 +84,7 @@ def _print_expected_duration(seconds: float) -> None:
         if load >= BUSY
         else ""
     )
-    typer.echo(f"measuring for about {seconds:g} s{longer}; then it fits the rates to the steps", err=True)
+    typer.echo(f"measuring for about {seconds:g} s{longer}", err=True)
 
 
 def _print_result(found: "Calibration", *, as_json: bool) -> None:
@@ -137,17 +137,6 @@ def _check_drive_is_directory(directory: Path) -> None:
 
     if not os.path.isdir(directory):
         raise SpecError(f"{directory} is not a directory.", got="--drive", fix="a directory on the drive")
-
-
-def _fit_hardware_to_steps(found: "Calibration") -> "Calibration":
-    """Returns the calibration with the hardware that best predicts the measured whole steps."""
-    from fullshard.planner.calibration_fit import StepSample, fit_rates
-    from fullshard.planning.describe_run import describe_run
-
-    steps = ((step.plan, step.seconds) for step in found.steps)
-    samples = [StepSample(describe_run(plan, plan.device), plan, seconds) for plan, seconds in steps]
-    fit = fit_rates(found.hardware, samples)
-    return found.model_copy(update={"hardware": fit.hardware, "step_errors": fit.errors})
 
 
 def _build_calibration_request(directory: Path, *, ranks: int, device: str) -> "LaunchRequest":

@@ -5,14 +5,12 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.calibration import device as meters
-from fullshard.calibration.collectives import measure_link, measure_matmul_slowdown, measure_unit_hook_seconds
+from fullshard.calibration.collectives import measure_link, measure_matmul_slowdown
 from fullshard.calibration.device import RateMeter
 from fullshard.calibration.drive import read_plus_write_bandwidth
-from fullshard.calibration.sample_steps import measure_sample_steps, measure_step_overhead
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.profiler.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.sharding.mesh import RankInfo, process_group
@@ -24,11 +22,8 @@ from fullshard.spec.run import Run
 from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 
 # Share of the time that each measurement gets.
-_MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
-_UNALIGNED = 2
-_OPERANDS = 3
-_ROUNDING = 2
-_STEPS, _HOST_ADAM = 60, 4
+_MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
+_UNALIGNED, _ROUNDING, _HOST_ADAM = 2, 2, 4
 
 
 def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
@@ -48,30 +43,14 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
     drive: a directory on the drive to measure
     """
     started, before = time.monotonic(), ProcessorSeconds.now()
-    shares = (
-        _MATMUL
-        + _OPERANDS
-        + _ROUNDING
-        + _UNALIGNED
-        + _ATTENTION
-        + _MEMORY
-        + _OPTIMIZER
-        + _LAUNCH
-        + 2 * _UNIT
-        + _COPIES
-        + _LINKS
-        + _STEPS
-    )
-    share = seconds / shares
+    compute = _MATMUL + _UNALIGNED + _ATTENTION + _MEMORY + _OPTIMIZER + _ROUNDING + _LAUNCH
+    share = seconds / (compute + _COPIES + _LINKS + _HOST_ADAM)
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     context = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, known.rates, share=share)
     links, errors = _measure_links(ranks, share=share)
-    steps = measure_sample_steps(ranks, seconds=_STEPS * share)
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
     updated: dict[str, object] = {
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
@@ -92,7 +71,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibra
         updated["chip"] = known.chip.model_copy(update=measured)
     hardware = Hardware.model_validate(known.model_copy(update=updated).model_dump())
     took = time.monotonic() - started
-    return Calibration(hardware=hardware, fit_errors=errors, steps=steps, took_seconds=took)
+    return Calibration(hardware=hardware, fit_errors=errors, took_seconds=took)
 
 
 def _load_by_other_programs(own: ProcessorSeconds) -> float:
@@ -104,26 +83,18 @@ def _load_by_other_programs(own: ProcessorSeconds) -> float:
 
 
 def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
-    """Measures rates. Those of grouped matmuls and by the width of heads are `known`, not measured."""
+    """Measures rates. Those of grouped matmuls, by the width of heads and of FSDP2's hooks are `known`."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[ComputeDtype, Curve] = {}
-    operands: dict[ComputeDtype, float] = {}
     forward: dict[ComputeDtype, Curve] = {}
     backward: dict[ComputeDtype, Curve] = {}
     for dtype in dtypes:
         part = share / len(dtypes)
         matmul[dtype] = meters.measure_matmul(meter, dtype, seconds=_MATMUL * part)
-        matmul[dtype], rate = meters.measure_matmul_operands(
-            meter, dtype, matmul=matmul[dtype], seconds=_OPERANDS * part
-        )
-        if rate is not None:
-            operands[dtype] = rate
         forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
     memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share)
-    mesh = init_device_mesh(meter.kind, (dist.get_world_size(),))
     return Rates(
         matmul=matmul,
-        matmul_operands=operands,
         attention=forward,
         attention_backward=backward,
         attention_by_head_dim=known.attention_by_head_dim,
@@ -135,8 +106,7 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
         optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
         rounding=meters.measure_rounded_adamw(meter, seconds=_ROUNDING * share),
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
-        unit_seconds=measure_unit_hook_seconds(mesh, seconds=_UNIT * share),
-        step_seconds=measure_step_overhead(mesh, seconds=_UNIT * share),
+        unit_seconds=known.unit_seconds,
         unaligned_matmul=meters.measure_unaligned_matmul(meter, dtypes[-1], seconds=_UNALIGNED * share),
     )
 

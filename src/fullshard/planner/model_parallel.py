@@ -48,7 +48,7 @@ def model_parallel_ticks(
     spec: ModelSpec, phases: Sequence[TracePhase], *, plan: Plan, hardware: Hardware
 ) -> tuple[int, ...]:
     """Returns the ticks of the collectives among ranks that share work, in each phase."""
-    groups, without_waits = _layouts_by_axis(plan, hardware), hardware.without_waits
+    groups = _layouts_by_axis(plan, hardware)
     received = fullest_rank_factor(spec, plan)
 
     def seconds(index: int) -> float:
@@ -57,8 +57,8 @@ def model_parallel_ticks(
             return 0.0
         size, group = kernel.bytes.value_at(plan.microbatch), groups[kernel.axis]
         if kernel.kind == "row_exchange":
-            return all_to_all_seconds(received * size, group=group, hardware=without_waits)
-        return collective_seconds(_RATES[kernel.kind], size, group=group, hardware=without_waits)
+            return all_to_all_seconds(received * size, group=group, hardware=hardware)
+        return collective_seconds(_RATES[kernel.kind], size, group=group, hardware=hardware)
 
     return tuple(to_ticks(sum(times * seconds(index) for index, times in phase.work)) for phase in phases)
 

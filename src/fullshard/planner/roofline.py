@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.spec.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import Kernel, KernelKind, LinearInMicrobatch, MicrobatchTrace, TracePhase
+from fullshard.spec.model import Kernel, KernelKind, LinearInMicrobatch, TracePhase
 from fullshard.spec.plan import Dtype
 
 # Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
@@ -41,23 +41,10 @@ _PASSES_OF_COPIES: dict[KernelKind, int] = {
 
 
 class PhaseSecondsAndLaunches(NamedTuple):
-    """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches.
-
-    exchanges: those of `launches` in which ranks that share work exchange tensors
-    """
+    """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches."""
 
     seconds: float
     launches: float
-    exchanges: int = 0
-
-    def issue_seconds(self, rates: Rates, trace: MicrobatchTrace) -> float:
-        """Returns the host's seconds to launch all kernels. Recompute watches launches, unless compiled."""
-        launch = rates.launch_seconds
-        if not trace.compiled:
-            watched = trace.recompute.mode == "selective"
-            extra = rates.watched_seconds if watched else rates.recomputed_seconds
-            launch += extra * trace.recomputed_fraction
-        return self.launches * launch + self.exchanges * rates.model_parallel_seconds
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
@@ -65,8 +52,6 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
 
         max(flops / rate(flops), bytes / memory(bytes))
 
-    A matmul whose dtype is in `rates.matmul_operands` takes flops / rate(flops) + bytes / operands instead:
-    libraries for CPUs bring matrices into another order first, which counts if there are few rows.
     The FLOP rate is that of the kernel's kind and nearest dtype, times `rates.unaligned_matmul` for matrices
     that tensor cores cannot load in vectors, or a factor for the width of attention's heads. Elementwise
     launches count bytes only, in half precision at a part of the rate. See [Note: grouped matmul] for the
@@ -93,8 +78,6 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         forward = kernel.kind == "attention"
         widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
         rate *= interpolate_rate(widths, kernel.head_dim)
-    if kernel.kind == "matmul" and (operands := rates.matmul_operands.get(kernel.dtype)):
-        return flops / rate + kernel.bytes.value_at(microbatch) / operands
     return max(flops / rate, moved)
 
 
@@ -146,13 +129,12 @@ def phase_costs(
     seconds: dict[int, float] = {}
     costs: list[PhaseSecondsAndLaunches] = []
     for phase in phases:
-        total, launches, exchanges = 0.0, 0.0, 0
+        total, launches = 0.0, 0.0
         for index, times in phase.work:
             if index not in seconds:
                 factor = received if kernels[index].received else 1.0
                 seconds[index] = factor * kernel_seconds(kernels[index], rates, microbatch=microbatch)
             total += seconds[index] * times
             launches += times * count_pieces(kernels[index], rates, microbatch=microbatch)
-            exchanges += times if kernels[index].axis is not None else 0
-        costs.append(PhaseSecondsAndLaunches(total, launches, exchanges))
+        costs.append(PhaseSecondsAndLaunches(total, launches))
     return tuple(costs)

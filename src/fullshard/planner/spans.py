@@ -211,7 +211,6 @@ def _spans_after_backward(plan: Plan, predictor: StepTimePredictor, *, after: fl
     lengths = {
         "sum of loss and norm": summed,
         "update": terms.optimizer,
-        "host's work between steps": predictor.hardware.rates.step_seconds,
         "contention (of the whole step)": terms.contention,
         "wait for the slowest rank (of the whole step)": terms.stragglers,
     }

@@ -254,7 +254,7 @@ class StepTimePredictor:
         overlapped = min(busy, max(0, sent + busy - end))
         # If contention costs more than a collective's own time, waiting may be faster than overlapping.
         contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0
-        total = (end + contention * overlapped + demand.tail) / TICKS + self.hardware.rates.step_seconds
+        total = (end + contention * overlapped + demand.tail) / TICKS
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
     def _first_and_later_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
@@ -272,7 +272,7 @@ class StepTimePredictor:
             program = build_schedule(self.spec, trace, phases=phases)
             sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
             lengths = tuple(
-                (to_ticks(cost.seconds) + own, to_ticks(cost.issue_seconds(rates, trace)))
+                (to_ticks(cost.seconds) + own, to_ticks(cost.launches * rates.launch_seconds))
                 for cost, own in zip(costs, sent, strict=True)
             )
             moved = activation_copy_ticks(phases, plan, hardware=self.hardware)
@@ -338,11 +338,8 @@ class StepTimePredictor:
         recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
-        # The host's own work for a step. A GPU idles meanwhile in the strict order only; otherwise this is
-        # too much, by an amount that was not measured on one.
-        between = self.hardware.rates.step_seconds
         terms = TimeTerms(
-            compute=(streams.computed - recompute - sent) / TICKS + between,
+            compute=(streams.computed - recompute - sent) / TICKS,
             recompute=recompute / TICKS,
             exposed_all_gather=streams.waited_all_gather / TICKS,
             exposed_reduce_scatter=streams.waited_reduce_scatter / TICKS,

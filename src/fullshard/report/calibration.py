@@ -18,8 +18,6 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     if rates.rounding is not None:
         yield "  with rounding", f"{format_count(rates.rounding[-1].rate)} elements/s"
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
-    yield "engine", f"{rates.unit_seconds * 1e6:.0f} us an act on a unit"
-    yield "step", f"{format_seconds(rates.step_seconds)} outside of model and engine"
     for axis, link in (("within", hardware.within), ("across", hardware.across)):
         if link is not None and any(name.startswith(f"{axis}.") for name in calibration.fit_errors):
             yield from _collective_rate_rows(axis, link, calibration=calibration)
@@ -28,11 +26,6 @@ def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s per rank"
     if hardware.disk_bytes_per_second is not None:
         yield "drive, reading and writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
-    if calibration.step_errors:
-        errors = sorted(abs(error) for error in calibration.step_errors)
-        middle, worst = errors[len(errors) // 2], errors[-1]
-        text = f"{len(errors)} measured and fitted: off by {middle:.0%} in the middle, {worst:.0%} at most"
-        yield "whole steps", text
     yield "process", f"{format_bytes(hardware.context_bytes)} beside the tensors"
 
 
@@ -45,8 +38,6 @@ def _hardware_text(hardware: Hardware) -> str:
 def _compute_rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
     for dtype, curve in rates.matmul.items():
         yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
-        if operands := rates.matmul_operands.get(dtype):
-            yield "  operands", f"{format_count(operands)}B/s, before and after computing"
     yield "  odd sizes", f"{rates.unaligned_matmul:.0%} of that rate, in half precision"
     for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
         for dtype, curve in curves.items():

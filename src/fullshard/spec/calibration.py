@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Self
 
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.plan import Plan
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat
 
 SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
@@ -18,7 +17,7 @@ class CalibrationSettings(FrozenModel):
     drive: a directory on the drive to measure, as a path that is valid on every rank
     """
 
-    seconds: PositiveFloat = 60.0
+    seconds: PositiveFloat = 30.0
     drive: str = "."
 
     def save(self, directory: Path) -> None:
@@ -30,26 +29,15 @@ class CalibrationSettings(FrozenModel):
         return cls.read_json(Path(directory, SETTINGS_NAME), what="the settings of a calibration")
 
 
-class MeasuredStep(FrozenModel):
-    """Measured seconds of one training step of a decoder under `plan`."""
-
-    plan: Plan
-    seconds: PositiveFloat
-
-
 class Calibration(FrozenModel):
-    """Result of a calibration: the measured hardware, and the errors of its model.
+    """Result of a calibration: the measured hardware, and the errors of its lines.
 
-    steps: whole training steps that were also measured
-    step_errors: for each of `steps`, predicted / measured seconds - 1
     fit_errors: for each collective (`within.all_gather`), the largest relative error of its fitted line over
         the measured sizes
     took_seconds: duration of the measurement
     """
 
     hardware: Hardware
-    steps: tuple[MeasuredStep, ...] = ()
-    step_errors: tuple[float, ...] = ()
     fit_errors: Mapping[str, NonNegativeFloat] = {}
     took_seconds: NonNegativeFloat = 0.0
 

@@ -95,8 +95,6 @@ class Rates(FrozenModel):
     """Compute rates and host times of one rank while all ranks work: measured, or fractions of peaks.
 
     matmul: by dtype, [FLOP of one launch, FLOP/s]
-    matmul_operands: by dtype, bytes/s at which a matmul reads and writes its matrices before and after it
-        computes; a dtype that is missing does both at once
     attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
     attention_by_head_dim, attention_backward_by_head_dim: [width of a head, factor on these rates]
     grouped_matmul: [FLOP of one matrix of a grouped matmul in bf16, part of the rate of large matmuls]; None
@@ -109,17 +107,11 @@ class Rates(FrozenModel):
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
         backward averaged, s
     unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
-    step_seconds: host time of a step outside the model and FSDP2, s
-    watched_seconds: additional host time of a launch that selective recompute watches, s
-    recomputed_seconds: additional host time of a launch where whole blocks are recomputed, s
-    model_parallel_seconds: host time of an operation in which ranks that share work exchange tensors, in
-        addition to the collective, s
     single_rank_matmul: factor on the rates of matmuls of a rank that works alone: it waits for no slower one
     unaligned_matmul: part of the rate that a matmul reaches whose rows are no multiple of 16 bytes
     """
 
     matmul: Mapping[ComputeDtype, Curve]
-    matmul_operands: Mapping[ComputeDtype, PositiveFloat] = Field(default_factory=dict)
     attention: Mapping[ComputeDtype, Curve]
     attention_backward: Mapping[ComputeDtype, Curve]
     attention_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
@@ -132,20 +124,22 @@ class Rates(FrozenModel):
     rounding: Curve | None = None
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat = 0.0
-    step_seconds: NonNegativeFloat = 0.0
-    watched_seconds: NonNegativeFloat = 0.0
-    recomputed_seconds: NonNegativeFloat = 0.0
-    model_parallel_seconds: NonNegativeFloat = 0.0
     unaligned_matmul: float = Field(default=1.0, gt=0, le=1)
     single_rank_matmul: float = Field(default=1.0, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
+        more = ("watched_seconds", "recomputed_seconds", "model_parallel_seconds")
+        return _without_keys(data, "matmul_operands", "step_seconds", *more)
 
 
 class CollectiveRate(FrozenModel):
     """Parameters of the duration of one kind of collective, of B unsharded bytes over n ranks of a mesh axis:
 
-        base_seconds + hop_seconds * (n - 1) + x / bytes_per_second + wait_seconds,    x = B * (n - 1) / n
+        base_seconds + hop_seconds * (n - 1) + x / bytes_per_second,    x = B * (n - 1) / n
 
-    This is the time of a ring. A measured curve replaces all but the wait by
+    This is the time of a ring. A measured curve replaces it by
     x / curve(x) + hop_seconds * (n - curve_ranks).
 
     base_seconds: latency of a collective, s
@@ -153,8 +147,6 @@ class CollectiveRate(FrozenModel):
     bytes_per_second: bytes/s
     curve: [bytes that a rank receives, bytes/s including latency]
     curve_ranks: number of ranks of the curve's measurement
-    wait_seconds: time that ranks in the midst of a step wait for each other, s per collective. The ranks of
-        a measurement all start at once.
     """
 
     base_seconds: NonNegativeFloat
@@ -162,7 +154,11 @@ class CollectiveRate(FrozenModel):
     bytes_per_second: PositiveFloat
     curve: Curve | None = None
     curve_ranks: PositiveInt | None = None
-    wait_seconds: NonNegativeFloat = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
+        return _without_keys(data, "wait_seconds")
 
     def predict_seconds(self, count: float, ranks: int) -> float:
         """Returns the duration of a collective of `count` unsharded bytes."""
@@ -171,20 +167,8 @@ class CollectiveRate(FrozenModel):
         moved = count * (ranks - 1) / ranks
         if self.curve is not None and self.curve_ranks is not None and moved > 0:
             measured = moved / interpolate_rate(self.curve, moved)
-            return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0) + self.wait_seconds
-        line = self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
-        return line + self.wait_seconds
-
-    def with_slowdown(self, factor: float) -> "CollectiveRate":
-        """Returns a copy in which all times except `wait_seconds` are `factor` times as long."""
-        return self.model_copy(
-            update={
-                "base_seconds": self.base_seconds * factor,
-                "hop_seconds": self.hop_seconds * factor,
-                "bytes_per_second": self.bytes_per_second / factor,
-                "curve": self.curve and curve_with_slowdown(self.curve, factor),
-            }
-        )
+            return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0)
+        return self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
 
 
 class Link(FrozenModel):
@@ -285,22 +269,6 @@ class Hardware(FrozenModel):
             return self.rates
         matmul = {name: curve_with_slowdown(curve, 1 / factor) for name, curve in self.rates.matmul.items()}
         return self.rates.model_copy(update={"matmul": matmul})
-
-    @property
-    def without_waits(self) -> "Hardware":
-        """A copy in which ranks never wait for each other before a collective."""
-        return self.model_copy(
-            update={
-                name: link.model_copy(
-                    update={
-                        kind: rate.model_copy(update={"wait_seconds": 0.0})
-                        for kind, rate in link.known_rates.items()
-                    }
-                )
-                for name, link in (("within", self.within), ("across", self.across))
-                if link is not None
-            }
-        )
 
     @property
     def calibration(self) -> CalibrationState:

@@ -206,14 +206,6 @@ class MicrobatchTrace(FrozenModel):
     blocks: NonNegativeInt = 0
     border: NonNegativeInt | None = None
 
-    @property
-    def recomputed_fraction(self) -> float:
-        """Fraction of the blocks that recompute."""
-        section = self.recompute
-        if section.mode not in ("full", "every", "selective"):
-            return 0.0
-        return 1 / section.block_period if section.blocks is None else section.blocks / self.blocks
-
     def recomputed_block_counts(self) -> range:
         """Returns the values of `recompute.blocks` of which the trace can tell what happens."""
         own = self.recompute.blocks
