@@ -1,7 +1,6 @@
 """The expert-parallel axis: its memory and its bytes, as real ranks have them, and the search over it."""
 
 import random
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,15 +13,19 @@ from fullshard.planner.collectives import CollectiveLayout, all_to_all_seconds
 from fullshard.planner.search import predict, search
 from fullshard.planner.uneven_routing import fullest_rank_excess
 from fullshard.planner.unit_bytes import unit_bytes
-from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
-from fullshard.planning.parallel_degrees import DegreeSearch, choose_fastest, search_parallel_degrees
+from fullshard.planning.parallel_degrees import (
+    DegreeSearch,
+    choose_fastest,
+    iterate_expert_degrees,
+    search_parallel_degrees,
+)
 from fullshard.spec.catalog import link_from_catalog, read_catalog_links
 from fullshard.spec.hardware import CollectiveRate
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe, describe_expert_degrees
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -237,12 +240,6 @@ def open_run(*overrides: str, ranks: int = 8) -> Run:
 
 
 @cache  # some seconds
-def derived_specs(mode: str) -> dict[int, ModelSpec]:
-    run = open_run(f"recompute.mode={mode}", "sharding.strategy=full_shard")
-    return describe_expert_degrees(meta_model(expert_plan(1)), run, degrees=(2, 4, 8), loss=next_token_loss)
-
-
-@cache
 def traced_spec(mode: str, degree: int) -> ModelSpec:
     run = open_run(f"recompute.mode={mode}", f"sharding.expert_parallel={degree}")
     return describe(meta_model(expert_plan(1)), run, loss=next_token_loss)
@@ -260,7 +257,7 @@ def test_the_number_is_that_of_the_best_plan_over_all_numbers(
     nodes: int, scale: float, spread: float
 ) -> None:
     """Not more than 3 % slower than the fastest, and the least that is not; also where few plans fit."""
-    specs = {1: traced_spec("none", 1), **derived_specs("none")}
+    specs = {degree: traced_spec("none", degree) for degree in (1, 2, 4, 8)}
     run, hardware = open_run(), hardware_of(nodes, 8 // nodes, scale=scale)
     pinned = {degree: run.with_overrides([f"sharding.expert_parallel={degree}"]) for degree in specs}
     needs = [
@@ -274,12 +271,7 @@ def test_the_number_is_that_of_the_best_plan_over_all_numbers(
         for degree, one in pinned.items()
     ]
     fitting = [one for one in each if one.found.best is not None]
-    found = search_expert_degrees(
-        lambda _run: specs[1],
-        run,
-        describe_degrees=lambda _run, degrees: {one: specs[one] for one in degrees},
-        hardware=hardware,
-    )
+    found = search_parallel_degrees(lambda own: specs[own.sharding.expert_degree], run, hardware=hardware)
     best = choose_fastest(fitting, run) if fitting else each[0]
     assert (found.run, found.found) == (best.run, best.found)
 
@@ -289,26 +281,15 @@ def test_a_dense_model_is_searched_without_the_axis() -> None:
     assert run.sharding.expert_parallel == "auto"
     spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
 
-    def describe_none(_run: Run, _degrees: Sequence[int]) -> dict[int, ModelSpec]:
-        raise AssertionError("a dense model has no experts to divide")
+    described: list[Run] = []
 
-    found = search_expert_degrees(lambda _run: spec, run, describe_degrees=describe_none, hardware=hardware)
-    assert found == search_parallel_degrees(lambda _run: spec, run, hardware=hardware)
+    def describe_once(own: Run) -> ModelSpec:
+        described.append(own)
+        return spec
+
+    found = search_parallel_degrees(describe_once, run, hardware=hardware)
+    assert described == [run]
     assert found.found == search(spec, hardware, run)
-
-
-@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.long)])
-def test_a_derived_number_of_ranks_is_planned_as_if_it_were_traced(mode: str) -> None:
-    derived, traced = derived_specs(mode), traced_spec(mode, 4)
-    assert [spec.expert_parallel for spec in derived.values()] == [2, 4, 8]
-    assert derived[4].flops_per_token == traced.flops_per_token
-    for microbatch in (1, 2, 8):
-        batch = [f"train.microbatch={microbatch}", "train.global_batch=64", "sharding.strategy=full_shard"]
-        run = open_run(f"recompute.mode={mode}", "sharding.expert_parallel=4", *batch)
-        plan = Plan.from_run(run, world_size=8)
-        found, expected = (prediction_of(predict(one, plan, cpu_of(8))) for one in (derived[4], traced))
-        assert found.time.total == pytest.approx(expected.time.total, rel=1e-6)
-        assert found.memory.total == pytest.approx(expected.memory.total, rel=1e-4)
 
 
 @pytest.mark.parametrize("experts", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])

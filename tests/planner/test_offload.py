@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import WhatIfSettings, build_plan, iterate_candidates
+from fullshard.planner.candidates import build_plan, iterate_candidates
 from fullshard.planner.memory import (
     PeakLowerBoundSettings,
     mesh_dependent_bytes,
@@ -289,12 +289,11 @@ def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
 def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     ranks, device = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from(["cuda", "cpu"]))
     hardware = with_host(hardware_of(1, ranks) if device == "cuda" else cpu_of(ranks))
-    what_if = WhatIfSettings(tiers=TIERS)
     pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", "prefetch.mode=implicit")
     spec, run = decoder_spec(SMALL), run_for(SMALL, *pins, "plan.memory_margin=0")
     everything = [
         predict(spec, build_plan(one, run, hardware=hardware), hardware)
-        for one in iterate_candidates(spec, hardware, run=run, what_if=what_if)
+        for one in iterate_candidates(spec, hardware, run=run, tiers=TIERS)
     ]
 
     def needed(plan: Plan) -> int:
@@ -306,7 +305,7 @@ def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
 
     needs = sorted(map(needed, everything))
     capacity = int(needs[0] * 0.99 + data.draw(st.floats(0, 1)) * (needs[-1] - needs[0] * 0.98))
-    found = search(spec, hardware, run, capacity_bytes=capacity, what_if=what_if)
+    found = search(spec, hardware, run, capacity_bytes=capacity, tiers=TIERS)
     fit = [one for one in everything if needed(one) <= capacity]
     assert (found.best is None) == (not fit)
     if found.best is not None:

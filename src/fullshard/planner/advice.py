@@ -8,7 +8,7 @@ from typing import cast
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidate_costs import require_prediction
-from fullshard.planner.candidates import WhatIfSettings, run_with_settings
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.search import SearchResult, search, unpin_one_setting_at_a_time
 from fullshard.quantities import format_bytes
 from fullshard.spec.hardware import Hardware
@@ -134,10 +134,10 @@ def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: 
     """
     best = _loss_lever(plan)
     own = require_prediction(plan).tokens_per_second / plan.world_size
-    alike = WhatIfSettings((cast("Tier", plan.run.offload.tier),))
+    tiers = (cast("Tier", plan.run.offload.tier),)
     for change, other, machine in _iterate_changes(plan, hardware, run=run):
         try:
-            found = search(spec, machine, other, what_if=alike).best
+            found = search(spec, machine, other, tiers=tiers).best
         except PlanError:
             continue  # impossible on these ranks, or not traced
         if found is None:

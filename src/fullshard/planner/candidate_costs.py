@@ -11,12 +11,11 @@ Compiling takes time before the first step, of which each step of the run bears 
 is faster without.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import (
     Candidate,
-    WhatIfSettings,
     build_plan,
     iterate_candidates,
     run_with_settings,
@@ -34,7 +33,7 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, fits_in_host_memory
-from fullshard.spec.run import Run
+from fullshard.spec.run import Run, Tier
 
 # Seconds of compiling before the first step. Assumed, not measured: tens of seconds for the graphs of a
 # block, which equal blocks share.
@@ -46,7 +45,7 @@ class CandidateCosts:
     """The candidates of one search, by index, with what has been computed of each."""
 
     def __init__(
-        self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIfSettings | None
+        self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, tiers: Sequence[Tier]
     ) -> None:
         """Lists the candidates of `run` with their bounds on time. Raises PlanError if there are none."""
         if run.train.loss_chunk == "auto":  # a plan says what was traced
@@ -67,7 +66,7 @@ class CandidateCosts:
         self._bounds: dict[object, TraceDependentPeakBytes] = {}
         self._peaks: dict[object, MemoryTerms] = {}
         self._plans: dict[int, Plan] = {}
-        self.candidates = tuple(iterate_candidates(spec, hardware, run=run, what_if=what_if))
+        self.candidates = tuple(iterate_candidates(spec, hardware, run=run, tiers=tiers))
         if not self.candidates:
             compiled = run.run.compile is True
             spec.choose_trace(run.recompute, run.train.microbatch or 1, compiled=compiled)  # raises
@@ -82,8 +81,8 @@ class CandidateCosts:
     def least_bytes(self, index: int) -> int:
         """Returns a lower bound on the bytes that a candidate needs, without the allocator's reserve."""
         candidate = self.candidates[index]
-        mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
-        own = (candidate.batch.microbatch, candidate.recompute, candidate.compiled, apart.tensor)
+        mesh = (candidate.mesh, candidate.tier)
+        own = (candidate.batch.microbatch, candidate.recompute, candidate.compiled)
         if mesh not in self._meshes:
             self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
         if own not in self._bounds:
@@ -105,7 +104,7 @@ class CandidateCosts:
     def fits_host(self, index: int) -> bool:
         """Returns whether what a candidate keeps in host memory fits there."""
         candidate = self.candidates[index]
-        tier, moves = candidate.apart.tier != "none", candidate.recompute.mode == "offload"
+        tier, moves = candidate.tier != "none", candidate.recompute.mode == "offload"
         if not (tier or moves):
             return True
         plan = self._build_plan(candidate)
@@ -139,16 +138,15 @@ class CandidateCosts:
         return build_plan(candidate, self.run, hardware=self.hardware)
 
     def _peak_memory(self, candidate: Candidate) -> MemoryTerms:
-        mesh, batch, recompute, compiled, prefetch, _, apart = candidate
-        key = (mesh, batch, recompute, compiled, prefetch, apart)
+        key = candidate._replace(is_duplicate=False)
         if key not in self._peaks:
             memory = self.memory(self.spec, self._build_plan(candidate))
             self._peaks[key] = add_workspace_bytes(memory, self.hardware)
         return self._peaks[key]
 
     def _lower_bound_seconds(self, candidate: Candidate) -> float:
-        mesh, batch, recompute, compiled, prefetch, _, apart = candidate
-        shared, own = (mesh, batch, apart), (batch, recompute, compiled, apart.tensor)
+        mesh, batch, recompute, compiled, prefetch, _, tier = candidate
+        shared, own = (mesh, batch, tier), (batch, recompute, compiled)
         if shared not in self._demand:
             self._demand[shared] = self.timer.stream_minima(self._build_plan(candidate))
         if own not in self._computing:

@@ -67,25 +67,6 @@ class MicrobatchSplit(NamedTuple):
     sync: GradientSync  # reduce gradients after each microbatch, or after the last
 
 
-class OffloadAndTensorParallel(NamedTuple):
-    """Offload target (`offload.tier`) and tensor-parallel degree of a candidate."""
-
-    tier: Tier = "none"
-    tensor: int = 1
-
-    @property
-    def label_suffix(self) -> str:
-        """Text to append to the name of the strategy, such as ` optimizer:cpu tp=2`; may be empty."""
-        tier = f" {self.tier}" if self.tier != "none" else ""
-        return tier + (f" tp={self.tensor}" if self.tensor > 1 else "")
-
-
-class WhatIfSettings(NamedTuple):
-    """Settings to try instead of the run's own; an empty tuple keeps the run's own."""
-
-    tiers: tuple[Tier, ...] = ()  # offload targets
-
-
 class Candidate(NamedTuple):
     """One combination of the settings that a search chooses."""
 
@@ -95,35 +76,32 @@ class Candidate(NamedTuple):
     compiled: bool
     prefetch: PrefetchSection
     is_duplicate: bool = False  # a candidate of another strategy is equivalent
-    apart: OffloadAndTensorParallel = OffloadAndTensorParallel()
+    tier: Tier = "none"  # the offload target, `offload.tier`
 
     @property
     def strategy_label(self) -> str:
-        """Label under which a search reports its best plan: strategy, offload target, tensor parallelism."""
-        return self.mesh.strategy_or_hpz_name + self.apart.label_suffix
+        """Label under which a search reports its best plan: strategy and offload target."""
+        return self.mesh.strategy_or_hpz_name + (f" {self.tier}" if self.tier != "none" else "")
 
 
 def iterate_candidates(
-    spec: ModelSpec, hardware: Hardware, *, run: Run, what_if: WhatIfSettings | None = None
+    spec: ModelSpec, hardware: Hardware, *, run: Run, tiers: Sequence[Tier] = ()
 ) -> Iterator[Candidate]:
     """Yields all combinations of the settings that `run` leaves open, on all ranks of `hardware`.
 
-    Pinned settings are kept, except those that `what_if` replaces. Raises PlanError if the batch or a pinned
-    setting is impossible on this many ranks.
+    tiers: offload targets to try instead of the run's own
+
+    Raises PlanError if the batch or a pinned setting is impossible on this many ranks.
     """
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
-    tiers = (what_if and what_if.tiers) or (own,)
-    for tier in tiers:
-        apart = OffloadAndTensorParallel(tier, run.sharding.tensor_degree)
-        yield from _iterate_for_target(spec, hardware, run=run, apart=apart)
+    for tier in tiers or (own,):
+        yield from _iterate_for_target(spec, hardware, run=run, tier=tier)
 
 
-def _iterate_for_target(
-    spec: ModelSpec, hardware: Hardware, *, run: Run, apart: OffloadAndTensorParallel
-) -> Iterator[Candidate]:
-    run = _run_with_offload_and_tp(run, apart)
-    world = hardware.world_size // apart.tensor
-    per_node, split = hardware.ranks_per_node, apart.tensor
+def _iterate_for_target(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: Tier) -> Iterator[Candidate]:
+    per_node, split = hardware.ranks_per_node, run.sharding.tensor_degree
+    run = run_with_settings(run, {"offload": {"tier": tier}, "sharding": {"tensor_parallel": split}})
+    world = hardware.world_size // split
     node = per_node // split if per_node % split == 0 else 1
     meshes = list(_iterate_sharding_choices(run, world, node=node))
     if (experts := run.sharding.expert_degree) > 1:
@@ -146,7 +124,7 @@ def _iterate_for_target(
             double = _is_duplicate(run, mesh, batch=batch, world=world)
             pairs = _recompute_and_compile_choices(spec, run, microbatch=batch.microbatch, hardware=hardware)
             for (recompute, compiled), prefetch in product(pairs, prefetches):
-                yield Candidate(mesh, batch, recompute, compiled, prefetch, double, apart)
+                yield Candidate(mesh, batch, recompute, compiled, prefetch, double, tier)
 
 
 def _check_chip_has_fp8(plan: Plan, hardware: Hardware) -> None:
@@ -166,17 +144,12 @@ def run_with_settings(run: Run, sections: Mapping[str, Mapping[str, object]]) ->
     return run.model_copy(update=updated)
 
 
-def _run_with_offload_and_tp(run: Run, apart: OffloadAndTensorParallel) -> Run:
-    settings = {"offload": {"tier": apart.tier}, "sharding": {"tensor_parallel": apart.tensor}}
-    return run_with_settings(run, settings)
-
-
 def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """Returns the plan of `run` with all settings of `candidate`."""
-    batch, apart = candidate.batch, candidate.apart
+    batch = candidate.batch
     settings = {
-        "sharding": {"tensor_parallel": apart.tensor, **_sharding_settings(candidate.mesh)},
-        "offload": {"tier": apart.tier},
+        "sharding": {"tensor_parallel": run.sharding.tensor_degree, **_sharding_settings(candidate.mesh)},
+        "offload": {"tier": candidate.tier},
         "train": {"microbatch": batch.microbatch, "gradient_sync": batch.sync},
         "run": {"compile": candidate.compiled},
     }

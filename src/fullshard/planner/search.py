@@ -23,7 +23,7 @@ from fullshard.planner.candidate_costs import (
     require_prediction,
     usable_bytes,
 )
-from fullshard.planner.candidates import WhatIfSettings, run_with_settings
+from fullshard.planner.candidates import run_with_settings
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.offload import TIERS
 from fullshard.planner.step_time import StepTimePredictor
@@ -65,14 +65,14 @@ def search(  # signature: the library's, the same for all its questions
     *,
     capacity_bytes: int | None = None,
     memory: Memory = peak_bytes,
-    what_if: WhatIfSettings | None = None,
+    tiers: Sequence[Tier] = (),
     with_front: bool = False,
 ) -> SearchResult:
     """Returns the best plan of `spec` on all ranks of `hardware`, over the open settings of `run`.
 
     capacity_bytes: device memory of one rank, including the context; None: that of `hardware`.
     memory: function that returns a plan's peak, which must not be below `peak_lower_bound`.
-    what_if: offload targets to try instead of the run's own. If the run leaves the offload target open,
+    tiers: offload targets to try instead of the run's own. If the run leaves the offload target open,
         targets are tried only if nothing fits without one.
     with_front: whether the result has the front of speed and memory, which takes about as long as the rest
 
@@ -82,25 +82,24 @@ def search(  # signature: the library's, the same for all its questions
     if capacity_bytes is not None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
         hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
-    costs = CandidateCosts(spec, hardware, run=run, memory=memory, what_if=what_if)
+    costs = CandidateCosts(spec, hardware, run=run, memory=memory, tiers=tiers)
     found = _search_candidates(costs, with_front=with_front)
-    tiers = list_offload_targets(hardware, run)
-    if found.best is None and what_if is None and run.offload.tier == "auto" and tiers:
-        what_if = WhatIfSettings(tiers)
-        outside = search(spec, hardware, run, memory=memory, what_if=what_if, with_front=with_front)
+    others = list_offload_targets(hardware, run)
+    if found.best is None and not tiers and run.offload.tier == "auto" and others:
+        outside = search(spec, hardware, run, memory=memory, tiers=others, with_front=with_front)
         return found if outside.best is None else outside
     return found
 
 
 def least_seconds_that_may_fit(  # signature: the first of `search`
-    spec: ModelSpec, hardware: Hardware, run: Run, *, what_if: WhatIfSettings | None = None
+    spec: ModelSpec, hardware: Hardware, run: Run, *, tiers: Sequence[Tier] = ()
 ) -> float:
     """Returns a lower bound on the seconds of all plans of `run` that fit; infinity if none may.
 
-    Nothing is predicted. The seconds contain each step's share of compiling. `what_if` is as for `search`.
+    Nothing is predicted. The seconds contain each step's share of compiling. `tiers` is as for `search`.
     Raises PlanError as `search` does.
     """
-    costs = CandidateCosts(spec, hardware, run=run, memory=peak_bytes, what_if=what_if)
+    costs = CandidateCosts(spec, hardware, run=run, memory=peak_bytes, tiers=tiers)
     order = sorted(range(len(costs.candidates)), key=lambda index: costs.least_seconds[index])
     fitting = (costs.least_seconds[index] for index in order if costs.least_bytes(index) <= costs.limit)
     return next(fitting, float("inf"))
@@ -162,12 +161,12 @@ def _choose(costs: CandidateCosts, order: Sequence[int], *, limit: int) -> int |
     fastest = _fastest(costs, order, limit=limit)
     if fastest is None:
         return None
-    if len({costs.candidates[index].apart for index in order}) > 1:
+    if len({costs.candidates[index].tier for index in order}) > 1:
         slowest = costs.seconds(fastest) * (1 + WORTH_MORE_OFFLOAD)
         near = (index for index in sorted(order) if costs.least_seconds[index] <= slowest)
         plainest = next(i for i in near if costs.fits(i, limit) and costs.seconds(i) <= slowest)
-        apart = costs.candidates[plainest].apart
-        order = [index for index in order if costs.candidates[index].apart == apart]
+        tier = costs.candidates[plainest].tier
+        order = [index for index in order if costs.candidates[index].tier == tier]
         fastest = _fastest(costs, order, limit=limit)
         assert fastest is not None, "the plainest fits"
     slowest = costs.seconds(fastest) * (1 + SAME_SPEED)
@@ -328,7 +327,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
     tiers = list_offload_targets(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None
-    best = search(spec, hardware, run, what_if=WhatIfSettings(tiers)).best
+    best = search(spec, hardware, run, tiers=tiers).best
     terms = None if best is None else require_prediction(best).offload
     if best is None or terms is None:
         return None

@@ -2,10 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fullshard.planner.candidates import run_with_settings
 from fullshard.planning.spec_cache import build_spec_key, read_cached_spec, write_cached_spec
 from fullshard.spec.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
@@ -15,8 +13,6 @@ from fullshard.system.terminal import escape_to_single_line, is_live_terminal
 
 if TYPE_CHECKING:
     from torch.nn import Module
-
-    from fullshard.tracing.trace import LossFunction
 
 
 def describe_run(
@@ -47,33 +43,6 @@ def describe_run(
     return spec
 
 
-def describe_run_with_experts(
-    run: Run,
-    device: DeviceType,
-    *,
-    degrees: Sequence[int],
-    model: "Module | None" = None,
-    attention_kernel: AttentionKernel = "flash",
-    cached: bool = True,
-) -> dict[int, ModelSpec]:
-    """Returns the specs of the run's model, a mixture, by the number of ranks that divide its experts.
-
-    degrees: the numbers, over 1
-
-    The rest is as for `describe_run`. All are described together if one is not in the cache.
-    """
-    if not cached:
-        return _trace_degrees(run, device, degrees=degrees, model=model, attention_kernel=attention_kernel)
-    runs = {one: run_with_settings(run, {"sharding": {"expert_parallel": one}}) for one in degrees}
-    keys = {one: build_spec_key(runs[one], device, attention_kernel=attention_kernel) for one in degrees}
-    found = {one: spec for one in degrees if (spec := read_cached_spec(keys[one])) is not None}
-    if len(found) < len(keys):
-        found = _trace_degrees(run, device, degrees=degrees, model=model, attention_kernel=attention_kernel)
-        for degree, spec in found.items():
-            write_cached_spec(keys[degree], spec)
-    return found
-
-
 def _settings_with_more_traces(plan: Plan | Run, device: DeviceType) -> list[Run]:
     """Returns settings whose spec has the traces of `plan`, eager or compiled, and others besides."""
     if isinstance(plan, Plan):
@@ -86,45 +55,21 @@ def _settings_with_more_traces(plan: Plan | Run, device: DeviceType) -> list[Run
 def _trace(
     plan: Plan | Run, device: DeviceType, *, model: "Module | None", attention_kernel: AttentionKernel
 ) -> ModelSpec:
-    from fullshard.tracing.describe import describe
-
-    model, loss, batch = _prepare_trace(plan, model)
-    return describe(
-        model, plan, loss=loss, batch=batch, device_type=device, attention_kernel=attention_kernel
-    )
-
-
-def _trace_degrees(
-    run: Run,
-    device: DeviceType,
-    *,
-    degrees: Sequence[int],
-    model: "Module | None",
-    attention_kernel: AttentionKernel,
-) -> dict[int, ModelSpec]:
-    from fullshard.tracing.describe import describe_expert_degrees
-
-    model, loss, batch = _prepare_trace(run, model)
-    return describe_expert_degrees(
-        model,
-        run,
-        degrees=degrees,
-        loss=loss,
-        batch=batch,
-        device_type=device,
-        attention_kernel=attention_kernel,
-    )
-
-
-def _prepare_trace(plan: Plan | Run, model: "Module | None") -> "tuple[Module, LossFunction, Any]":
-    """Returns (model, loss, example batch). Builds the model if it is not built yet."""
     from fullshard.models.build import build_model
+    from fullshard.tracing.describe import describe
     from fullshard.training.loss import choose_loss
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
     _print_that_it_traces(model)
-    return model, choose_loss(run, model), _example_batch(plan, model)
+    return describe(
+        model,
+        plan,
+        loss=choose_loss(run, model),
+        batch=_example_batch(plan, model),
+        device_type=device,
+        attention_kernel=attention_kernel,
+    )
 
 
 def _print_that_it_traces(model: "Module") -> None:

@@ -17,9 +17,12 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import no_plan_fits_error, predict, search
-from fullshard.planning.describe_run import describe_run, describe_run_with_experts
-from fullshard.planning.expert_degrees import iterate_expert_degrees, search_expert_degrees
-from fullshard.planning.parallel_degrees import may_pay_to_share_matmuls
+from fullshard.planning.describe_run import describe_run
+from fullshard.planning.parallel_degrees import (
+    iterate_expert_degrees,
+    may_pay_to_share_matmuls,
+    search_parallel_degrees,
+)
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
@@ -192,17 +195,8 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        _, spec, found = search_expert_degrees(
-            lambda one: _describe_on(hardware, one, model=model),
-            run,
-            describe_degrees=lambda one, degrees: describe_run_with_experts(
-                one,
-                hardware.device,
-                degrees=degrees,
-                model=model,
-                attention_kernel=hardware.attention_kernel,
-            ),
-            hardware=hardware,
+        _, spec, found = search_parallel_degrees(
+            lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
         )
     except (PlanError, SpecError, TraceError) as error:
         _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")

@@ -1,4 +1,4 @@
-"""Search over the number of ranks that share each sequence or each matmul, where these are `auto`.
+"""Search over the numbers of ranks that share sequences or matmuls, or divide experts, if they are `auto`.
 
 Ranks that share sequences send keys and values, ranks that share matmuls send hidden states, and neither
 computes less. So a plan in which each rank has whole sequences and matmuls is faster, unless
@@ -12,21 +12,35 @@ Only in these cases are other numbers of ranks tried, each with all other settin
 fits is chosen if it is notably faster than one with fewer axes. One that offloads must be notably faster than
 all that do not: the rates of hosts differ more than those of links. Each number needs a trace, which takes
 seconds.
+
+[Note: bounds of degrees]
+Each number of ranks that divide experts has a lower bound on the seconds of its plans that may fit
+(`least_seconds_that_may_fit`), and the search begins with the least of these. A number is left out if its
+bound shows that it cannot be chosen: no plan of it is faster than the fastest so far, and it is no lower
+number within NOTABLE of that. So the result is the same as if all were searched.
+
+Plans that offload are compared only if none fits without. Ranks that share sequences or matmuls are tried
+with the number that is chosen without them, if it has a plan that fits without offload.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.advice import NOTABLE
 from fullshard.planner.candidate_costs import require_prediction, step_seconds_with_startup
 from fullshard.planner.candidates import run_with_settings
-from fullshard.planner.search import SearchResult, search
+from fullshard.planner.search import (
+    SearchResult,
+    least_seconds_that_may_fit,
+    list_offload_targets,
+    search,
+)
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import Run
+from fullshard.spec.run import Run, Tier
 from fullshard.spec.run_checks import divisors, first_setting_without_tensor_parallel
 from fullshard.spec.tensor_split import can_decoder_be_split
 
@@ -50,29 +64,19 @@ SearchOrError = Callable[[Run], tuple[DegreeSearch | None, PlanError | None]]
 
 
 def search_parallel_degrees(
-    describe: Describe,
-    run: Run,
-    *,
-    hardware: Hardware,
-    with_front: bool = False,
-    search_whole: Callable[[Run], DegreeSearch] | None = None,
+    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool = False
 ) -> DegreeSearch:
-    """Searches for the best plan of `run`, also over open numbers of ranks that share sequences or matmuls.
+    """Searches for the best plan of `run`, also over open numbers of ranks that share work.
 
     describe: returns the spec of the run's model
     with_front: as for `search`
-    search_whole: describes and searches a run that has these numbers; unset, with the experts as the run has
-        them
 
-    If no plan fits, the result is that of whole sequences and matmuls. Raises PlanError as `search` does.
+    If no plan fits, the result is that of whole sequences, matmuls and experts. Raises PlanError as `search`
+    does.
     """
 
-    def search_described(own: Run) -> DegreeSearch:
-        spec = describe(own)
-        return DegreeSearch(own, spec, search(spec, hardware, own, with_front=with_front))
-
     def search_or_error(own: Run) -> tuple[DegreeSearch | None, PlanError | None]:
-        return _search_or_error(search_whole or search_described, own, hardware=hardware)
+        return _search_or_error(describe, own, hardware=hardware, with_front=with_front)
 
     whole, error = search_or_error(run)
     best = None if whole is None else whole.found.best
@@ -154,16 +158,104 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
 
 
 def _search_or_error(
-    search_whole: Callable[[Run], DegreeSearch], run: Run, *, hardware: Hardware
+    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
 ) -> tuple[DegreeSearch | None, PlanError | None]:
     """Returns the search, or the error of impossible settings, which are not traced."""
     ranks = hardware.world_size // run.sharding.ranks_per_sequence
     try:
         if run.sharding.ranks_per_sequence > 1 and run.train.global_batch % max(ranks, 1):
             Plan.from_run_for_prediction(run, world_size=hardware.world_size, device=hardware.device)
-        return search_whole(run), None
+        return _search_expert_degrees(describe, run, hardware=hardware, with_front=with_front), None
     except PlanError as error:
         return None, error
+
+
+def _search_expert_degrees(
+    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
+) -> DegreeSearch:
+    """Searches over the ranks that divide experts, with the run's division of sequences and matmuls.
+
+    The least number of ranks is chosen that no other is notably faster than. See [Note: bounds of degrees].
+    """
+    spec = describe(run)
+    degrees = list(iterate_expert_degrees(hardware, spec.experts))
+    if run.sharding.expert_parallel != "auto" or not degrees:
+        return DegreeSearch(run, spec, search(spec, hardware, run, with_front=with_front))
+    least_seconds_that_may_fit(spec, hardware, run)  # raises, if the batch cannot be divided
+    questions = {1: (_with_experts(run, 1), spec)} | _describe_expert_degrees(describe, run, degrees=degrees)
+    chosen = _choose_expert_degree(questions, hardware, tiers=(), with_front=with_front)
+    tiers = list_offload_targets(hardware, run) if run.offload.tier == "auto" else ()
+    if chosen is None and tiers:
+        chosen = _choose_expert_degree(questions, hardware, tiers=tiers, with_front=with_front)
+    if chosen is None:
+        chosen = DegreeSearch(*questions[1], search(spec, hardware, questions[1][0], with_front=with_front))
+    return chosen
+
+
+def _describe_expert_degrees(
+    describe: Describe, run: Run, *, degrees: Sequence[int]
+) -> dict[int, tuple[Run, ModelSpec]]:
+    """Returns the run and the spec for each number of ranks over 1 that can divide the experts."""
+    found: dict[int, tuple[Run, ModelSpec]] = {}
+    for degree in degrees:
+        own = _with_experts(run, degree)
+        try:
+            spec = describe(own)
+        except PlanError:
+            continue  # other settings of the run cannot be combined with this number
+        except (ShardError, TraceError):
+            break  # no number of ranks can divide these experts
+        if spec.expert_parallel == degree:  # a saved spec holds for one number
+            found[degree] = own, spec
+    return found
+
+
+def _choose_expert_degree(
+    questions: Mapping[int, tuple[Run, ModelSpec]],
+    hardware: Hardware,
+    *,
+    tiers: Sequence[Tier],
+    with_front: bool,
+) -> DegreeSearch | None:
+    """Returns the search of the number of ranks to choose; None if none has a plan that fits."""
+    bounds: dict[int, float] = {}
+    for degree, (run, spec) in questions.items():
+        try:
+            bounds[degree] = least_seconds_that_may_fit(spec, hardware, run, tiers=tiers)
+        except PlanError:
+            continue  # other settings of the run cannot be combined with this number
+    found: dict[int, DegreeSearch] = {}
+    for degree in sorted((one for one in bounds if bounds[one] < float("inf")), key=lambda one: bounds[one]):
+        if not _may_be_chosen(degree, bounds[degree], found=found):
+            continue
+        run, spec = questions[degree]
+        result = _search_on_device(spec, hardware, run=run, tiers=tiers, with_front=with_front)
+        if result.best is not None:
+            found[degree] = DegreeSearch(run, spec, result)
+    return choose_fastest([found[degree] for degree in sorted(found)], questions[1][0]) if found else None
+
+
+def _search_on_device(
+    spec: ModelSpec, hardware: Hardware, *, run: Run, tiers: Sequence[Tier], with_front: bool
+) -> SearchResult:
+    """Searches with one of `tiers`; without any, without offload by choice."""
+    resident = run_with_settings(run, {"offload": {"tier": "none"}}) if run.offload.tier == "auto" else run
+    own = run if tiers else resident
+    return search(spec, hardware, own, tiers=tiers, with_front=with_front)
+
+
+def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearch]) -> bool:
+    """Returns whether a number of ranks, whose plans take at least `bound` seconds, may be chosen."""
+    if not found:
+        return True
+    seconds = {other: step_seconds_of(one) for other, one in found.items()}
+    fastest = min(seconds.values())
+    chosen = min(other for other in seconds if seconds[other] <= (1 + NOTABLE) * fastest)
+    return bound < fastest or (degree < chosen and bound <= (1 + NOTABLE) * fastest)
+
+
+def _with_experts(run: Run, degree: int) -> Run:
+    return run_with_settings(run, {"sharding": {"expert_parallel": degree}})
 
 
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
@@ -222,3 +314,12 @@ def _fitting_plan(searched: DegreeSearch) -> Plan:
 def step_seconds_of(searched: DegreeSearch) -> float:
     """Returns the seconds of a step of the best plan, which fits, with each step's share of compiling."""
     return step_seconds_with_startup(_fitting_plan(searched))
+
+
+def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:
+    """Yields the numbers of ranks over 1 that a search tries: whole nodes, or divisors of a node."""
+    node = hardware.ranks_per_node
+    for degree in divisors(experts):
+        follows_nodes = node % degree == 0 or degree % node == 0
+        if degree > 1 and follows_nodes and hardware.world_size % degree == 0:
+            yield degree

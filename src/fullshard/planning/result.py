@@ -17,8 +17,7 @@ from fullshard.planner.capacity import (
 )
 from fullshard.planner.explain import PlanExplanation, explain_plan
 from fullshard.planner.search import SearchResult, no_plan_fits_error
-from fullshard.planning.expert_degrees import search_expert_degrees
-from fullshard.planning.parallel_degrees import DegreeSearch
+from fullshard.planning.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planning.target import DEFAULT_STEPS, PlanTarget
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
@@ -192,10 +191,9 @@ def choose_fastest_plan(question: PlanRequest) -> PlanResult:
 
 def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
     asked, hardware, subject = question.asked, question.hardware, question.subject
-    return search_expert_degrees(
+    return search_parallel_degrees(
         lambda run: question.spec if run == asked else subject.describe_model(run, hardware),
         asked,
-        describe_degrees=lambda run, degrees: subject.describe_degrees(run, hardware, degrees=degrees),
         hardware=hardware,
         with_front=with_front,
     )

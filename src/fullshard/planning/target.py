@@ -12,7 +12,7 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
-from fullshard.planning.describe_run import describe_run, describe_run_with_experts
+from fullshard.planning.describe_run import describe_run
 from fullshard.planning.parallel_degrees import sequences_for_sharing_ranks
 from fullshard.profiler.detect import detect_hardware
 from fullshard.quantities import format_count
@@ -71,17 +71,6 @@ class PlanTarget:
             return self.spec
         with disable_gc():
             return describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
-
-    def describe_degrees(
-        self, run: Run, hardware: Hardware, *, degrees: Sequence[int]
-    ) -> dict[int, ModelSpec]:
-        """Returns the specs for numbers of ranks that divide experts; none for a saved spec."""
-        if self.spec is not None:
-            return {}
-        with disable_gc():
-            return describe_run_with_experts(
-                run, hardware.device, degrees=degrees, attention_kernel=hardware.attention_kernel
-            )
 
 
 def resolve_plan_target(name: str | None) -> PlanTarget:

@@ -15,9 +15,8 @@ between them is traced whole, for the plan's own microbatch. Compiled blocks run
 compiler would make of them (`fullshard.tracing.compiled_blocks`).
 """
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import product
 from math import lcm
 from typing import Any
@@ -37,10 +36,9 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.tracing.compiled_blocks import CompiledPrograms
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.example_batch import disable_packing_detection
-from fullshard.tracing.expert_degrees import ModelRecordings, derive_recordings
 from fullshard.tracing.failures import TRACE_FAILURES, error_text, trace_error
-from fullshard.tracing.phases import KernelIndex, has_same_structure
-from fullshard.tracing.recordings import MicrobatchRecording, SettingRecording, SettingsRecorder, divided_dims
+from fullshard.tracing.phases import KernelIndex
+from fullshard.tracing.recordings import SettingRecording, SettingsRecorder, divided_dims
 from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.trace import LossFunction, training_mode
 from fullshard.tracing.unit_specs import unit_and_parameter_specs
@@ -85,135 +83,62 @@ def describe(
     ShardError for a sharded model and for more `recompute.blocks` than it has, and TraceError for one that
     cannot run on a batch without values.
     """
-    study = _Study(model, loss=loss, batch=batch, units=units, kernel=attention_kernel)
-    return study.build_spec(study.record(plan, device_type))
+    one_rank, device = _one_rank_plan(plan, device_type)
+    _check_not_sharded(model)
+    recorder = _build_recorder(model, one_rank, loss=loss, batch=batch, units=units, device=device)
+    check_recomputed_blocks(one_rank.run.recompute, recorder.blocks)
+    settings = _settings_to_trace(plan, device, blocks=recorder.blocks)
+    kernels = emulate_cuda_kernels(attention_kernel) if device == "cuda" else nullcontext()
+    with disable_packing_detection(), fold_time_of_recurrent_layers(), training_mode(model), kernels:
+        found, untraced = _record_all_settings(recorder, settings)
+    return _build_spec(recorder, found, untraced=untraced)
 
 
-def describe_expert_degrees(
+def _build_recorder(
     model: nn.Module,
-    run: Run,
+    plan: Plan,
     *,
-    degrees: Sequence[int],
     loss: LossFunction,
-    batch: Any = None,
-    device_type: DeviceType | None = None,
-    attention_kernel: AttentionKernel = "flash",
-) -> dict[int, ModelSpec]:
-    """Returns the specs of `model`, a mixture, by the number of ranks over 1 that divide its experts.
-
-    Only the least and the most of `degrees` are traced, all others derived: see `tracing.expert_degrees`.
-    A model for which this is not possible is traced for each of them.
-
-    The other arguments are those of `describe`. Raises what it does.
-    """
-    study = _Study(model, loss=loss, batch=batch, units=None, kernel=attention_kernel)
-    section = run.sharding
-    runs = {
-        one: run.model_copy(update={"sharding": section.model_copy(update={"expert_parallel": one})})
-        for one in degrees
-    }
-    few, most = min(degrees), max(degrees)
-    first = study.record(runs[few], device_type)
-    last = study.record_again(first, runs[most]) if len(runs) > 2 else None
-    specs: dict[int, ModelSpec] = {}
-    for degree, own in runs.items():
-        known = first if degree == few else None
-        if last is not None and known is None:
-            plan, _ = _one_rank_plan(own, device_type)
-            known = derive_recordings(first, last, plan=plan)
-        specs[degree] = study.build_spec(known or study.record(own, device_type))
-    return specs
+    batch: Any,
+    units: Predicate | None,
+    device: DeviceType,
+) -> SettingsRecorder:
+    section = plan.run.sharding.units
+    given = find_units(model, section, predicate=units)
+    blocks = find_recompute_blocks(model, section, units=given)
+    divided = divided_dims(model, given, plan=plan, device=device)
+    fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
+    count, programs = len(blocks), CompiledPrograms()
+    return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, divided, count, programs)
 
 
-@dataclass(frozen=True)
-class _Study:
-    """A model to describe, with its loss and batch. `kernel`: `Hardware.attention_kernel`."""
-
-    model: nn.Module
-    loss: LossFunction
-    batch: Any
-    units: Predicate | None
-    kernel: AttentionKernel
-    programs: CompiledPrograms = field(default_factory=CompiledPrograms)
-
-    def record(self, plan: Plan | Run, device_type: DeviceType | None) -> ModelRecordings:
-        """Returns recordings under the settings of `plan`."""
-        given = plan
-        plan, device = _one_rank_plan(plan, device_type)
-        _check_not_sharded(self.model)
-        recorder = self._make_recorder(plan, device)
-        check_recomputed_blocks(plan.run.recompute, recorder.blocks)
-        settings = _settings_to_trace(given, device, blocks=recorder.blocks)
-        with self._tracing(device):
-            found, untraced = _record_all_settings(recorder, settings)
-        return ModelRecordings(recorder, tuple(found), tuple(untraced))
-
-    def record_again(self, other: ModelRecordings, run: Run) -> ModelRecordings | None:
-        """Returns what `other` is under the settings of `run`, of the smaller microbatches only.
-
-        None if it has another structure, or cannot be recorded.
-        """
-        device = other.recorder.device
-        plan, _ = _one_rank_plan(run, device)
-        recorder = self._make_recorder(plan, device)
-        recorder.keep_integers = other.recorder.keep_integers
-        found = list[SettingRecording]()
-        known = dict[int, MicrobatchRecording | None]()  # eager and compiled may share one
-        with self._tracing(device):
-            for one in (setting for setting in other.settings if setting.kept):
-                key = id(one.low.recording)
-                try:
-                    low = known[key] if key in known else recorder.record_again(one)
-                except TRACE_FAILURES:
-                    return None
-                if low is None or not has_same_structure(low.all_phases, one.low.all_phases):
-                    return None
-                known[key] = low
-                found.append(replace(one, low=low, high=low))
-        return ModelRecordings(recorder, tuple(found), other.untraced)
-
-    def build_spec(self, recordings: ModelRecordings) -> ModelSpec:
-        recorder, model, plan = recordings.recorder, self.model, recordings.plan
-        table = KernelIndex()
-        traces = [(one.build_trace(table), one.kept) for one in recordings.settings]
-        flops, active = _flops_and_parameters_per_token(traces[0][0], table.kernels, plan=plan)
-        fp8 = recorder.fp8
-        return ModelSpec(
-            name=type(model).__name__,
-            device_type=recorder.device,
-            sequence_length=plan.run.data.sequence_length,
-            precision=plan.precision,
-            units=tuple(unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
-            scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
-            buffer_bytes=recorder.buffer_bytes,
-            loss_chunk=recorder.loss_chunk,
-            context_parallel=plan.context_parallel,
-            context_method=plan.run.sharding.context_method,
-            tensor_parallel=plan.tensor_parallel,
-            expert_parallel=plan.expert_parallel,
-            kernels=table.kernels,
-            traces=tuple(trace for trace, kept in traces if kept),
-            untraced=recordings.untraced,
-            flops_per_token=flops,
-            active_numel=active,
-            fp8=() if fp8 is None else fp8.shares,
-        )
-
-    def _make_recorder(self, plan: Plan, device: DeviceType) -> SettingsRecorder:
-        model, section = self.model, plan.run.sharding.units
-        given = find_units(model, section, predicate=self.units)
-        blocks = find_recompute_blocks(model, section, units=given)
-        divided = divided_dims(model, given, plan=plan, device=device)
-        fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
-        loss, batch, units = self.loss, self.batch, self.units
-        count, programs = len(blocks), self.programs
-        return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, divided, count, programs)
-
-    @contextmanager
-    def _tracing(self, device: DeviceType) -> Generator[None]:
-        kernels = emulate_cuda_kernels(self.kernel) if device == "cuda" else nullcontext()
-        with disable_packing_detection(), fold_time_of_recurrent_layers(), training_mode(self.model), kernels:
-            yield
+def _build_spec(
+    recorder: SettingsRecorder, found: Sequence[SettingRecording], *, untraced: Sequence[UntracedSettings]
+) -> ModelSpec:
+    model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
+    table = KernelIndex()
+    traces = [(one.build_trace(table), one.kept) for one in found]
+    flops, active = _flops_and_parameters_per_token(traces[0][0], table.kernels, plan=plan)
+    return ModelSpec(
+        name=type(model).__name__,
+        device_type=recorder.device,
+        sequence_length=plan.run.data.sequence_length,
+        precision=plan.precision,
+        units=tuple(unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
+        scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
+        buffer_bytes=recorder.buffer_bytes,
+        loss_chunk=recorder.loss_chunk,
+        context_parallel=plan.context_parallel,
+        context_method=plan.run.sharding.context_method,
+        tensor_parallel=plan.tensor_parallel,
+        expert_parallel=plan.expert_parallel,
+        kernels=table.kernels,
+        traces=tuple(trace for trace, kept in traces if kept),
+        untraced=tuple(untraced),
+        flops_per_token=flops,
+        active_numel=active,
+        fp8=() if fp8 is None else fp8.shares,
+    )
 
 
 def _check_not_sharded(model: nn.Module) -> None:

@@ -156,13 +156,6 @@ class SettingsRecorder:
             self._eager[recompute] = found
         return found
 
-    def record_again(self, other: SettingRecording) -> MicrobatchRecording | None:
-        """Returns what `other.low` is for this recorder's plan; None if the model is truncated otherwise."""
-        run = other.plan.run
-        plan = self._plan_with(run.recompute, compiled=run.run.compile is True)
-        record, shortened = self._make_microbatch_recorder(plan, short=bool(other.shortened.repeats))
-        return None if record is None or shortened != other.shortened else record(other.low_microbatch)
-
     def _plan_with(self, recompute: RecomputeSection, *, compiled: bool) -> Plan:
         place = self.plan.run.run.model_copy(update={"compile": compiled})
         run = self.plan.run.model_copy(update={"recompute": recompute, "run": place})
