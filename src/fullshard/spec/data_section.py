@@ -46,8 +46,6 @@ class DataSourceFields(FrozenModel):
         row of a two-dimensional .npy; an .idx marks its own documents)
     """
 
-    renamed = {"document_end": "eod_token", "end_token": "eos_token", "ahead_steps": "prefetch_steps"}
-
     paths: tuple[PathText, ...] = ()
     name: str | None = None
     subset: str | None = None

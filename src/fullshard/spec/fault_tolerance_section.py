@@ -25,8 +25,6 @@ class CheckpointSection(FrozenModel):
     `export`: adds safetensors at the end
     """
 
-    renamed = {"disks": "storage"}
-
     dir: PathText | None = None
     every: Count = 0
     keep: Count = 2
@@ -64,12 +62,6 @@ class FaultToleranceSection(FrozenModel):
         newest checkpoint and skips the batches since then, and `skip_batches` more.
     `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
     """
-
-    renamed = {
-        "watchdog_seconds": "watchdog_timeout_seconds",
-        "watchdog_patience": "slow_phase_factor",
-        "collective_seconds": "collective_timeout_seconds",
-    }
 
     watchdog_timeout_seconds: Seconds = 300.0
     slow_phase_factor: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0

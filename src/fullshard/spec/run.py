@@ -132,8 +132,6 @@ class ShardingSection(FrozenModel):
         is the least number that no other is notably faster than; 1 if nothing is planned.
     """
 
-    renamed = {"reshard_to": "reshard_after_forward"}
-
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveCount | None = None
     reshard_after_forward: PositiveCount | None = None
@@ -239,8 +237,6 @@ class OffloadSection(FrozenModel):
     `verify_reads`: checks data read from the drive against its digest each time, not only when a run resumes
     """
 
-    renamed = {"paranoid": "verify_reads", "group_parameters": "sub_group_parameters"}
-
     tier: Tier | Literal["auto"] = "auto"
     path: PathText = "offload"
     sub_group_parameters: PositiveInt = 64_000_000
@@ -327,7 +323,6 @@ class RunSetupSection(FrozenModel):
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
-    renamed = {"survival": "fault_tolerance"}
     foreign = FOREIGN_NAMES
 
     run: RunSetupSection = RunSetupSection()

@@ -37,8 +37,6 @@ class TrainSection(FrozenModel):
         is not idle between steps. The parameters are the same, bit for bit. See docs/design/step.md.
     """
 
-    renamed = {"accumulate_sync": "gradient_sync", "warmup_steps_untimed": "untimed_warmup_steps"}
-
     steps: PositiveCount | None = 200
     epochs: PositiveScalar | None = None
     global_batch: PositiveCount = 24
@@ -115,8 +113,6 @@ class ScheduleSection(FrozenModel):
 
     `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
     """
-
-    renamed = {"final_ratio": "min_lr_ratio"}
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup_steps: Count = 20

@@ -67,7 +67,6 @@ _QUOTED = re.compile(r"'([^']*)'")
 class FrozenModel(BaseModel):
     """A pydantic model that is immutable and rejects unknown fields."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}  # earlier name of a field -> its name now, for error messages
     foreign: ClassVar[Mapping[str, str]] = {}  # other tools' name of any key -> the key, for error messages
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -213,9 +212,7 @@ def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, m
     [*path, key], section = _keys_and_section(cls, location)
     known = list(section.model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if key in section.renamed:
-        fix = ".".join([*path, section.renamed[key]])
-    elif (elsewhere := find_key_by_name(cls, key)) is not None:
+    if (elsewhere := find_key_by_name(cls, key)) is not None:
         fix = elsewhere
     elif near:
         fix = ".".join([*path, near[0]])
