@@ -38,7 +38,6 @@ NAMES = require(
     PrivateName("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
     PrivateName("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
     PrivateName("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
-    PrivateName("torch._VF", "traces recurrent layers"),
     PrivateName(
         "torch._grouped_mm", "multiplies experts before torch.nn.functional.grouped_mm", is_optional=True
     ),
@@ -47,8 +46,6 @@ NAMES = require(
     PrivateName("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
 )
 
-variable_functions: Any = torch._VF  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-"""The functions of recurrent layers."""
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
 """The common class of the modules that normalise over a batch."""
 

@@ -24,7 +24,6 @@ from fullshard.tracing.kernels import (
     run_on_fake_tensors,
     transient_kernel_bytes,
 )
-from fullshard.tracing.recurrent_layers import LSTM_LAYER, with_lstm_workspace
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -102,8 +101,6 @@ class AllocationRecorder(TorchDispatchMode):
             return NotImplemented  # the subclass calls operations on the tensors that it holds
         call = OpCall(func, args, kwargs or {})
         result = run_on_fake_tensors(call)
-        if call.bare_operator_name == LSTM_LAYER:
-            result = with_lstm_workspace(call.arguments_by_name(), result)
         self._added_gradients.clear()
         launch = find_kernel_launch(call, result)
         if self._unwritten and launch is not None and launch.kind != "elementwise":

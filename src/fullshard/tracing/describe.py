@@ -39,7 +39,6 @@ from fullshard.tracing.example_batch import disable_packing_detection
 from fullshard.tracing.failures import TRACE_FAILURES, error_text, trace_error
 from fullshard.tracing.phases import KernelIndex
 from fullshard.tracing.recordings import SettingRecording, SettingsRecorder, divided_dims
-from fullshard.tracing.recurrent_layers import fold_time_of_recurrent_layers
 from fullshard.tracing.trace import LossFunction, training_mode
 from fullshard.tracing.unit_specs import unit_and_parameter_specs
 
@@ -89,7 +88,7 @@ def describe(
     check_recomputed_blocks(one_rank.run.recompute, recorder.blocks)
     settings = _settings_to_trace(plan, device, blocks=recorder.blocks)
     kernels = emulate_cuda_kernels(attention_kernel) if device == "cuda" else nullcontext()
-    with disable_packing_detection(), fold_time_of_recurrent_layers(), training_mode(model), kernels:
+    with disable_packing_detection(), training_mode(model), kernels:
         found, untraced = _record_all_settings(recorder, settings)
     return _build_spec(recorder, found, untraced=untraced)
 

@@ -16,11 +16,6 @@ from fullshard.spec.plan import DeviceType, Dtype
 from fullshard.torch_private.fake_tensors import schema
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.tracing.cpu_scratch import cpu_scratch_bytes
-from fullshard.tracing.recurrent_layers import (
-    LSTM_LAYER,
-    lstm_backward_scratch_bytes,
-    lstm_layer_flops,
-)
 
 KernelDtype = Dtype | Literal["fp8"]
 _DTYPE: dict[torch.dtype, KernelDtype] = {
@@ -101,8 +96,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
         return _attention_launch(call, moved=moved)
-    if name == GROUPED or name.startswith(LSTM_LAYER):
-        return (_grouped_matmul_launch if name == GROUPED else _lstm_launch)(call, dtype, moved=moved)
+    if name == GROUPED:
+        return _grouped_matmul_launch(call, dtype, moved=moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
         flops = int(count(*call.args, **call.kwargs, out_val=result))
@@ -143,9 +138,8 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
 def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
-    On the CPU those of an addition in place are known, which casts the tensor that it adds, and those of the
-    backward of an LSTM. Those of matmuls and attention are measured (`fullshard.tracing.cpu_scratch`). On a
-    GPU:
+    On the CPU those of an addition in place are known, which casts the tensor that it adds. Those of matmuls
+    and attention are measured (`fullshard.tracing.cpu_scratch`). On a GPU:
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -186,8 +180,6 @@ def _cuda_transient_bytes(call: OpCall) -> int:
 
 
 def _cpu_transient_bytes(call: OpCall) -> int:
-    if call.bare_operator_name == f"{LSTM_LAYER}_backward":
-        return lstm_backward_scratch_bytes(call.arguments_by_name())
     if call.bare_operator_name != "add_":
         return cpu_scratch_bytes(call.func, call.args, name=call.bare_operator_name, kwargs=call.kwargs)
     total, added = call.args[:2]
@@ -237,12 +229,6 @@ def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
     groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
     rows, columns = left.shape[-2], right.shape[-1]
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
-
-
-def _lstm_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
-    flops = lstm_layer_flops(call.arguments_by_name())
-    is_backward = call.bare_operator_name.endswith("_layer_backward")
-    return KernelLaunch("matmul", dtype, 2 * flops if is_backward else flops, moved)
 
 
 def _grouped_matmul_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
