@@ -23,7 +23,7 @@ from fullshard.cli import (
     watch,
 )
 from fullshard.cli.examples import examples_text
-from fullshard.cli.settings_command import SettingsCommand
+from fullshard.cli.options import SettingsCommand
 from fullshard.launch.environment import drop_unused_launcher_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.standard_streams import prepare_standard_streams

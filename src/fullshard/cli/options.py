@@ -1,10 +1,13 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and the class of commands."""
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from fullshard.errors import SpecError
 
 
 def require_positive_number(value: float | None) -> float | None:
@@ -45,3 +48,26 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 KeyFile = Annotated[
     Path | None, typer.Option("--key-file", help="Accept only checkpoints that are signed with this key.")
 ]
+
+
+class SettingsCommand(TyperCommand):
+    """A command that answers an option which is a setting, such as `--lr 1e-3`, with the right `--set`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        for text in args:
+            option = text.partition("=")[0]
+            if "--set" in known and option.startswith("--") and option not in known:
+                _check_is_not_setting(option)
+        return super().parse_args(ctx, args)
+
+
+def _check_is_not_setting(option: str) -> None:
+    """Raises SpecError if an unknown option is the name of a setting, here or in another trainer."""
+    from fullshard.spec.run import Run
+    from fullshard.spec.value import find_key_by_name
+
+    key = find_key_by_name(Run, option.removeprefix("--"))
+    if key is not None:
+        fix = f"--set {key}=…" if " " not in key else key
+        raise SpecError(f"{option} is not an option, but a setting.", got=option, fix=fix)

@@ -38,7 +38,6 @@ DTYPES = {
     "float": "fp32",
     "fp32": "fp32",
 }
-OFFLOAD_ALL = "params+optimizer:cpu"
 # Explanations that several tables share, as `$name`.
 _TEXTS = {
     "context_method": "sharding.context_method: ranks gather keys and values, or exchange tokens for heads",

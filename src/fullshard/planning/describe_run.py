@@ -12,7 +12,11 @@ from fullshard.spec.run import Run
 from fullshard.system.terminal import escape_to_single_line, is_live_terminal
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
+
+# Heads with one label per sequence or image.
+_ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
 
 
 def describe_run(
@@ -87,7 +91,6 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
     import torch
 
     from fullshard.data.build import build_data
-    from fullshard.models.examples import example_meta_batch
     from fullshard.training.loss import choose_loss, model_computed_loss
 
     run = plan.run if isinstance(plan, Plan) else plan
@@ -98,10 +101,51 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
         own = Plan.from_run_for_prediction(run.model_copy(update={"train": alone}), world_size=ranks)
         return next(iter(build_data(run).microbatches(0, rank=0, plan=own)))
     if choose_loss(run, model) is model_computed_loss:
-        return example_meta_batch(model, run, rows=rows)
+        return _example_meta_batch(model, run, rows=rows)
     if not run.data.document_mask:
         return None
     keys, shape = ("tokens", "labels", "positions", "documents"), (rows, run.data.sequence_length)
     batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in keys}
     # One document in each row: the most that attention within documents can compute.
     return batch | {"document_ends": torch.empty((rows, 1), dtype=torch.int32, device="meta")}
+
+
+def _example_meta_batch(model: "Module", run: Run, *, rows: int) -> "dict[str, Tensor] | None":
+    """Returns a batch of `rows` samples on the meta device, for `model(**batch)`; None if inputs are unknown.
+
+    Token ids: `data.sequence_length` tokens, at most the model's positions. Images: the config's size.
+    """
+    import inspect  # slow to import
+
+    import torch
+
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    if not hasattr(config, "model_type"):
+        return None
+    batch: dict[str, Tensor] = {}
+    if "pixel_values" in takes:
+        shape = _find_image_shape(config)
+        if shape is None:
+            return None
+        batch["pixel_values"] = torch.empty((rows, *shape), device="meta")
+    if "input_ids" in takes:
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        length = min(run.data.sequence_length, longest or run.data.sequence_length)
+        batch["input_ids"] = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    if not batch:
+        return None
+    if "labels" in takes:
+        single = type(model).__name__.endswith(_ONE_LABEL) or "input_ids" not in batch
+        shape = (rows,) if single else tuple(batch["input_ids"].shape)
+        batch["labels"] = torch.empty(shape, dtype=torch.int64, device="meta")
+    return batch
+
+
+def _find_image_shape(config: Any) -> tuple[int, int, int] | None:
+    """Returns (channels, height, width) of the model's images; None if unknown."""
+    part = getattr(config, "vision_config", config)
+    size, channels = getattr(part, "image_size", None), getattr(part, "num_channels", 3)
+    if isinstance(size, int):
+        return channels, size, size
+    return (channels, *size) if isinstance(size, (list, tuple)) and len(size) == 2 else None
