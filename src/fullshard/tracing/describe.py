@@ -15,7 +15,8 @@ between them is traced whole, for the plan's own microbatch. Compiled blocks run
 compiler would make of them (`fullshard.tracing.compiled_blocks`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import product
 from math import lcm
@@ -24,23 +25,38 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import ShardError
-from fullshard.sharding.fp8 import choose_fp8_linears
+from fullshard.errors import ShardError, TraceError
+from fullshard.sharding.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.sharding.recompute import check_recomputed_blocks
-from fullshard.sharding.units import Predicate, find_recompute_blocks, find_units
+from fullshard.sharding.units import Predicate, Unit, find_recompute_blocks, find_units
 from fullshard.spec.hardware import AttentionKernel
-from fullshard.spec.model import Kernel, MicrobatchTrace, ModelSpec, TracePhase, UntracedSettings
+from fullshard.spec.model import (
+    Kernel,
+    MicrobatchTrace,
+    ModelSpec,
+    ParamSpec,
+    TracePhase,
+    UnitSpec,
+    UntracedSettings,
+)
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import Run, Strategy
 from fullshard.tracing.compiled_blocks import CompiledPrograms
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.example_batch import disable_packing_detection
-from fullshard.tracing.failures import TRACE_FAILURES, error_text, trace_error
 from fullshard.tracing.phases import KernelIndex
-from fullshard.tracing.recordings import SettingRecording, SettingsRecorder, divided_dims
+from fullshard.tracing.recordings import (
+    NEEDS_VALUES,
+    SettingRecording,
+    SettingsRecorder,
+    divided_dims,
+    parameters_gathered_in_fp8,
+)
 from fullshard.tracing.trace import LossFunction, training_mode
-from fullshard.tracing.unit_specs import unit_and_parameter_specs
+
+# Raised by models and torch on tensors without values.
+_TRACE_FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 
 
 def _recomputes_to_trace(blocks: int) -> tuple[RecomputeSection, ...]:
@@ -123,7 +139,7 @@ def _build_spec(
         device_type=recorder.device,
         sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
-        units=tuple(unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
+        units=tuple(_unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=recorder.buffer_bytes,
         loss_chunk=recorder.loss_chunk,
@@ -138,6 +154,44 @@ def _build_spec(
         active_numel=active,
         fp8=() if fp8 is None else fp8.shares,
     )
+
+
+def _unit_and_parameter_specs(
+    units: Sequence[Unit],
+    model: nn.Module,
+    *,
+    fp8: Fp8Choice | None,
+    divided: Mapping[str, int | None],
+) -> Iterator[UnitSpec]:
+    """Yields the spec of each unit. `divided`: the dim in which ranks divide each parameter, if any."""
+    in_fp8 = parameters_gathered_in_fp8(fp8)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    registered = [module for module in model.modules() if any(module is unit.modules[0] for unit in units)]
+    for unit in units:
+        yield UnitSpec(
+            name=unit.name,
+            position=next(i for i, module in enumerate(registered) if module is unit.modules[0]),
+            parameters=tuple(
+                ParamSpec(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    itemsize=parameter.itemsize,
+                    is_floating=parameter.is_floating_point(),
+                    requires_grad=parameter.requires_grad,
+                    is_gathered_in_fp8=id(parameter) in in_fp8,
+                    aliases=tuple(alias for alias in names[id(parameter)] if alias != name),
+                    divided_dim=divided.get(name),
+                )
+                for name, parameter in unit.parameters.items()
+            ),
+            is_block=unit.is_block,
+            kept=unit.is_root or unit.keep_until_backward,
+            override=unit.override,
+            is_embedding=unit.is_embedding,
+            has_experts=unit.has_experts,
+        )
 
 
 def _check_not_sharded(model: nn.Module) -> None:
@@ -160,13 +214,38 @@ def _record_all_settings(
     for recompute, compiled in settings:
         try:
             found += recorder.record_setting(recompute, compiled=compiled)
-        except TRACE_FAILURES as error:
+        except _TRACE_FAILURES as error:
             if not found:
-                raise trace_error(recorder.model, error, given_batch=recorder.batch is not None) from error
+                raise _trace_error(recorder.model, error, given_batch=recorder.batch is not None) from error
             untraced.append(
-                UntracedSettings(recompute=recompute, compiled=compiled, reason=error_text(error))
+                UntracedSettings(recompute=recompute, compiled=compiled, reason=_error_text(error))
             )
     return found, untraced
+
+
+def _trace_error(model: nn.Module, error: Exception, *, given_batch: bool) -> TraceError:
+    """Returns the error for a model that cannot be traced. `given_batch`: whether the user gave the batch."""
+    name = type(model).__name__
+    if isinstance(error, NEEDS_VALUES):
+        return TraceError(
+            f"{name} cannot be described on tensors without values.",
+            got=_error_text(error),
+            why="its shapes, or the operations that it runs, depend on the values of tensors",
+            fix="describe(..., batch=one of your microbatches, with values)",
+        )
+    if given_batch:
+        return TraceError(f"{name} cannot be described on the given batch.", got=_error_text(error))
+    return TraceError(
+        f"{name} cannot be described on a batch of int64 tokens and labels.",
+        got=_error_text(error),
+        why="no batch was given, so one was made up",
+        fix="describe(..., batch=one of your microbatches), and loss=your_loss if it takes more",
+    )
+
+
+def _error_text(error: Exception) -> str:
+    """Returns the error's class and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _settings_to_trace(

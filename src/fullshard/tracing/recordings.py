@@ -27,11 +27,14 @@ from fullshard.sharding.units import (
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.recompute_section import RecomputeSection
-from fullshard.torch_private.fake_tensors import FakeTensorMode
+from fullshard.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from fullshard.tracing.allocations import PhaseRecord
 from fullshard.tracing.compiled_blocks import CompiledBlocks, CompiledPrograms
 from fullshard.tracing.example_batch import has_integer_values, has_microbatch_dim, make_fake_batch
-from fullshard.tracing.failures import NEEDS_VALUES
 from fullshard.tracing.kernels import distinct_storage_bytes, list_tensors
 from fullshard.tracing.phases import (
     KernelIndex,
@@ -41,10 +44,11 @@ from fullshard.tracing.phases import (
 )
 from fullshard.tracing.repeated_blocks import BlockTruncation, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, MicrobatchTracer
-from fullshard.tracing.unit_specs import parameters_gathered_in_fp8
 
 LOW = 2
 """Sequences of the smaller of the two microbatches that are recorded."""
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised by fake tensors where a shape or a number depends on values."""
 
 
 @dataclass
@@ -81,11 +85,6 @@ class SettingRecording:
     microbatch: int | None = None
     kept: bool = True
 
-    @property
-    def low_microbatch(self) -> int:
-        """Number of sequences of `low`."""
-        return self.microbatch or LOW
-
     def as_compiled(self, plan: Plan) -> "SettingRecording | None":
         """Returns what compiled blocks do, if they do the same as these eager ones; None if they do not."""
         low, high = self.low.units_if_compiled, self.high.units_if_compiled
@@ -100,7 +99,7 @@ class SettingRecording:
 
     def build_trace(self, table: KernelIndex) -> MicrobatchTrace:
         """Returns the trace, whose kernels are counted in `table`."""
-        low, high, first = self.low, self.high, self.low_microbatch
+        low, high, first = self.low, self.high, self.microbatch or LOW
         grows = high.batch_bytes - low.batch_bytes
         merge = partial(merge_recordings, microbatch=first, table=table, compiled_units=low.compiled_units)
         return MicrobatchTrace(
@@ -363,3 +362,10 @@ def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None]
                     setattr(module, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
                 else:  # of all modules that share it
                     parameter.data = part
+
+
+def parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
+    """Returns the `id` of each parameter that is gathered in fp8."""
+    if fp8 is None or fp8.scaling != "tensorwise":
+        return set()
+    return {id(module.weight) for module in fp8.linears.values()}
