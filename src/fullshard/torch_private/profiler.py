@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
 from torch.autograd.profiler import profile
 
 from fullshard.torch_private.names import PrivateName, require
@@ -14,7 +13,6 @@ _EVENT = "torch._C._autograd._KinetoEvent"
 _MEMORY = "torch.cuda.memory"
 
 NAMES = require(
-    PrivateName("torch.autograd._profiler_enabled", "does not profile within a profile"),
     PrivateName(f"{_RESULT}.events", "reads the events of a profile"),
     PrivateName(f"{_RESULT}.experimental_event_tree", "reads the allocations of a profile"),
     *(
@@ -34,9 +32,6 @@ NAMES = require(
     PrivateName(f"{_MEMORY}._record_memory_history", "keeps where memory was allocated"),
     PrivateName(f"{_MEMORY}._dump_snapshot", "writes what memory holds"),
 )
-
-is_profiling = _profiler_enabled
-"""`is_profiling()`: whether a profiler runs in this process."""
 
 
 def profile_events(profiler: profile) -> Iterator[Any]:

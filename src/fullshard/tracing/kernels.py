@@ -15,7 +15,6 @@ from fullshard.spec.model import KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
 from fullshard.torch_private.fake_tensors import schema
 from fullshard.torch_private.tensors import tree_leaves
-from fullshard.tracing.cpu_scratch import cpu_scratch_bytes
 
 KernelDtype = Dtype | Literal["fp8"]
 _DTYPE: dict[torch.dtype, KernelDtype] = {
@@ -138,8 +137,7 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
 def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
-    On the CPU those of an addition in place are known, which casts the tensor that it adds. Those of matmuls
-    and attention are measured (`fullshard.tracing.cpu_scratch`). On a GPU:
+    On the CPU those of an addition in place are known, which casts the tensor that it adds. On a GPU:
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -181,7 +179,7 @@ def _cuda_transient_bytes(call: OpCall) -> int:
 
 def _cpu_transient_bytes(call: OpCall) -> int:
     if call.bare_operator_name != "add_":
-        return cpu_scratch_bytes(call.func, call.args, name=call.bare_operator_name, kwargs=call.kwargs)
+        return 0
     total, added = call.args[:2]
     differs = isinstance(added, Tensor) and added.ndim and added.dtype != total.dtype
     return added.numel() * total.itemsize if differs else 0
