@@ -50,7 +50,7 @@ def test_a_fault_is_found_by_the_check_meant_for_it(fault: Fault, tmp_path: Path
 
 def test_every_check_has_a_fault_that_it_finds() -> None:
     assert {one.check for one in FAULTS} | {"sharded_step"} == {one.name for one in CHECKS}
-    assert len(FAULTS) >= 40
+    assert all("#" in one.report for one in CHECKS)
 
 
 def test_no_complaint_without_a_fault(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Measurements of ranks by each other: clocks, connections, settings, and a sharded step."""
+"""Measurements of ranks by each other: connections, settings, and a sharded step."""
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,14 +26,13 @@ def facts_of(fault: str, settings: tuple[str, ...], skewed: bool) -> RankFacts:
         wrong = rank == size - 1
         access = RankAccess(
             host=f"host-{rank}",
-            clock=lambda: 1000.0 + 5.0 * wrong,
             environment={"NCCL_ALGO": "Ring"} if wrong else {},
             connect=lambda host, port: "refused" if wrong else None,
         )
     return gather_rank_facts(run, plan=None, ranks=ranks, access=access)
 
 
-def test_ranks_measure_their_sharded_step_links_clocks_connections_and_settings(
+def test_ranks_measure_their_sharded_step_links_connections_and_settings(
     ranks: Callable[..., Any],
 ) -> None:
     first, other = ranks(2).run(facts_of, "none", ("optimizer.name=tests.fakes.broken.HalfStateSGD",), True)
@@ -42,7 +40,6 @@ def test_ranks_measure_their_sharded_step_links_clocks_connections_and_settings(
     assert check_sharded_step(first).status == "ok"
     assert check_state_dtypes(first).status == "warning"
     assert [pair.ranks for pair in first.pairs] == [(0, 1)]
-    assert first.clock_offsets_seconds == {"host-1": pytest.approx(5.0)}
     assert first.unreachable == ("host-1 cannot connect to host-0: refused",)
     assert first.settings[1] == first.settings[0] | {"NCCL_ALGO": "Ring"}
 

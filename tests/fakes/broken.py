@@ -1,6 +1,5 @@
 """Models, losses, optimizers and data with one fault each, by name; `none` has no fault."""
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +59,6 @@ class Decoder(nn.Module):
             self.head.weight = nn.Parameter(self.embedding.weight.data)
         elif fault == "unused":
             self.extra = nn.Linear(WIDTH, WIDTH)
-        elif fault == "counter":
-            self.register_buffer("seen", torch.zeros(()))
         elif fault == "batch norm":
             self.batch_norm = nn.BatchNorm1d(WIDTH)
         elif fault == "uninitialised":
@@ -70,14 +67,8 @@ class Decoder(nn.Module):
             for block in self.blocks:
                 block.mixed, block.output = ZeroLinear(WIDTH, 3 * WIDTH), ZeroLinear(WIDTH, WIDTH)
                 block.feed = nn.Sequential(ZeroLinear(WIDTH, 2 * WIDTH), ZeroLinear(2 * WIDTH, WIDTH))
-        elif fault == "fp64 table":
-            self.register_buffer("table", torch.ones(WIDTH, dtype=torch.float64))
-        elif fault == "fp16 weights":
-            self.blocks.half()
         elif fault == "lost table":
             self.table = torch.empty(WIDTH)
-        elif fault == "one large unit":
-            self.large = nn.Linear(WIDTH, 1 << 20, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         fault = self.fault
@@ -85,9 +76,6 @@ class Decoder(nn.Module):
             tokens = tokens.roll(-1, 1)
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
-            if fault == "fp16 weights":
-                x = block(x.half()).float()
-                continue
             is_sharded = dist.is_initialized() and hasattr(self, "unshard")
             if fault == "drops by rank" and is_sharded and index == dist.get_rank() % 2:
                 continue
@@ -104,21 +92,13 @@ class Decoder(nn.Module):
                 return x + x.mean(0)
             case "batch norm":
                 return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
-            case "counter":
-                self.seen += 1
-            case "own random numbers":
-                return x + random.random() * torch.linspace(0, 1, WIDTH)
             case "not finite":
                 return x / (0 * x.detach()).sum()
             case "gradient not finite":
                 return x + (0 * x).abs().sqrt()
-            case "fp64 table":
-                return x * self.table.float()
             case "differs by rank":
                 wrong = dist.is_initialized() and dist.get_rank() == 1
                 return x + float(wrong) * torch.linspace(0, 1, WIDTH)
-            case "one large unit":
-                return x + self.large(x[:, :1])[..., :WIDTH] * 0.01
         return x
 
 

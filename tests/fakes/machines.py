@@ -10,55 +10,33 @@ from fullshard.checks.run_context import RunContext
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, Prediction, TimeTerms
 from fullshard.spec.run import Run
-from fullshard.system.load import ProcessorSeconds
 
 GIB = 1 << 30
 SMI = "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |"
 TORCH = "cuda: Optional[str] = '12.4'\n"
-NVLINK = """\tGPU0\tGPU1\tNIC0\tCPU Affinity
-GPU0\t X \tNV18\tPXB\t0-31
-GPU1\tNV18\t X \tPXB\t0-31
-NIC0\tPXB\tPXB\t X
-"""
-ACROSS_SOCKETS = NVLINK.replace("NV18", "SYS")
 HEALTHY = "0, 0, 41, 700.00, 700.00, Not Active\n1, 0, 43, 700.00, 700.00, Not Active\n"
 
 
-class Processors:
-    """Processor time of two cores over samples of one second each, of which others use a share."""
-
-    def __init__(self, others: float) -> None:
-        self.others, self.samples = others, -1
-
-    def __call__(self) -> ProcessorSeconds:
-        self.samples += 1
-        return ProcessorSeconds(2 * self.others * self.samples, 2.0 * self.samples, 0.0)
-
-
 def quiet_machine(root: Path) -> MachineAccess:
-    """Two cores, enough of everything, no GPU, no other program."""
+    """Two cores, enough of everything, no GPU."""
     return MachineAccess(
         environment={},
         root=root,
         run_command=lambda command: None,
-        soft_limit=lambda name: 65536 if name == "RLIMIT_NOFILE" else None,
-        version=lambda package: {"torch": "2.13.0"}.get(package),
-        requirements=lambda package: ["torch<2.16,>=2.11"] if package == "fullshard" else [],
         torch_version_file=lambda: TORCH,
         can_resolve=lambda host: True,
         space_bytes=lambda path: (1000 * GIB, 500 * GIB),
         usable_cores=lambda: 2,
-        processor_seconds=Processors(0.01),
     )
 
 
 def gpu_machine(root: Path, **answers: str) -> MachineAccess:
-    """A quiet machine with two healthy GPUs; `answers` replaces what nvidia-smi prints (plain, topo, …)."""
-    printed = {"plain": SMI, "topo": NVLINK, "health": HEALTHY, "processes": "", **answers}
+    """A quiet machine with two healthy GPUs; `answers` replaces what nvidia-smi prints (plain, health, …)."""
+    printed = {"plain": SMI, "health": HEALTHY, "processes": "", **answers}
 
     def run_command(command: Sequence[str]) -> str | None:
         text = " ".join(command)
-        kinds = {"topo": "topo", "query-gpu": "health", "compute-apps": "processes"}
+        kinds = {"query-gpu": "health", "compute-apps": "processes"}
         return printed[next((kind for part, kind in kinds.items() if part in text), "plain")]
 
     return replace(quiet_machine(root), run_command=run_command)

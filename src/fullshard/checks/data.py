@@ -1,4 +1,4 @@
-"""Checks of a run's data: tokens, labels, lengths, duplicates, order."""
+"""Checks of a run's data: tokens, labels, duplicates, order."""
 
 import hashlib
 import time
@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fullshard.checks.model_trial import IGNORED, plain_run
 from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
-from fullshard.data.packed import PackedData
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
 from fullshard.models.checks import find_vocabulary_rows
@@ -24,8 +22,7 @@ from fullshard.torch_private.tensors import tree_leaves
 
 # A global batch of 12 can be shared out over 1, 2 and 3 ranks in microbatches of 2.
 _ROWS, _MICROBATCH, _RANKS, _STEPS = 12, 2, (1, 2, 3), 8
-_MOST_MASKED, _MOST_EMPTY_ROWS = 0.95, 0.1
-_MOST_PADDING, _MOST_CUT, _MOST_REPEATED = 0.5, 0.2, 0.05
+_MOST_MASKED, _MOST_EMPTY_ROWS, _MOST_REPEATED = 0.95, 0.1, 0.05
 _MOST_RANKS = 8
 _TOKENIZING_SECONDS = 20.0
 
@@ -156,30 +153,6 @@ def check_labels(trial: DataTrial) -> Finding:
             fix='a longer data.sequence_length, data.packing = "best_fit", or another data.train_on',
         )
     return Finding.ok(f"{masked:.1%} of the labels are masked, {empty:.1%} of the rows have none")
-
-
-def check_lengths(trial: DataTrial) -> Finding:
-    """Compares the lengths of the documents with that of the sequences: padding, and tokens cut off."""
-    if not isinstance(trial.data, PackedData):
-        return Finding.skipped("the lengths of documents of data from Python are not known")
-    figures, section = trial.data.summary_figures(), trial.run.data
-    lengths = np.concatenate([pool.stream.document_begins_and_lengths()[1] for pool in trial.data.pools])
-    padding = 1 - float(figures["efficiency"])
-    beyond = float(np.maximum(lengths - section.sequence_length, 0).sum() / max(1, lengths.sum()))
-    text = f"{padding:.1%} of the places are padding; documents of {np.median(lengths):.0f} tokens (median)"
-    if padding > _MOST_PADDING:
-        return Finding.warning(
-            text,
-            why="padding is computed like any token, and trains nothing",
-            fix='data.packing = "best_fit" or "concat", or a shorter data.sequence_length',
-        )
-    if section.packing == "none" and beyond > _MOST_CUT:
-        return Finding.warning(
-            f"{beyond:.0%} of the tokens are behind the first {section.sequence_length} of their document",
-            why='data.packing = "none" leaves them out, or puts each piece into a sequence of its own',
-            fix='a longer data.sequence_length, or data.packing = "best_fit"',
-        )
-    return Finding.ok(text)
 
 
 def check_duplicates(trial: DataTrial) -> Finding:

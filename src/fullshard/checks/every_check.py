@@ -9,7 +9,6 @@ from fullshard.checks.data import (
     DataTrial,
     check_duplicates,
     check_labels,
-    check_lengths,
     check_order,
     check_vocabulary_range,
 )
@@ -17,22 +16,13 @@ from fullshard.checks.model_numbers import (
     check_first_loss,
     check_gradients,
     check_microbatches,
-    check_repeatability,
     check_row_independence,
     check_sees_future,
 )
-from fullshard.checks.model_parts import (
-    check_dtypes,
-    check_graphs,
-    check_initial_values,
-    check_meta_tensors,
-    check_tied_parameters,
-    check_unit_sizes,
-)
+from fullshard.checks.model_parts import check_graphs, check_initial_values, check_tied_parameters
 from fullshard.checks.model_trial import ModelTrial
 from fullshard.checks.rank_facts import RankFacts
 from fullshard.checks.ranks import (
-    check_clocks,
     check_connections,
     check_links,
     check_same_settings,
@@ -45,29 +35,23 @@ from fullshard.spec.finding import Finding
 
 CHECKS = (
     *CHECKS_WITHOUT_TORCH,
-    Check("first_loss", "model", check_first_loss),
-    Check("sees_future", "model", check_sees_future),
-    Check("row_independence", "model", check_row_independence),
-    Check("repeatability", "model", check_repeatability),
-    Check("gradients", "model", check_gradients),
-    Check("tied_parameters", "model", check_tied_parameters),
-    Check("microbatches", "model", check_microbatches),
-    Check("initial_values", "model", check_initial_values),
-    Check("dtypes", "model", check_dtypes),
-    Check("meta_tensors", "model", check_meta_tensors),
-    Check("unit_sizes", "model", check_unit_sizes),
-    Check("graphs", "model", check_graphs),
-    Check("vocabulary_range", "data", check_vocabulary_range),
-    Check("labels", "data", check_labels),
-    Check("lengths", "data", check_lengths),
-    Check("duplicates", "data", check_duplicates),
-    Check("order", "data", check_order),
-    Check("clocks", "ranks", check_clocks),
-    Check("connections", "ranks", check_connections),
-    Check("links", "ranks", check_links),
-    Check("same_settings", "ranks", check_same_settings),
-    Check("sharded_step", "ranks", check_sharded_step),
-    Check("state_dtypes", "ranks", check_state_dtypes),
+    Check("first_loss", "model", check_first_loss, "google-research/t5x#1093"),
+    Check("sees_future", "model", check_sees_future, "huggingface/transformers#48745"),
+    Check("row_independence", "model", check_row_independence, "huggingface/transformers#47394"),
+    Check("gradients", "model", check_gradients, "pytorch/pytorch#65195"),
+    Check("tied_parameters", "model", check_tied_parameters, "NVIDIA-NeMo/Automodel#2213"),
+    Check("microbatches", "model", check_microbatches, "huggingface/blog#2414"),
+    Check("initial_values", "model", check_initial_values, "fla-org/flame#9"),
+    Check("graphs", "model", check_graphs, "NVIDIA/TransformerEngine#705"),
+    Check("vocabulary_range", "data", check_vocabulary_range, "huggingface/transformers#24698"),
+    Check("labels", "data", check_labels, "huggingface/trl#6668"),
+    Check("duplicates", "data", check_duplicates, "k2-fsa/icefall#1616"),
+    Check("order", "data", check_order, "modelscope/ms-swift#10050"),
+    Check("connections", "ranks", check_connections, "NVIDIA/nccl-tests#162"),
+    Check("links", "ranks", check_links, "NVIDIA/nccl#428"),
+    Check("same_settings", "ranks", check_same_settings, "NVIDIA/nccl#286"),
+    Check("sharded_step", "ranks", check_sharded_step, "NovaSky-AI/SkyRL#1709"),
+    Check("state_dtypes", "ranks", check_state_dtypes, "areal-project/AReaL#1292"),
 )
 GROUPS = ("settings", "machine", "storage", "model", "data", "ranks")
 

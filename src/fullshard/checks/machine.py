@@ -1,43 +1,28 @@
-"""Checks of this machine that need neither torch nor a GPU."""
+"""Checks of this machine, its storage and its NVIDIA GPUs, without torch."""
 
 import re
-import time
 from collections.abc import Callable
 
+from fullshard.checks.machine_access import nearest_existing_directory
 from fullshard.checks.run_context import RunContext
 from fullshard.quantities import format_bytes
 from fullshard.spec.finding import Finding
-from fullshard.system.load import other_programs_fraction
 
-_FILES_PER_PROCESS, _FILES_PER_RANK = 256, 16
 _PROCESS_BYTES = 400 << 20  # resident memory of a process that has imported torch
 # Docker's default is 64 MiB; NCCL's shared memory transport takes about 10 MB per pair of GPUs.
 _LEAST_SHARED_MEMORY = 512 << 20
-_SAMPLE_SECONDS = 0.2
-_BUSY_CPU, _BUSY_GPU = 0.25, 0.9
 _TRUE = {"1", "true", "yes", "on"}
-
-
-def check_torch_version(context: RunContext) -> Finding:
-    """Compares the installed torch with the releases that fullshard is tested with."""
-    found = context.machine.version("torch")
-    wanted = next((r for r in context.machine.requirements("fullshard") if re.match(r"torch\b", r)), "")
-    if found is None or not wanted:
-        return Finding.skipped("the versions of torch that fullshard supports are not known here")
-    least, below = (re.search(rf"{sign}(\d+\.\d+)", wanted) for sign in (">=", "<"))
-    too_old = least is not None and _version_key(found) < _version_key(least[1])
-    too_new = below is not None and _version_key(found) >= _version_key(below[1])
-    if not too_old and not too_new:
-        return Finding.ok(f"torch {found}")
-    return Finding.warning(
-        f"torch {found}",
-        why=f"fullshard is tested with {wanted.removeprefix('torch')}: FSDP2 may differ in others",
-        fix=f'pip install "{wanted}"',
-    )
-
-
-def _version_key(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+_NO_GPU = "no NVIDIA driver on this machine"
+_HEALTH = (
+    "index",
+    "ecc.errors.uncorrected.volatile.total",
+    "temperature.gpu",
+    "power.limit",
+    "power.default_limit",
+    "clocks_throttle_reasons.hw_slowdown",
+)
+_HOTTEST_CELSIUS = 85  # datasheets of data centre GPUs slow down from 83 to 90
+_LEAST_POWER = 0.9
 
 
 def _is_true(value: str) -> bool:
@@ -61,8 +46,6 @@ _ON_ANY: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", "every collective is checked first"),
     ("TORCH_SHOW_CPP_STACKTRACES", _is_true, "every error takes seconds to be shown"),
 )
-# Each rank would place its threads on the same first cores.
-_PINNING = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 
 
 def check_environment_variables(context: RunContext) -> Finding:
@@ -71,11 +54,6 @@ def check_environment_variables(context: RunContext) -> Finding:
     for name, hurts, reason in (*(_ON_GPUS if context.is_on_gpus else ()), *_ON_ANY):
         if (value := environment.get(name)) and hurts(value):
             found.append(f"{name}={value} ({reason})")
-    if context.ranks_on_host > 1 and not context.is_on_gpus:
-        for name in _PINNING:
-            value = environment.get(name, "")
-            if value and value.lower() not in ("false", "disabled", "none"):
-                found.append(f"{name}={value} (all ranks are pinned to the same cores)")
     adapters = context.machine.list_names("sys/class/infiniband")
     if context.has_other_hosts and adapters and _is_true(environment.get("NCCL_IB_DISABLE", "")):
         found.append(f"NCCL_IB_DISABLE={environment['NCCL_IB_DISABLE']} ({', '.join(adapters)} are not used)")
@@ -103,26 +81,6 @@ def _interface_problems(context: RunContext) -> list[str]:
         elif context.has_other_hosts and all(one.startswith(("lo", "docker", "veth")) for one in named):
             found.append(f"{name}={value} (other machines cannot be reached through it)")
     return found
-
-
-def check_open_files(context: RunContext) -> Finding:
-    """Compares the limits of open files and locked memory with what the ranks of this machine need."""
-    files, locked = (context.machine.soft_limit(name) for name in ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK"))
-    needed = _FILES_PER_PROCESS + _FILES_PER_RANK * context.plan.world_size
-    if files is not None and files < needed:
-        return Finding.warning(
-            f"{files} open files are allowed per process",
-            why=f"a rank among {context.plan.world_size} may need {needed}: connections, data, checkpoints",
-            fix=f"ulimit -n {max(needed, 65536)}",
-        )
-    adapters = context.machine.list_names("sys/class/infiniband")
-    if context.has_other_hosts and adapters and locked is not None and locked < 1 << 30:
-        return Finding.warning(
-            f"{format_bytes(locked)} of memory may be locked",
-            why="InfiniBand registers its buffers, which must stay in memory",
-            fix="ulimit -l unlimited (in a container: --ulimit memlock=-1)",
-        )
-    return Finding.ok(f"{'unlimited' if files is None else f'{files:,}'} open files")
 
 
 def check_shared_memory(context: RunContext) -> Finding:
@@ -173,52 +131,6 @@ def check_memory_and_quota(context: RunContext) -> Finding:
     return Finding.ok(f"{format_bytes(min(known))} of memory" if known else "no limit known")
 
 
-def check_pinned_cores(context: RunContext) -> Finding:
-    """Compares the cores that this process may use with the ranks of this machine."""
-    cores, ranks = context.machine.usable_cores(), context.ranks_on_host
-    online = (context.machine.read("sys/devices/system/cpu/online") or "").rpartition("-")[2]
-    of = f" of {int(online) + 1}" if online.isdecimal() and int(online) + 1 > cores else ""
-    if cores < ranks:
-        return Finding.warning(
-            f"{ranks} ranks may use {cores} core{'s' if cores > 1 else ''}{of}",
-            why="ranks that share a core wait for each other in every collective",
-            fix=f"run.ranks = {cores}, or more cores (taskset -cp $$ shows those of the shell)",
-        )
-    return Finding.ok(f"{cores} cores{of} for {ranks} ranks")
-
-
-def check_threads(context: RunContext) -> Finding:
-    """Compares OMP_NUM_THREADS times the ranks of this machine with its cores."""
-    given = context.machine.environment.get("OMP_NUM_THREADS", "")
-    if not given.isdecimal():
-        return Finding.ok("threads are chosen by the number of cores")
-    cores, ranks = context.machine.usable_cores(), context.ranks_on_host
-    if int(given) > 1 and int(given) * ranks > cores:
-        return Finding.warning(
-            f"OMP_NUM_THREADS={given} in {ranks} ranks: {int(given) * ranks} threads on {cores} cores",
-            why="threads that wait for a core hold up all others of their operation",
-            fix=f"OMP_NUM_THREADS={max(1, cores // ranks)}, or unset it",
-        )
-    return Finding.ok(f"{given} thread{'s' if given != '1' else ''} in {ranks} ranks on {cores} cores")
-
-
-def check_huge_pages(context: RunContext) -> Finding:
-    """Checks transparent huge pages, where state in host memory is updated in every step."""
-    text = context.machine.read("sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = re.search(r"\[(\w+)\]", text or "")
-    if not context.run.offload.offloads_optimizer:
-        return Finding.skipped("only offloaded state is large enough for huge pages to matter")
-    if chosen is None:
-        return Finding.skipped("this kernel does not report transparent huge pages")
-    if chosen[1] == "never":
-        return Finding.warning(
-            "transparent huge pages are off",
-            why="each GiB of offloaded state takes 262,144 pages, and the first step a fault for each",
-            fix="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
-        )
-    return Finding.ok(f"transparent huge pages: {chosen[1]}")
-
-
 def check_host_names(context: RunContext) -> Finding:
     """Checks that MASTER_ADDR, where the ranks meet, has an address, and that MASTER_PORT is a port."""
     environment = context.machine.environment
@@ -238,15 +150,99 @@ def check_host_names(context: RunContext) -> Finding:
     return Finding.ok(f"ranks meet at {host}")
 
 
-def check_idle_machine(context: RunContext) -> Finding:
-    """Measures for 0.2 s how much of the processors other programs use."""
-    before = context.machine.processor_seconds()
-    time.sleep(_SAMPLE_SECONDS)
-    others = other_programs_fraction([context.machine.processor_seconds().since(before)])
-    if others > (_BUSY_GPU if context.is_on_gpus else _BUSY_CPU):
+def check_checkpoint_space(context: RunContext) -> Finding:
+    """Compares the free space with the checkpoints that the run keeps, and one more."""
+    directory, size = context.checkpoint_directory, context.checkpoint_bytes
+    if directory is None:
+        return Finding.skipped("checkpoints are on an object store")
+    if size is None:
+        return Finding.skipped("the size of a checkpoint is not predicted for this run")
+    section, steps = context.run.checkpoint, context.run.train.step_count
+    saves = (steps // section.every if section.every else 0) + 1
+    kept = min(saves, section.keep or saves)
+    kept += steps // section.keep_every if section.keep_every else 0
+    number = min(kept + 1, saves)  # a new one is complete before the oldest is removed
+    free = context.machine.space_bytes(nearest_existing_directory(directory))[1]
+    text = f"{format_bytes(free)} free for {number} checkpoint{'s' if number > 1 else ''}"
+    got = f"{text} of {format_bytes(size)} in {directory}"
+    if free < size:
+        return Finding.failure(got, why="not even one fits", fix="free some space, or another checkpoint.dir")
+    if free < number * size:
+        fix = f"checkpoint.keep = {max(1, int(free // size) - 1)}, or another checkpoint.dir"
+        return Finding.warning(got, why=f"{format_bytes(number * size)} are needed at once", fix=fix)
+    return Finding.ok(got)
+
+
+def check_cuda_build(context: RunContext) -> Finding:
+    """Compares the CUDA that torch was built for with the driver's."""
+    shown = context.machine.run_command(["nvidia-smi"])
+    if shown is None:
+        return Finding.skipped(_NO_GPU)
+    built = re.search(r"cuda[^=\n]*= *'([\d.]+)'", context.machine.torch_version_file())
+    driver = re.search(r"CUDA Version: *([\d.]+)", shown)
+    if built is None:
         return Finding.warning(
-            f"other programs use {others:.0%} of the processors",
-            why="ranks that wait for a core hold up all others, and figures of speed are too low",
-            fix="wait for them or stop them; top shows which they are",
+            "torch is built without CUDA, and this machine has NVIDIA GPUs",
+            why='run.device = "auto" trains on the CPU',
+            fix="the CUDA build of torch: https://pytorch.org/get-started/locally/",
         )
-    return Finding.ok(f"other programs use {others:.0%} of the processors")
+    if driver is not None and int(built[1].split(".")[0]) > int(driver[1].split(".")[0]):
+        return Finding.failure(
+            f"torch is built for CUDA {built[1]}, and the driver supports CUDA {driver[1]}",
+            why="a driver runs programs of its own major release of CUDA and of earlier ones",
+            fix=f"a newer driver, or torch built for CUDA {driver[1]}",
+        )
+    return Finding.ok(f"torch for CUDA {built[1]}, driver for {driver[1] if driver else 'unknown'}")
+
+
+def check_gpu_health(context: RunContext) -> Finding:
+    """Checks uncorrectable memory errors, throttling, temperature and power limit of every GPU."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(_HEALTH)}", "--format=csv,noheader,nounits"]
+    shown = context.machine.run_command(query)
+    if shown is None:
+        return Finding.skipped(_NO_GPU)
+    failed, slow, count = list[str](), list[str](), 0
+    for line in shown.strip().splitlines():
+        index, errors, celsius, limit, usual, slowdown = (part.strip() for part in line.split(","))
+        count += 1
+        if errors.isdecimal() and int(errors):
+            failed.append(f"GPU {index} has {errors} uncorrectable memory errors")
+        if celsius.isdecimal() and int(celsius) >= _HOTTEST_CELSIUS:
+            slow.append(f"GPU {index} is at {celsius} °C")
+        if slowdown.lower() == "active":
+            slow.append(f"GPU {index} slows itself down")
+        if _number(limit) < _LEAST_POWER * _number(usual):
+            slow.append(f"GPU {index} is limited to {limit} of {usual} W")
+    if failed:
+        return Finding.failure(
+            "; ".join(failed + slow),
+            why="its memory returns wrong values, or kills the process that reads them",
+            fix="another GPU, or a reset of this one by the administrator (nvidia-smi -r)",
+        )
+    if slow:
+        return Finding.warning(
+            "; ".join(slow),
+            why="in a synchronous step, all ranks wait for the slowest",
+            fix="cooling, or sudo nvidia-smi -pl with the default limit",
+        )
+    return Finding.ok(f"{count} GPUs without errors, cool, at full power")
+
+
+def check_other_processes_on_gpus(context: RunContext) -> Finding:
+    """Names processes that use the GPUs of this machine."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    shown = context.machine.run_command(query)
+    if shown is None:
+        return Finding.skipped(_NO_GPU)
+    others = [line.strip() for line in shown.splitlines() if line.strip()]
+    if others:
+        return Finding.warning(
+            f"other processes: {'; '.join(others[:3])}{' …' if len(others) > 3 else ''}",
+            why="they take memory that the plan counts on, and time of the GPU",
+            fix="wait for them or stop them, or other GPUs in CUDA_VISIBLE_DEVICES",
+        )
+    return Finding.ok("no other process on the GPUs")
+
+
+def _number(text: str) -> float:
+    return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0

@@ -1,19 +1,15 @@
 """Access of checks to this machine: environment, files of the kernel, commands, limits, system calls."""
 
-import importlib.metadata
 import importlib.util
 import os
-import resource
 import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fullshard.system.load import ProcessorSeconds
 from fullshard.system.process import count_usable_cores
 
 _COMMAND_SECONDS = 20
@@ -27,25 +23,6 @@ def _run_command(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def _soft_limit(name: str) -> int | None:
-    limit = resource.getrlimit(getattr(resource, name))[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _required_packages(package: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 def _torch_version_file() -> str:
@@ -75,30 +52,19 @@ class MachineAccess:
     environment: environment variables
     root: directory that holds proc and sys
     run_command: returns the output of a command; None if it is absent or fails
-    soft_limit: returns a limit by its name in `resource`; None if unlimited
-    version: returns the installed version of a package, or None
-    requirements: returns the requirements of an installed package
     torch_version_file: returns the text of torch's version.py
     can_resolve: returns whether a host name has an address
     space_bytes: returns the total and free bytes of the file system of a directory
     usable_cores: returns the number of cores that this process may use
-    processor_seconds: returns the processor time used since the start
-    fsync, replace: the system calls that make files durable
     """
 
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")
     run_command: Callable[[Sequence[str]], str | None] = _run_command
-    soft_limit: Callable[[str], int | None] = _soft_limit
-    version: Callable[[str], str | None] = _installed_version
-    requirements: Callable[[str], list[str]] = _required_packages
     torch_version_file: Callable[[], str] = _torch_version_file
     can_resolve: Callable[[str], bool] = _can_resolve
     space_bytes: Callable[[Path], tuple[int, int]] = _space_bytes
     usable_cores: Callable[[], int] = count_usable_cores
-    processor_seconds: Callable[[], ProcessorSeconds] = ProcessorSeconds.now
-    fsync: Callable[[int], object] = os.fsync
-    replace: Callable[[Path, Path], object] = os.replace
 
     def read(self, path: str) -> str | None:
         """Returns the text of a file below `root`, stripped; None if it cannot be read."""
@@ -120,24 +86,7 @@ class MachineAccess:
                 return int(value.split()[0]) * 1024
         return None
 
-    def file_system_kind(self, path: Path) -> str | None:
-        """Returns the kind of the file system that holds `path`, such as `ext4`; None if it is unknown."""
-        place, best = os.path.realpath(path), ("", None)
-        for line in (self.read("proc/mounts") or "").splitlines():
-            _, mount, kind, *_ = line.split()
-            inside = place == mount or place.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best[0]):
-                best = (mount, kind)
-        return best[1]
-
 
 def nearest_existing_directory(path: Path) -> Path:
     """Returns `path`, or its nearest ancestor that exists."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.is_dir())
-
-
-def temporary_file_in(directory: Path) -> Path:
-    """Creates an empty file with a name of its own in `directory`, and returns its path. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(prefix=".fullshard-check-", dir=directory)
-    os.close(descriptor)
-    return Path(name)

@@ -150,39 +150,6 @@ def _relative_change(trial: ModelTrial, model: nn.Module, *, batches: Sequence[d
     return abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-3)
 
 
-def check_repeatability(trial: ModelTrial) -> Finding:
-    """Computes the loss of one batch twice: equal with a seed, and no buffer changes."""
-    model, batch = trial.build().train(), trial.batches(0)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    losses: list[float] = []
-    with torch.no_grad():
-        for seed in (None, None, 3, 3):
-            if seed is not None:
-                torch.manual_seed(seed)
-            losses.append(float(trial.mean_loss(model, batch)))
-    after = dict(model.named_buffers())
-    changed = [name for name, old in before.items() if name in after and not _equal(old, after[name])]
-    if changed:
-        return Finding.warning(
-            f"forward changes the buffers {_some(changed)}",
-            why="each rank changes its own, so that replicas differ, and recompute changes them twice",
-            fix="no state in forward, or buffers that are equal on all ranks (SyncBatchNorm)",
-        )
-    if losses[2] != losses[3]:
-        return Finding.warning(
-            f"the loss of one batch is {losses[2]:.7g} and {losses[3]:.7g} with the same seed",
-            why="something draws random numbers outside of torch, so a resumed run differs, and recomputed "
-            "activations",
-            fix="torch's own random numbers, which are seeded and saved",
-        )
-    random = "" if losses[0] == losses[1] else ", random and seeded"
-    return Finding.ok(f"one batch has one loss{random}")
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(one.eq(other).logical_or(one.isnan() & other.isnan()).all())
-
-
 def check_gradients(trial: ModelTrial) -> Finding:
     """Looks for trainable parameters whose gradient is missing, zero or not finite."""
     model = trial.build().train()

@@ -1,17 +1,14 @@
-"""Checks of a model's parameters, buffers, units and graphs."""
+"""Checks of a model's parameters and graphs."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fullshard.checks.model_trial import ModelTrial, tensors_without_values
+from fullshard.checks.model_trial import ModelTrial
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.models.build import build_model
 from fullshard.sharding.blocks import find_repeated_blocks
-from fullshard.sharding.unit_sizes import unit_size_messages
-from fullshard.sharding.units import find_units
 from fullshard.spec.dotted import import_callable
 from fullshard.spec.finding import Finding
 from fullshard.spec.model_section import HuggingFaceModel, PythonModel
@@ -96,53 +93,6 @@ def check_initial_values(trial: ModelTrial) -> Finding:
             fix="reset_parameters() with random values",
         )
     return Finding.ok(f"{matrices} matrices have finite values that vary")
-
-
-def check_dtypes(trial: ModelTrial) -> Finding:
-    """Looks for parameters and buffers in fp64 or fp16, and for a loss in fp64."""
-    model = trial.whole
-    kinds: dict[torch.dtype, list[str]] = defaultdict(list)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        kinds[tensor.dtype].append(name)
-    wrong = [torch.float64] + ([] if trial.plan.run.precision.mode == "fp16" else [torch.float16])
-    for dtype in wrong:
-        if names := kinds.get(dtype):
-            return Finding.warning(
-                f"{len(names)} tensors are {str(dtype).removeprefix('torch.')}, such as {names[0]}",
-                why="fp64 is 30 to 60 times as slow on GPUs"
-                if dtype is torch.float64
-                else "values in fp16 are rounded before training begins, and overflow at 65,504",
-                fix="no .double() or .half() in the model: precision.mode casts it",
-            )
-    copy = trial.build()
-    loss = trial.mean_loss(copy, trial.batches(0))
-    if loss.dtype is torch.float64:
-        return Finding.warning(
-            "the loss is fp64",
-            why="part of forward computes in fp64, 30 to 60 times as slow on GPUs",
-            fix="a look for numpy arrays and .double() in forward",
-        )
-    found = Counter({str(dtype).removeprefix("torch."): len(names) for dtype, names in kinds.items()})
-    return Finding.ok(", ".join(f"{count} tensors {name}" for name, count in found.most_common()))
-
-
-def check_meta_tensors(trial: ModelTrial) -> Finding:
-    """Reports that every tensor has values: `build_model_trial` makes no trial of a model without."""
-    assert not tensors_without_values(trial.build()), "the trial was computed with"
-    return Finding.ok("every tensor has values")
-
-
-def check_unit_sizes(trial: ModelTrial) -> Finding:
-    """Compares the sizes of the communication units of the whole model with each other."""
-    units = find_units(trial.whole, trial.plan.run.sharding.units)
-    messages = unit_size_messages(units, trial.plan)
-    if messages:
-        return Finding.warning(
-            messages[0].partition(": ")[0],
-            why=messages[0].partition(": ")[2],
-            fix='sharding.units.policy = "size" or "names", or sharding.units.names',
-        )
-    return Finding.ok(f"{len(units)} units")
 
 
 def check_graphs(trial: ModelTrial) -> Finding:

@@ -138,7 +138,7 @@ def _tensors_without_values_finding(left: list[str]) -> Finding:
         why="parameters are built on the meta device, and only parameters and buffers get values later",
         fix="self.register_buffer(name, tensor, persistent=False)",
     )
-    return found.model_copy(update={"check": "meta_tensors"})
+    return found.model_copy(update={"check": "initial_values"})
 
 
 def _failed_trial_finding(error: BaseException) -> Finding:

@@ -26,7 +26,6 @@ class RankFacts(FrozenModel):
     """Facts that the ranks of a run gathered on rank 0.
 
     hosts: host name of each rank
-    clock_offsets_seconds: host -> its clock minus that of rank 0
     settings: versions, code and environment of each rank
     unreachable: pairs of hosts of which the first cannot connect to the second, with the reason
     pairs: rates between pairs of ranks
@@ -39,7 +38,6 @@ class RankFacts(FrozenModel):
     """
 
     hosts: tuple[str, ...]
-    clock_offsets_seconds: dict[str, float] = {}
     settings: tuple[dict[str, str], ...] = ()
     unreachable: tuple[str, ...] = ()
     pairs: tuple[PairRate, ...] = ()

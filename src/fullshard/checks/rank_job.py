@@ -1,5 +1,7 @@
 """The work of each rank of `fullshard check`: facts about itself, its links, and a sharded step."""
 
+import hashlib
+import importlib.util
 import os
 import platform
 import socket
@@ -12,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.checks.code_digest import digest_of_code
 from fullshard.checks.rank_facts import FILE_NAME, PairRate, RankFacts
 from fullshard.checks.sharded_step import StepError, compare_sharded_steps, optimizer_state_dtypes
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.errors import SpecError
 from fullshard.profiler.detect import detect_hardware
 from fullshard.sharding.mesh import RankInfo, process_group
+from fullshard.spec.dotted import append_working_directory_to_path
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.files import write_file_atomically
@@ -28,7 +30,7 @@ _COMPARED = ("NCCL_", "TORCH_", "GLOO_", "CUDA_LAUNCH", "PYTORCH_", "OMP_NUM_THR
 # These differ between ranks or hosts by design.
 _OWN = ("TORCHELASTIC_", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _PROBE_BYTES, _PROBES = 4 << 20, 4
-_CLOCK_ROUNDS, _CONNECT_SECONDS = 5, 5.0
+_CONNECT_SECONDS = 5.0
 _TIMEOUT_SECONDS = 120.0
 _MOST_PAIRS = 28  # of 8 ranks
 
@@ -49,13 +51,11 @@ class RankAccess:
     """Sources from which a rank reads its machine; tests may replace each of them.
 
     host: name of this host
-    clock: this host's clock, in seconds
     environment: environment variables
     connect: connects to a port of a host; returns the error, or None
     """
 
     host: str = field(default_factory=socket.gethostname)
-    clock: Callable[[], float] = time.time
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     connect: Connect = connect_to
 
@@ -91,7 +91,6 @@ def gather_rank_facts(
         comparison, error = "a sharded step raises", str(raised)
     return RankFacts(
         hosts=tuple(hosts),
-        clock_offsets_seconds=_clock_offsets(hosts, clock=access.clock),
         settings=tuple(all_gather_object(own)),
         unreachable=unreachable_hosts(hosts, connect=access.connect),
         pairs=_pair_rates(device, world_size=ranks.world_size),
@@ -123,27 +122,23 @@ def rank_settings(run: Run, environment: Mapping[str, str]) -> dict[str, str]:
     return found | {name: environment[name] for name in compared}
 
 
-def _clock_offsets(hosts: list[str], *, clock: Callable[[], float]) -> dict[str, float]:
-    """Returns each host's clock minus rank 0's, by the quickest of five exchanges (as NTP does)."""
-    own, offsets = dist.get_rank(), dict[str, float]()
-    for rank, host in enumerate(hosts):
-        if rank == 0 or host in offsets or host == hosts[0]:
-            continue
-        best = (float("inf"), 0.0)
-        for _ in range(_CLOCK_ROUNDS):
-            times = torch.zeros(1, dtype=torch.float64)
-            if own == 0:
-                sent = clock()
-                dist.send(times, rank)
-                dist.recv(times, rank)
-                arrived = clock()
-                best = min(best, (arrived - sent, float(times) - (sent + arrived) / 2))
-            elif own == rank:
-                dist.recv(times, 0)
-                times[0] = clock()
-                dist.send(times, 0)
-        offsets[host] = best[1]
-    return all_gather_object(offsets)[0]
+def digest_of_code(module: str) -> str:
+    """Returns a digest of the Python files of a package or module; `absent` if it is not found."""
+    try:
+        append_working_directory_to_path()
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return "absent"
+    if found is None:
+        return "absent"
+    if found.submodule_search_locations:
+        paths = [path for root in found.submodule_search_locations for path in Path(root).rglob("*.py")]
+    else:
+        paths = [Path(found.origin)] if found.origin else []
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(paths):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def unreachable_hosts(hosts: list[str], *, connect: Connect) -> tuple[str, ...]:

@@ -4,29 +4,14 @@ import math
 import statistics
 
 from fullshard.checks.rank_facts import RankFacts
-from fullshard.quantities import format_bytes, format_seconds
+from fullshard.quantities import format_bytes
 from fullshard.spec.finding import Finding
 
-_MOST_SKEW_SECONDS = 1.0
 _LEAST_OF_CATALOG, _LEAST_OF_MEDIAN = 0.5, 1 / 3
 # fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
 _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
 _ONE_HOST = "all ranks are on this machine"
 _LOW_PRECISION = ("bfloat16", "float16")
-
-
-def check_clocks(facts: RankFacts) -> Finding:
-    """Compares the clocks of the hosts."""
-    if len(set(facts.hosts)) < 2:
-        return Finding.skipped(_ONE_HOST)
-    host, offset = max(facts.clock_offsets_seconds.items(), key=lambda item: abs(item[1]))
-    if abs(offset) > _MOST_SKEW_SECONDS:
-        return Finding.warning(
-            f"the clock of {host} is {format_seconds(abs(offset))} {'ahead' if offset > 0 else 'behind'}",
-            why="events of different hosts get a wrong order, and object stores refuse requests",
-            fix="chrony or ntpd on every host",
-        )
-    return Finding.ok(f"clocks within {format_seconds(abs(offset))}")
 
 
 def check_connections(facts: RankFacts) -> Finding:

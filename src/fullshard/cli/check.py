@@ -33,8 +33,8 @@ def check(
 ) -> None:
     """Check model, data, machine and settings before a run.
 
-    Trains nothing, and takes about half a minute. Under torchrun or srun, checks the links, clocks and
-    versions of all hosts. The exit code is 0 without a failure (warnings are allowed), and 10 with one.
+    Trains nothing, and takes about half a minute. Under torchrun or srun, checks the links and versions
+    of all hosts. The exit code is 0 without a failure (warnings are allowed), and 10 with one.
     docs/check.md explains every check.
     """
     from fullshard.errors import CheckFailedError

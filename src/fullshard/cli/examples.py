@@ -59,7 +59,6 @@ fullshard convert accelerate.yaml --ranks 8
 """,
     "version": """
 fullshard version --json
-fullshard version --all                     a report of the environment, to paste into an issue
 """,
     "ckpt list": """
 fullshard ckpt list runs/default

@@ -2,7 +2,6 @@
 
 import json
 import platform
-from typing import Annotated
 
 import typer
 
@@ -10,18 +9,10 @@ import fullshard
 from fullshard.cli.options import AsJson
 
 
-def version(
-    *,
-    everything: Annotated[
-        bool,
-        typer.Option("--all", help="Also GPUs, drivers, packages, memory, drive, variables: for issues."),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+def version(*, as_json: AsJson = False) -> None:
     """Show the versions of fullshard, torch and Python.
 
-    With --all, shows a report of the environment to paste into an issue. Values of variables that may be
-    secret are left out.
+    `python -m torch.utils.collect_env` prints GPUs, drivers and packages, to paste into an issue.
     """
     import importlib.metadata  # slow to import, and only this verb needs it
 
@@ -30,16 +21,7 @@ def version(
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }
-    if everything:
-        from fullshard.checks.environment_report import environment_report
-        from fullshard.checks.machine_access import MachineAccess
-
-        versions |= environment_report(MachineAccess())
     if as_json:
         typer.echo(json.dumps(versions))
-    elif everything:
-        from fullshard.report.table import show_labelled_lines
-
-        show_labelled_lines(versions.items())
     else:
         typer.echo("\n".join(f"{name} {number}" for name, number in versions.items()))
