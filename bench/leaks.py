@@ -3,7 +3,7 @@
     PYTHONPATH=. python bench/leaks.py [--steps 150]
 
 Ten kinds of runs on two CPU ranks, each without a leak and with one of 1 MiB per step on rank 1. Prints the
-events `leak` of each: (step, rank, bytes per step). Thresholds: `fullshard.survival.leaks`.
+events `leak` of each: (step, rank, bytes per step). Thresholds: `fullshard.jobs.memory_watch`.
 """
 
 import argparse

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.jobs.train import run_job
-from fullshard.profiler.live_memory import LiveMemoryMeter, memory_of_allocator_stats
+from fullshard.profiler.live_memory import LiveMemoryMeter, allocator_figures
 from fullshard.spec.event import read_events
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -53,33 +53,23 @@ def test_a_run_without_a_leak_names_none_and_records_its_memory(ranks, tmp_path:
     assert all(0 < line["host_bytes"] < line["resident_bytes"] for line in lines)
 
 
-def live_host_bytes() -> int | None:
-    meter = LiveMemoryMeter(torch.device("cpu"))
-    live = meter.read().host_bytes
-    meter.close()
-    return live
-
-
 def test_live_bytes_are_those_of_the_tensors_that_are_kept():
-    before = live_host_bytes()
+    before = LiveMemoryMeter(torch.device("cpu")).read()
     kept = torch.ones(8 * MIB)
-    after = live_host_bytes()
-    assert before is not None
-    assert after is not None
-    assert after - before == pytest.approx(kept.nbytes, rel=0.01)
+    after = LiveMemoryMeter(torch.device("cpu")).read()
+    assert after["host_bytes"] - before["host_bytes"] == pytest.approx(kept.nbytes, rel=0.01)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_has_the_live_bytes_and_the_peak_of_each_step():
     meter = LiveMemoryMeter(torch.device("cuda", 0))
-    before = meter.read().allocated_bytes
+    before = meter.read()["allocated_bytes"]
     kept = torch.ones(8 * MIB, device="cuda")
     torch.ones(16 * MIB, device="cuda")  # freed at once
     during, after = meter.read(), meter.read()
-    meter.close()
-    assert (during.allocated_bytes or 0) - (before or 0) == kept.nbytes
-    assert (during.peak_allocated_bytes or 0) - (before or 0) == 3 * kept.nbytes
-    assert after.peak_allocated_bytes == after.allocated_bytes == during.allocated_bytes
+    assert during["allocated_bytes"] - before == kept.nbytes
+    assert during["peak_allocated_bytes"] - before == 3 * kept.nbytes
+    assert after["peak_allocated_bytes"] == after["allocated_bytes"] == during["allocated_bytes"]
 
 
 def test_figures_of_the_allocator_are_read_from_its_statistics():
@@ -89,7 +79,7 @@ def test_figures_of_the_allocator_are_read_from_its_statistics():
         "inactive_split_bytes": {"all": {"current": 25}},
         "num_alloc_retries": 2,
     }
-    assert memory_of_allocator_stats(stats).known_figures() == {
+    assert allocator_figures(stats) == {
         "allocated_bytes": 60,
         "reserved_bytes": 100,
         "peak_allocated_bytes": 90,
@@ -97,4 +87,4 @@ def test_figures_of_the_allocator_are_read_from_its_statistics():
         "allocator_retries": 2,
         "fragmentation": 0.25,
     }
-    assert memory_of_allocator_stats({}).fragmentation == 0.0, "before the first allocation"
+    assert allocator_figures({})["fragmentation"] == 0.0, "before the first allocation"

@@ -13,17 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checks.machine_access import MachineAccess
 from fullshard.errors import TrainError
-from fullshard.jobs.out_of_memory import OutOfMemoryReporter, is_out_of_memory, requested_bytes
+from fullshard.jobs.out_of_memory import (
+    OutOfMemoryReporter,
+    format_held_bytes,
+    is_out_of_memory,
+    requested_bytes,
+)
 from fullshard.jobs.train import run_job
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.event import read_events
-from fullshard.spec.out_of_memory import OutOfMemoryReport
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
 from fullshard.training.loss import next_token_loss
+from tests.fakes.machines import context_of
 from tests.jobs.test_train import TINY
 
 MIB = 1 << 20
@@ -64,13 +70,11 @@ def test_a_rank_without_memory_leaves_a_report_of_what_it_held(ranks, tmp_path: 
         ranks(2).run(train_in_little_memory, str(tmp_path / "run"))
     [path] = (tmp_path / "run" / OUT_OF_MEMORY).glob("step-*-rank-00001.txt")
     assert str(path) in str(raised.value)
-    report = OutOfMemoryReport.load(path.with_suffix(".json"))
-    assert report.requested_bytes is not None
-    assert report.held["parameter_shards"] > 0
-    assert report.held["rest"] > report.held["parameter_shards"]
     assert "activations, rest" in path.read_text()
     [event] = [one for one in read_events(tmp_path / "run" / EVENTS) if one.event == "out_of_memory"]
     assert (event.details["rank"], event.details["path"]) == (1, str(path))
+    assert event.details["held_bytes"] > 0
+    assert event.details["requested_bytes"] > 0
     assert path.name.startswith(f"step-{event.step:08}-")
 
 
@@ -91,16 +95,13 @@ def test_the_messages_of_allocators_are_understood(message: str, size: int | Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path):
+def test_a_gpu_without_memory_leaves_a_report(tmp_path: Path):
     ranks = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    reporter = OutOfMemoryReporter(ranks, where=PhaseTracker(), has_history=True)
+    reporter = OutOfMemoryReporter(ranks, where=PhaseTracker())
     reporter.directory = tmp_path
     with pytest.raises(TrainError, match="rank 0 ran out of memory"), reporter:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-    report = OutOfMemoryReport.load(tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.json")
-    assert report.requested_bytes == 1 << 50
-    assert report.snapshot is not None
-    assert (tmp_path / OUT_OF_MEMORY / report.snapshot).stat().st_size > 0
+    assert "1.00 PiB more" in (tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.txt").read_text()
 
 
 def test_other_errors_are_no_lack_of_memory():
@@ -110,3 +111,13 @@ def test_other_errors_are_no_lack_of_memory():
     caused = TrainError("it ended")
     caused.__cause__ = MemoryError()
     assert is_out_of_memory(caused)
+
+
+def test_the_table_says_whether_more_was_needed_or_less_was_available():
+    planned = context_of(MachineAccess()).plan.prediction
+    assert planned is not None
+    total = planned.memory.total
+    less = format_held_bytes({"parameter_shards": total // 2, "rest": 0}, requested=1, prediction=planned)
+    assert "Less was available than planned" in less
+    more = format_held_bytes({"rest": 2 * total}, requested=None, prediction=planned)
+    assert "More was needed than planned" in more

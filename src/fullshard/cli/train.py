@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.spec.run_files import LAUNCH, MEASUREMENT, OUT_OF_MEMORY, PLAN
+from fullshard.spec.run_files import EVENTS, LAUNCH, MEASUREMENT, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -138,22 +138,30 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
     given: the run before the planner chose its open settings
     """
     from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
+    from fullshard.spec.event import read_events
 
     alone = not (is_started_by_torchrun() or is_started_by_srun())
-    own = "*" if alone else f"{int(os.environ.get('RANK', '0')):05}"
-    found = Path(given.run.dir, OUT_OF_MEMORY).glob(f"step-*-rank-{own}.json")
-    paths = [path for path in sorted(found) if path.stat().st_mtime >= since]
-    if not paths or plan is None:
+    try:
+        events = read_events(Path(given.run.dir, EVENTS))
+    except OSError:
+        return
+    failures = [
+        one
+        for one in events
+        if one.event == "out_of_memory"
+        and one.at.timestamp() >= since
+        and (alone or one.details["rank"] == int(os.environ.get("RANK", "0")))
+    ]
+    if not failures or plan is None:
         return
     from fullshard.planning.after_out_of_memory import fitting_settings_text
-    from fullshard.spec.out_of_memory import OutOfMemoryReport
 
-    text = fitting_settings_text(given, plan, reports=[OutOfMemoryReport.load(path) for path in paths])
+    text = fitting_settings_text(given, plan, failures=failures)
     if text is None:
         return
     line = f"would have fitted: {text}"
-    for path in paths:
-        with path.with_suffix(".txt").open("a", encoding="utf-8") as file:
+    for one in failures:
+        with Path(one.details["path"]).open("a", encoding="utf-8") as file:
             file.write(f"\n{line}\n")
     typer.echo(escape_control_characters(line), err=True)
 

@@ -2,10 +2,8 @@
 
 import errno
 import re
-import socket
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,21 +15,21 @@ from fullshard.errors import TrainError
 from fullshard.jobs.event_log import count_attempts
 from fullshard.profiler.live_memory import LiveMemoryMeter
 from fullshard.profiler.memory import storage_bytes_by_part
+from fullshard.quantities import format_bytes
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.event import RunEvent
-from fullshard.spec.out_of_memory import OutOfMemoryReport
 from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
 from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
 from fullshard.system.error_location import error_location_text
-from fullshard.torch_private.profiler import dump_memory_snapshot, record_memory_history
 
 # Parts of the messages of torch's allocators, of C++, of drivers and of cuBLAS.
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 _REQUESTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)?")
 _FACTORS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _RESERVE_BYTES = 16 << 20  # freed before the report is made; never written to, so it is not resident memory
-_MOST_HISTORY = 100_000
+_PARTS = ("parameter_shards", "gradients", "optimizer_state", "buffers")
 
 
 class OutOfMemoryReporter:
@@ -43,21 +41,18 @@ class OutOfMemoryReporter:
     plan, model, optimizer: what the rank trains
     """
 
-    def __init__(self, ranks: RankInfo, *, where: PhaseTracker, has_history: bool) -> None:
+    def __init__(self, ranks: RankInfo, *, where: PhaseTracker) -> None:
         self.directory: Path | None = None
         self.plan: Plan | None = None
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._ranks, self._where = ranks, where
-        self._has_history = has_history and ranks.device.type == "cuda"
         self._reserve: bytearray | None = None
-        self._host_bytes_before = 0
+        self._bytes_before = 0.0
 
     def __enter__(self) -> Self:
-        self._host_bytes_before = self._read_host_bytes()
+        self._bytes_before = self._read_live_bytes()
         self._reserve = bytearray(_RESERVE_BYTES)
-        if self._has_history:
-            record_memory_history(_MOST_HISTORY)
         return self
 
     def __exit__(
@@ -65,110 +60,86 @@ class OutOfMemoryReporter:
     ) -> None:
         self._reserve = None
         if error is not None and is_out_of_memory(error):
-            report = self._make_report(error)
-            raise self._write_and_describe(report) from error
-        if self._has_history:
-            record_memory_history(None)
+            raise self._report(error) from error
 
-    def _make_report(self, error: BaseException) -> OutOfMemoryReport:
-        device = self._ranks.device
-        held = {} if self.model is None else storage_bytes_by_part(self.model, self.optimizer, device=device)
-        meter = LiveMemoryMeter(device)
-        free = meter.read_free_bytes()
-        meter.close()
-        if device.type == "cuda":
-            live, left = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
-        else:
-            live, left = self._read_host_bytes() - self._host_bytes_before, free.get("host_bytes")
-        prediction = None if self.plan is None else self.plan.prediction
-        return OutOfMemoryReport(
-            at=datetime.now(UTC),
-            rank=self._ranks.rank,
-            host=socket.gethostname(),
-            device=str(device),
-            step=self._where.step + 1,
-            phase=str(self._where.phase),
-            place=error_location_text(error),
-            error=_first_line(error),
-            requested_bytes=requested_bytes(str(error)),
-            held={**held, "rest": max(0, live - sum(held.values()))},
-            reserved_bytes=torch.cuda.memory_reserved(device) if device.type == "cuda" else None,
-            free_bytes=left,
-            planned=None if prediction is None else prediction.memory,
-            planned_limit_bytes=None if prediction is None else prediction.capacity_bytes,
-            snapshot=self._dump_snapshot(),
-        )
-
-    def _write_and_describe(self, report: OutOfMemoryReport) -> TrainError:
+    def _report(self, error: BaseException) -> TrainError:
         """Writes the report and its event, and returns the error that names it."""
+        device, rank, step = self._ranks.device, self._ranks.rank, self._where.step + 1
+        held = {} if self.model is None else storage_bytes_by_part(self.model, self.optimizer, device=device)
+        live = round(self._read_live_bytes() - self._bytes_before)
+        held = {**held, "rest": max(0, live - sum(held.values()))}
+        requested, held_bytes = requested_bytes(str(error)), sum(held.values())
+        asked = "" if requested is None else f"{format_bytes(requested)} more, "
+        what = f"rank {rank} ran out of memory in {self._where.phase} of step {step}."
+        got = f"{asked}while it held {format_bytes(held_bytes)} of tensors"
+        why = f"{error_location_text(error)}: {_first_line(error)}"
         fix = 'a smaller train.microbatch, recompute.mode = "full", or more ranks'
         if self.directory is not None:
-            path = self._report_path(".txt")
+            path = self.directory / OUT_OF_MEMORY / f"step-{step:08}-rank-{rank:05}.txt"
+            prediction = None if self.plan is None else self.plan.prediction
+            table = format_held_bytes(held, requested=requested, prediction=prediction)
+            details = {"rank": rank, "phase": str(self._where.phase), "held_bytes": held_bytes}
+            details |= {"requested_bytes": requested, "path": str(path)}
             with suppress(OSError):  # the error has the most important part
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(report.format_text(), encoding="utf-8")
-                path.with_suffix(".json").write_text(report.model_dump_json() + "\n", encoding="utf-8")
+                path.write_text(f"{what}\n  {got}\n  {why}\n\n{table}\n", encoding="utf-8")
                 fix = f"{path} has what it held, term by term, beside the plan"
-                details = {"rank": report.rank, "phase": report.phase, "held_bytes": report.held_bytes}
-                details |= {"requested_bytes": report.requested_bytes, "path": str(path)}
                 events = self.directory / EVENTS
                 attempt = count_attempts(events) or 1
-                event = RunEvent.now("out_of_memory", attempt=attempt, step=report.step, details=details)
-                event.append_to(events)
-        return TrainError(
-            f"rank {report.rank} ran out of memory in {report.phase} of step {report.step}.",
-            got=report.summary,
-            why=f"{report.place}: {report.error}",
-            fix=fix,
-        )
+                RunEvent.now("out_of_memory", attempt=attempt, step=step, details=details).append_to(events)
+        return TrainError(what, got=got, why=why, fix=fix)
 
-    def _report_path(self, suffix: str) -> Path:
-        assert self.directory is not None, "the caller has checked it"
-        name = f"step-{self._where.step + 1:08}-rank-{self._ranks.rank:05}"
-        return self.directory / OUT_OF_MEMORY / f"{name}{suffix}"
+    def _read_live_bytes(self) -> float:
+        figures = LiveMemoryMeter(self._ranks.device).read()
+        return figures.get("allocated_bytes", figures.get("host_bytes", 0))
 
-    def _dump_snapshot(self) -> str | None:
-        """Writes torch's snapshot of the CUDA allocator, and returns its name; None without one."""
-        if self._ranks.device.type != "cuda" or self.directory is None:
-            return None
-        path = self._report_path(".pickle")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            dump_memory_snapshot(str(path))
-        except (OSError, RuntimeError):
-            return None
-        return path.name
 
-    def _read_host_bytes(self) -> int:
-        meter = LiveMemoryMeter(torch.device("cpu"))
-        live = meter.read().host_bytes or 0
-        meter.close()
-        return live
+def format_held_bytes(
+    held: Mapping[str, int], *, requested: int | None, prediction: Prediction | None
+) -> str:
+    """Returns a table of the bytes that a rank held, by part, and that the plan has at its peak.
+
+    held: bytes of live tensors by part: `parameter_shards`, `gradients`, `optimizer_state`, `buffers`, and
+        `rest`, which is activations, gathered parameters and everything else
+    requested: size of the allocation that failed; None if it is unknown
+    """
+    terms = {} if prediction is None else prediction.memory.terms()
+    rest = {name: value for name, value in terms.items() if name not in _PARTS}
+    rows: list[tuple[str, int | None, int | None]] = [
+        (part, held[part], terms.get(part)) for part in _PARTS if part in held
+    ]
+    rows.append(("activations, rest", held.get("rest", 0), sum(rest.values()) if terms else None))
+    rows += [(f"  {name}", None, value) for name, value in rest.items() if value]
+    rows.append(("in all", sum(held.values()), sum(terms.values()) if terms else None))
+    lines = [f"  {'':20} {'held':>12} {'planned at the peak':>22}"]
+    for name, *figures in rows:
+        one, other = ("" if figure is None else format_bytes(figure) for figure in figures)
+        lines.append(f"  {name.replace('_', ' '):20} {one:>12} {other:>22}".rstrip())
+    if prediction is None:
+        return "\n".join([*lines, "", "The run has no prediction to compare with."])
+    if sum(held.values()) + (requested or 0) > 1.05 * prediction.memory.total:
+        cause = "More was needed than planned: the model, the loss or the data holds tensors of its own."
+    else:
+        cause = "Less was available than planned: another process, or a limit on this one, holds the rest."
+    limit = f", of {format_bytes(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
+    return "\n".join([*lines, "", f"The plan's peak is {format_bytes(sum(terms.values()))}{limit}. {cause}"])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error`, or an error that it was raised from, is an allocation that failed."""
-    for one in _iterate_causes(error):
-        if isinstance(one, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(one, OSError) and one.errno == errno.ENOMEM:
-            return True
-        if isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS):
-            return True
-    return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def requested_bytes(message: str) -> int | None:
     """Returns the size of the allocation that failed, by torch's message; None if it does not say."""
     found = _REQUESTED.search(message)
     return None if found is None else round(float(found[1]) * _FACTORS[found[2] or "bytes"])
-
-
-def _iterate_causes(error: BaseException) -> Iterable[BaseException]:
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__
 
 
 def _first_line(error: BaseException) -> str:

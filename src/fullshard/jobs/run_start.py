@@ -113,7 +113,7 @@ def prepare_job(
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps, trained_tokens=0),
         skipped_before=state.skipped,
         compiler=compiler,
-        memory=stack.enter_context(MemoryWatch(ranks.device, log=log, steps=run.train.step_count)),
+        memory=MemoryWatch(ranks.device, log=log, steps=run.train.step_count),
     )
     _report_start(job, left=left, read=read, resume=resume)
     return job

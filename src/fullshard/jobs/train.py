@@ -50,7 +50,7 @@ def run_job(
         ranks = stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
         where = PhaseTracker()
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
-        reporter = OutOfMemoryReporter(ranks, where=where, has_history=run.log.memory_history)
+        reporter = OutOfMemoryReporter(ranks, where=where)
         with reporter as memory_failure:
             job = prepare_job(
                 stack,

@@ -9,22 +9,22 @@ from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.quantities import format_bytes
 from fullshard.report.settings import differing_settings
+from fullshard.spec.event import RunEvent
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.out_of_memory import OutOfMemoryReport
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import Run
 
 
-def fitting_settings_text(run: Run, plan: Plan, *, reports: Sequence[OutOfMemoryReport]) -> str | None:
+def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent]) -> str | None:
     """Returns the settings of the fastest plan that would have fitted; None if the planner cannot say.
 
     run: the user's settings, of which the open ones may change
     plan: the plan that ran out of memory, with its prediction
-    reports: those of its ranks
+    failures: the events `out_of_memory` of its ranks
     """
-    if plan.prediction is None or not reports:
+    if plan.prediction is None or not failures:
         return None
     try:
         train = {name: getattr(plan.run.train, name) for name in ("steps", "epochs")}  # resolved since
@@ -32,13 +32,13 @@ def fitting_settings_text(run: Run, plan: Plan, *, reports: Sequence[OutOfMemory
         run = run.model_copy(update=settings)
         hardware = detect_hardware(plan.device, ranks=None if is_started_by_torchrun() else plan.world_size)
         spec = describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
-        return choose_fitting_settings(spec, hardware, run=run, plan=plan, reports=reports)
+        return choose_fitting_settings(spec, hardware, run=run, plan=plan, failures=failures)
     except (PlanError, SpecError, TraceError, MemoryError):
         return None
 
 
 def choose_fitting_settings(
-    spec: ModelSpec, hardware: Hardware, *, run: Run, plan: Plan, reports: Sequence[OutOfMemoryReport]
+    spec: ModelSpec, hardware: Hardware, *, run: Run, plan: Plan, failures: Sequence[RunEvent]
 ) -> str:
     """Returns the settings of the fastest plan of `run` that fits into the ranks' memory, or the error's fix.
 
@@ -46,7 +46,7 @@ def choose_fitting_settings(
     """
     prediction = plan.prediction
     assert prediction is not None, "the caller has checked it"
-    capacity = min(available_bytes(prediction, one) for one in reports)
+    capacity = min(available_bytes(prediction, one) for one in failures)
     found = search(spec, hardware, run, capacity_bytes=capacity)
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
@@ -63,11 +63,12 @@ def choose_fitting_settings(
     return f"{text}: {format_bytes(needed.required_device_bytes)} of {format_bytes(capacity)}{price}"
 
 
-def available_bytes(prediction: Prediction, report: OutOfMemoryReport) -> int:
+def available_bytes(prediction: Prediction, failure: RunEvent) -> int:
     """Returns the bytes that a plan's prediction may have at most, so that it fits where this plan failed.
 
     If the rank needed more than the plan expected, other plans are assumed to need more by the same factor.
     """
-    factor = max(1.0, report.needed_bytes / prediction.memory.total)
+    held = failure.details["held_bytes"]
+    factor = max(1.0, (held + (failure.details["requested_bytes"] or 0)) / prediction.memory.total)
     beside = prediction.required_device_bytes - prediction.memory.total
-    return int(report.held_bytes / factor) + beside
+    return int(held / factor) + beside

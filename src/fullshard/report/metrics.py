@@ -44,7 +44,7 @@ class StepColumns:
 
     steps: numbers of the steps, ascending
     columns: values by name, each as long as `steps`. See `fullshard.jobs.progress.StepMetrics`, and
-        `fullshard.profiler.live_memory.LiveMemory` for those of rank 0's memory.
+        `fullshard.profiler.live_memory.LiveMemoryMeter` for those of rank 0's memory.
     """
 
     steps: "array[float]" = field(default_factory=lambda: array("d"))

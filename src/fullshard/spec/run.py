@@ -278,8 +278,6 @@ class LogSection(FrozenModel):
     `trackers`: `tensorboard`, `wandb`, `mlflow`, `opentelemetry` (each an extra), or the name of an entry
         point in the group `fullshard.trackers` of another package. See docs/trackers.md.
     `prometheus`: file of figures that is replaced every 2 s, for node_exporter's textfile collector
-    `memory_history`: on GPUs, the snapshot of a rank that runs out of memory has the stack of each
-        allocation, which makes allocations slower. See docs/watch.md.
     """
 
     every: PositiveCount = 10
@@ -289,7 +287,6 @@ class LogSection(FrozenModel):
     trace_every: Count = 100
     trackers: tuple[str, ...] = ()
     prometheus: Annotated[PathText, AfterValidator(_require_prom_suffix)] | None = None
-    memory_history: bool = False
     sample_tokens: Count = 160
 
 

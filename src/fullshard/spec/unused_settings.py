@@ -23,7 +23,6 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run, DeviceType], bool], str
         lambda _, device: device == "cuda",
         "ranks on GPUs, as CPU ranks wait for every collective and every step",
     ),
-    (("log.memory_history",), lambda _, device: device == "cuda", "ranks on GPUs"),
     (("schedule.decay_fraction",), lambda run, _: run.schedule.kind == "wsd", 'schedule.kind = "wsd"'),
     (
         ("schedule.min_lr_ratio",),

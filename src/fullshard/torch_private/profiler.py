@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.autograd.profiler import profile
 
 from fullshard.torch_private.names import PrivateName, require
@@ -29,8 +28,6 @@ NAMES = require(
             *("device_type", "is_async", "is_user_annotation"),
         )
     ),
-    PrivateName(f"{_MEMORY}._record_memory_history", "keeps where memory was allocated"),
-    PrivateName(f"{_MEMORY}._dump_snapshot", "writes what memory holds"),
 )
 
 
@@ -44,16 +41,3 @@ def profile_event_tree(profiler: profile) -> list[Any]:
     """Returns the outermost events of a profile that has ended; those inside are their `children`."""
     assert profiler.kineto_results is not None, "the profiler has ended"
     return profiler.kineto_results.experimental_event_tree()
-
-
-def record_memory_history(most_entries: int | None) -> None:
-    """Makes the CUDA allocator keep its last `most_entries` events with their stacks; None: keep none."""
-    if most_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=most_entries)  # pyright: ignore[reportPrivateUsage]
-
-
-def dump_memory_snapshot(path: str) -> None:
-    """Writes the CUDA allocator's snapshot, which https://pytorch.org/memory_viz shows."""
-    torch.cuda.memory._dump_snapshot(path)  # pyright: ignore[reportPrivateUsage]

@@ -5,16 +5,16 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.survival.leaks import LEAST_BYTES, SKIPPED_STEPS, SLOWEST_BYTES, STEPS, LeakDetector
+from fullshard.jobs.memory_watch import LEAST_BYTES, SKIPPED_STEPS, STEPS, LeakDetector
 
 MIB = 1 << 20
 
 
-def growth(values: list[int], **limits: int) -> float:
+def growth(values: list[int]) -> float:
     detector = LeakDetector()
     for value in values:
         detector.add_step(value)
-    return detector.growth_per_step(**limits)
+    return detector.growth_per_step()
 
 
 @given(st.integers(0, 10**12), st.integers(2 * LEAST_BYTES, 100 * MIB), st.integers(0, 2**32))
@@ -39,12 +39,6 @@ def test_memory_that_is_freed_every_so_often_is_no_leak(per_step: int, every: in
 def test_noise_is_no_leak():
     noise = random.Random(1)
     assert not any(growth([noise.randrange(50 * MIB) for _ in range(200)]) for _ in range(100))
-
-
-def test_a_slow_leak_is_named_only_if_memory_would_not_last():
-    values = [2 * SLOWEST_BYTES * step for step in range(SKIPPED_STEPS + STEPS)]
-    assert growth(values, steps_left=1000, free_bytes=100 * MIB) == 0
-    assert growth(values, steps_left=100_000, free_bytes=100 * MIB) == 2 * SLOWEST_BYTES
 
 
 def test_a_run_that_goes_back_is_judged_anew():
