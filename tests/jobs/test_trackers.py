@@ -1,13 +1,10 @@
 """What trackers are told can be read back from where they keep it, also after a resume; none ends a run."""
 
-import gzip
-import importlib
 import json
 import math
 import re
 import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -184,36 +181,3 @@ def test_mlflow_keeps_the_figures_the_settings_and_the_end_in_one_run(
     assert kept.data.params["train.steps"] == "200"
     assert (kept.data.params["run.seed"], kept.data.tags["run.seed"]) == ("0", "2")
     assert kept.info.status == status
-
-
-def test_opentelemetry_exports_the_last_figures_to_a_collector(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    pytest.importorskip("opentelemetry.sdk.metrics")
-    service = importlib.import_module("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
-    received: list[bytes] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.append(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    tell(open_trackers(run(tmp_path, "opentelemetry")))
-    server.shutdown()
-    server.server_close()
-    request = service.ExportMetricsServiceRequest.FromString(received[-1])
-    [resource] = request.resource_metrics
-    metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
-    values = {metric.name: metric.gauge.data_points[0] for metric in metrics}
-    assert values["fullshard.loss"].as_double == 1.0
-    assert values["fullshard.step"].as_double == 3
-    assert values["fullshard.exit_code"].as_int == 0
-    about = {one.key: one.value.string_value for one in resource.resource.attributes}
-    assert (about["service.name"], about["fullshard.run"]) == ("fullshard", tmp_path.name)

@@ -37,7 +37,6 @@ NO_CODE = {
     "sharding": ("tensor_parallel_styles", "units.names", "units.overrides.match"),
     "offload": ("path",),
     "checkpoint": ("dir", "key_file"),
-    "log": ("prometheus",),
 }
 
 

@@ -49,7 +49,10 @@ def train(
     request = _build_train_request(run_path, overrides or [], plan_path=plan_path, started=started)
     request = request.model_copy(update={"resume": resume})
     _check_run_directory(request.run, resume=resume)
-    _check_trackers_and_prometheus(request.run)
+    if request.run.log.trackers:
+        from fullshard.jobs.trackers import check_trackers_installed
+
+        check_trackers_installed(request.run.log.trackers)
     from fullshard.launch.start import perform_request
     from fullshard.planning.for_run import request_with_plan
 
@@ -102,18 +105,6 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
             check_directory_is_free(directory, offload_path=run.offload.path)
             check_writable(directory)
         check_unlocked(directory)
-
-
-def _check_trackers_and_prometheus(run: "Run") -> None:
-    """Raises an error for a tracker that is not installed, and for a foreign file as `log.prometheus`."""
-    if run.log.prometheus is not None:
-        from fullshard.jobs.prometheus import check_prometheus_file
-
-        check_prometheus_file(Path(run.log.prometheus))
-    if run.log.trackers:
-        from fullshard.jobs.trackers import check_trackers_installed
-
-        check_trackers_installed(run.log.trackers)
 
 
 def _run_quick_checks(request: "LaunchRequest") -> None:

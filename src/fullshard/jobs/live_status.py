@@ -1,4 +1,4 @@
-"""Writes the state of a run to `live.json`, and to a file for Prometheus, from a thread on rank 0."""
+"""Writes the state of a run to `live.json` from a thread on rank 0."""
 
 import math
 import os
@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from fullshard.jobs.progress import RunProgress, StepMetrics
-from fullshard.jobs.prometheus import prometheus_text
 from fullshard.spec.live_status import MOST_RANKS, HeldUp, LiveStatus, RankStatus
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import LIVE
@@ -22,7 +21,7 @@ INTERVAL_SECONDS = 2.0
 
 
 class LiveStatusWriter:
-    """Replaces `<run.dir>/live.json` every INTERVAL_SECONDS, and the file `log.prometheus` if it is set.
+    """Replaces `<run.dir>/live.json` every INTERVAL_SECONDS.
 
     The training thread only stores figures; another thread writes the files, so that a slow file system
     delays no step. A failed write is reported once, by `take_message`: the run does not depend on it.
@@ -37,9 +36,7 @@ class LiveStatusWriter:
         self._lock = Lock()  # guards all that follows
         self._progress = RunProgress(steps=run.train.step_count, world_size=world_size)
         self._figures: Mapping[str, float] = {}
-        self._step = self._tokens = self._steps = self._skipped = 0
-        self._trained_tokens: int | None = None
-        self._seconds = 0.0
+        self._step = self._tokens = self._steps = 0
         self._saved: tuple[int, datetime] | None = None
         self._held_up: dict[tuple[int, str], float] = {}
         self._memory: Mapping[int, Mapping[str, float]] = {}
@@ -55,11 +52,7 @@ class LiveStatusWriter:
             self._progress.add_step(metrics)
             self._step, self._figures = metrics.step, figures
             self._tokens += metrics.tokens
-            if metrics.trained_tokens is not None:
-                self._trained_tokens = (self._trained_tokens or 0) + metrics.trained_tokens
-            self._seconds += metrics.seconds
             self._steps += 1
-            self._skipped += metrics.skipped
 
     def note_event(self, event: str, *, step: int | None, details: Mapping[str, object]) -> None:
         """Notes an event of the run: see `fullshard.spec.event.RunEvent`."""
@@ -96,8 +89,6 @@ class LiveStatusWriter:
             stopped = self._stopped.wait(INTERVAL_SECONDS)
             status = self._make_status(running=not stopped)
             self._replace(Path(self._run.run.dir, LIVE), status.model_dump_json() + "\n")
-            if (path := self._run.log.prometheus) is not None:
-                self._replace(Path(path), prometheus_text(status, run=self._run.run.dir))
 
     def _replace(self, path: Path, text: str) -> None:
         """Replaces the file atomically. It is not flushed to the disk: after a power cut, it is of no use."""
@@ -128,10 +119,6 @@ class LiveStatusWriter:
                 tokens_per_second=self._progress.recent_tokens_per_second if has_steps else None,
                 seconds_left=max(0.0, self._progress.seconds_left) if has_steps else None,
                 tokens=self._tokens,
-                trained_tokens=self._trained_tokens,
-                step_seconds=self._seconds,
-                counted_steps=self._steps,
-                skipped_steps=self._skipped,
                 saved_step=None if self._saved is None else self._saved[0],
                 saved_at=None if self._saved is None else self._saved[1],
                 stragglers=tuple(

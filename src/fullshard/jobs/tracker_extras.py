@@ -1,7 +1,6 @@
 """The trackers that fullshard comes with, each an optional extra."""
 
 import importlib
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -119,41 +118,3 @@ class MlflowTracker:
     def close(self, *, exit_code: int) -> None:
         status = {0: "FINISHED", INTERRUPTED_EXIT_CODE: "KILLED"}.get(exit_code, "FAILED")
         self._client.set_terminated(self.run_id, status)
-
-
-class OpenTelemetryTracker:
-    """Exports figures as OTLP metrics over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT, or else to localhost:4318.
-
-    Each figure is a gauge `fullshard.<name>`, exported every OTEL_METRIC_EXPORT_INTERVAL ms (60,000) with its
-    last value, and at the end. `fullshard.step` is one of them. The run's name is `fullshard.run` of the
-    resource, beside OTEL_RESOURCE_ATTRIBUTES.
-    """
-
-    run_id = None  # a resumed run has the same resource
-
-    def __init__(self, start: TrackerStart) -> None:
-        metrics = importlib.import_module("opentelemetry.sdk.metrics")
-        export = importlib.import_module("opentelemetry.sdk.metrics.export")
-        otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
-        resources = importlib.import_module("opentelemetry.sdk.resources")
-        name = os.environ.get("OTEL_SERVICE_NAME", "fullshard")
-        about = {"service.name": name, "fullshard.run": start.name, "fullshard.dir": str(start.run_directory)}
-        self._provider: Any = metrics.MeterProvider(
-            [export.PeriodicExportingMetricReader(otlp.OTLPMetricExporter())],
-            resource=resources.Resource.create(about),
-            shutdown_on_exit=False,
-        )
-        self._meter: Any = self._provider.get_meter("fullshard")
-        self._gauges: dict[str, Any] = {}
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in {**values, "step": step}.items():
-            if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"fullshard.{name.replace('/', '.')}")
-            if math.isfinite(value):
-                self._gauges[name].set(float(value))  # not a bool
-
-    def close(self, *, exit_code: int) -> None:
-        self._meter.create_gauge("fullshard.exit_code").set(exit_code)
-        self._provider.force_flush()
-        self._provider.shutdown()

@@ -18,7 +18,6 @@ from fullshard.errors import FullshardError, MissingExtraError, SpecError
 from fullshard.jobs.tracker import Tracker, TrackerStart
 from fullshard.jobs.tracker_extras import (
     MlflowTracker,
-    OpenTelemetryTracker,
     TensorboardTracker,
     WandbTracker,
 )
@@ -27,10 +26,8 @@ from fullshard.spec.run import Run
 from fullshard.spec.run_files import TRACKERS
 from fullshard.system.files import write_file_atomically
 
-_CLASSES = (TensorboardTracker, WandbTracker, MlflowTracker, OpenTelemetryTracker)
+_CLASSES = (TensorboardTracker, WandbTracker, MlflowTracker)
 _EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = dict(zip(TRACKERS_OF_EXTRAS, _CLASSES, strict=True))
-# Modules that an extra needs, if not that of its own name.
-_MODULES = {"opentelemetry": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http")}
 GROUP = "fullshard.trackers"  # group of the entry points of other packages' trackers
 MOST_WAITING = 1000  # steps that wait for a slow tracker, before steps are left out
 CLOSE_SECONDS = 30.0
@@ -135,9 +132,8 @@ def check_trackers_installed(names: Sequence[str]) -> None:
     """
     for name in names:
         if name in _EXTRAS:
-            for module in _MODULES.get(name, (name,)):
-                if not _is_installed(module):
-                    raise MissingExtraError(name, package=module, needed_for=f'log.trackers = ["{name}"]')
+            if importlib.util.find_spec(name) is None:
+                raise MissingExtraError(name, package=name, needed_for=f'log.trackers = ["{name}"]')
         elif name not in (others := entry_points(group=GROUP).names):
             raise SpecError(
                 f"log.trackers: there is no tracker {name!r}.",
@@ -145,13 +141,6 @@ def check_trackers_installed(names: Sequence[str]) -> None:
                 why=f"there are {', '.join([*_EXTRAS, *sorted(others)])}",
                 fix=f"a package with the entry point {name!r} in the group {GROUP!r}: docs/trackers.md",
             )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that it is in
-        return False
 
 
 def open_trackers(

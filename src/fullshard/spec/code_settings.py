@@ -7,7 +7,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
 
-TRACKERS_OF_EXTRAS = ("tensorboard", "wandb", "mlflow", "opentelemetry")
+TRACKERS_OF_EXTRAS = ("tensorboard", "wandb", "mlflow")
 
 
 def _names_optimizer_class(name: str) -> bool:

@@ -48,8 +48,7 @@ class LiveStatus(FrozenModel):
     figures: values of the last step, as in its line of metrics.jsonl; None if not finite
     tokens_per_second: of all ranks, over the recent steps
     seconds_left: estimated time to the last step
-    tokens, trained_tokens, step_seconds, counted_steps, skipped_steps: sums since the attempt began;
-        trained_tokens is None if the loss is a mean
+    tokens: computed tokens since the attempt began
     saved_step, saved_at: the newest complete checkpoint of the attempt
     stragglers: ranks that hold the others up
     phases: number of ranks in each phase
@@ -70,10 +69,6 @@ class LiveStatus(FrozenModel):
     tokens_per_second: NonNegativeFloat | None = None
     seconds_left: NonNegativeFloat | None = None
     tokens: NonNegativeInt = 0
-    trained_tokens: NonNegativeInt | None = None
-    step_seconds: NonNegativeFloat = 0.0
-    counted_steps: NonNegativeInt = 0
-    skipped_steps: NonNegativeInt = 0
     saved_step: NonNegativeInt | None = None
     saved_at: AwareDatetime | None = None
     stragglers: tuple[HeldUp, ...] = ()

@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
@@ -258,13 +258,6 @@ class OffloadSection(FrozenModel):
         return self.tier.endswith("nvme")
 
 
-def _require_prom_suffix(path: str) -> str:
-    """Returns `path`. Raises ValueError for a name that node_exporter's collector ignores."""
-    if not path.endswith(".prom"):
-        raise ValueError("node_exporter's textfile collector reads only files whose name ends in .prom")
-    return path
-
-
 class LogSection(FrozenModel):
     """Settings of logging, profiling and experiment trackers.
 
@@ -275,9 +268,8 @@ class LogSection(FrozenModel):
         `profile_ranks`; excluded from speed figures. See docs/trace.md.
     `trace_every`: steps between those whose spans each rank writes, for `fullshard trace` and the report; 0
         records no spans, and names no slow ranks
-    `trackers`: `tensorboard`, `wandb`, `mlflow`, `opentelemetry` (each an extra), or the name of an entry
-        point in the group `fullshard.trackers` of another package. See docs/trackers.md.
-    `prometheus`: file of figures that is replaced every 2 s, for node_exporter's textfile collector
+    `trackers`: `tensorboard`, `wandb`, `mlflow` (each an extra), or the name of an entry point in the
+        group `fullshard.trackers` of another package. See docs/trackers.md.
     """
 
     every: PositiveCount = 10
@@ -286,7 +278,6 @@ class LogSection(FrozenModel):
     profile_ranks: tuple[Count, ...] = (0,)
     trace_every: Count = 100
     trackers: tuple[str, ...] = ()
-    prometheus: Annotated[PathText, AfterValidator(_require_prom_suffix)] | None = None
     sample_tokens: Count = 160
 
 
