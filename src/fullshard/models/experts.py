@@ -7,10 +7,6 @@ expert computes as many rows as come to it, which may be none.
 A module of experts has `num_experts`, parameters whose dim 0 is the expert, and
 `forward(hidden_states, top_k_index, top_k_weights)`, as those of transformers 5 have. So it can compute with
 other rows and with fewer experts: see `fullshard.models.expert_parallel`.
-
-[Note: a kernel per shape]
-In half precision on CPUs, oneDNN compiles a kernel for each shape of a matmul, which takes longer than a
-small matmul. The number of rows of an expert changes with each step, so rows are padded to few numbers.
 """
 
 from functools import partial
@@ -27,7 +23,6 @@ from fullshard.torch_private.tensors import grouped_matmul
 
 _ALIGNED_BYTES = 16
 _LEAST_CAPABILITY = (8, 0)  # of GPUs with grouped matmuls
-_LEAST_ROWS = 16
 
 
 class Routing(NamedTuple):
@@ -177,8 +172,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Returns whether torch has one kernel for these groups: not in fp64, nor for rows that are unaligned.
 
-    Without values, for the compiler and on fake tensors, torch knows it in bf16 alone. On CPUs it multiplies
-    in turn as well, but without padding: see [Note: a kernel per shape].
+    Without values, for the compiler and on fake tensors, torch knows it in bf16 alone.
     """
     has_values = not (torch.compiler.is_compiling() or isinstance(rows, FakeTensor))
     if not has_values and rows.dtype != torch.bfloat16:
@@ -190,15 +184,14 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
         or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32)
     ):
         return False
-    if rows.device.type == "cuda":
-        return torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
-    return not (has_values and _needs_kernel_per_shape(rows))
+    is_cuda = rows.device.type == "cuda"
+    return not is_cuda or torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
 
 
 # Named as torch's, whose meaning it has, so that traces count it alike.
 @torch.library.custom_op("fullshard::_grouped_mm", mutates_args=())
 def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
-    """Multiplies one group at a time, where torch has no kernel for all, or a slow one.
+    """Multiplies one group at a time, where torch has no kernel for all.
 
     left (rows, in) and mat2 (groups, in, out) give (rows, out); left (in, rows) and mat2 (rows, out) give
     (groups, in, out), the gradient of the matrices.
@@ -208,24 +201,12 @@ def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
     if mat2.ndim == 2:
         out = mat2.new_empty(len(spans), left.shape[0], mat2.shape[1])
         for span, product in zip(spans, out, strict=True):
-            torch.mm(_pad_rows(left[:, span].t()).t(), _pad_rows(mat2[span]), out=product)
+            torch.mm(left[:, span], mat2[span], out=product)
         return out
     out = left.new_empty(left.shape[0], mat2.shape[2])
     for span, matrix in zip(spans, mat2, strict=True):
-        rows = left[span]
-        out[span] = torch.mm(_pad_rows(rows), matrix)[: len(rows)]
+        torch.mm(left[span], matrix, out=out[span])
     return out
-
-
-def _pad_rows(rows: Tensor) -> Tensor:
-    """Pads `rows` with zeros to one of eight numbers per octave. See [Note: a kernel per shape]."""
-    step = max(_LEAST_ROWS, 1 << max(len(rows).bit_length() - 4, 0))
-    missing = -len(rows) % step if _needs_kernel_per_shape(rows) else 0
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-def _needs_kernel_per_shape(rows: Tensor) -> bool:
-    return rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
 
 
 @multiply_groups_in_turn.register_fake
