@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import PlanError
 from fullshard.planner.memory import peak_bytes
@@ -108,17 +107,6 @@ def test_peak_under_recompute(ranks, strategy, precision, recompute):
     settings = (*STRATEGIES[strategy], f"precision.mode={precision}")
     plan = plan_of(2, *settings, *f"recompute.mode={recompute}".split())
     check(plan, ranks(2).run(measured, plan))
-
-
-def test_peak_with_several_buffers_of_reductions(ranks):
-    if not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
-        pytest.skip("torch before 2.13")
-    one, three = (
-        plan_of(2, "precision.mode=fp32", "recompute.mode=full", f"fsdp.reduce_scatter_buffers={k}")
-        for k in (1, 3)
-    )
-    terms = check(three, ranks(2).run(measured, three))
-    assert terms.total > predicted(one).total
 
 
 @pytest.mark.parametrize(

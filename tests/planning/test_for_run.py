@@ -79,11 +79,6 @@ def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: st
         planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
 
 
-def test_a_switch_of_fsdp_that_the_ranks_cannot_have_is_refused_before_the_model_is_built() -> None:
-    with pytest.raises(SpecError, match="fsdp.symmetric_memory = true, ranks on cpu"):
-        planned("fsdp.symmetric_memory=true", "train.loss=absent:loss")
-
-
 def test_what_is_pinned_is_kept_and_predicted() -> None:
     pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
     plan = planned(*pins, "run.ranks=2")

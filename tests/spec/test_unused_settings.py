@@ -8,7 +8,6 @@ from fullshard.spec.unused_settings import unused_setting_notes
 CASES = [
     ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise", "cpu"),
     ("precision.loss_scale_window=10", "precision.mode=fp16", "cpu"),
-    ("fsdp.reduce_scatter_buffers=2", "precision.mode=bf16", "cuda"),
     ("train.wait_each_step=true", "precision.mode=bf16", "cuda"),
     ("schedule.decay_fraction=0.5", "schedule.kind=wsd", "cpu"),
     ("schedule.min_lr_ratio=0.5", "schedule.kind=linear", "cpu"),

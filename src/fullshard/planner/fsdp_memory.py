@@ -199,7 +199,7 @@ class GradientMemoryReplay:
     def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
         self.units = [_UnitGradientState() for _ in sizes]
-        self.buffers = deque[int]()  # reduce-scatter inputs of the last units
+        self.buffer = 0  # reduce-scatter input of the last unit
         self.leaving: deque[int] = deque()
 
     def replay_post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
@@ -210,11 +210,11 @@ class GradientMemoryReplay:
         if not last and not self.plan.sync_each_microbatch:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             return
-        while len(self.buffers) >= self.plan.run.fsdp.reduce_scatter_buffers:
-            ledger.in_flight -= self.buffers.popleft()
+        ledger.in_flight -= self.buffer
+        self.buffer = 0
         if not size.reduce_input:
             return
-        self.buffers.append(size.reduce_input)
+        self.buffer = size.reduce_input
         if unit.whole and fresh:
             self._keep_unsharded_gradients(index, taken, fresh=fresh)
             live = taken
@@ -230,10 +230,10 @@ class GradientMemoryReplay:
 
     def free_buffers_after_backward(self, live: LiveBytes) -> None:
         """Frees all buffers of reductions; only gradients remain. `live`: the model's own bytes."""
-        self.ledger.in_flight -= sum(self.buffers)
+        self.ledger.in_flight -= self.buffer
         self.ledger.reduced -= self.ledger.chunks
         self.ledger.chunks = 0
-        self.buffers.clear()
+        self.buffer = 0
         self.ledger.update_peaks(live)
 
     def _keep_unsharded_gradients(self, index: int, live: LiveBytes, *, fresh: int) -> None:

@@ -24,7 +24,6 @@ from fullshard.planning.parallel_degrees import (
     search_parallel_degrees,
 )
 from fullshard.profiler.detect import detect_hardware
-from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.model import ModelSpec
@@ -65,10 +64,6 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     for note in unused_setting_notes(run, device):
         _print_note_on_rank_0(note)
     _check_checkpoint_dir_and_key(run)
-    if run.fsdp != FsdpSection():
-        from fullshard.sharding.fsdp_switches import check_switches
-
-        check_switches(run.fsdp, device)
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)

@@ -34,11 +34,6 @@ from fullshard.sharding.fp8 import (
     convert_linears_to_fp8,
     gather_in_fp8,
 )
-from fullshard.sharding.fsdp_switches import (
-    apply_group_switches,
-    apply_local_switches,
-    check_switches,
-)
 from fullshard.sharding.group_gather import gather_before_backward_of_each_module
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import (
@@ -120,7 +115,6 @@ def shard(
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
     apply_recompute_and_fsdp(model, prepared)
-    apply_group_switches(model, plan.run.fsdp)
     order, keep = prepared.units, None
     if keeper is not None:
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
@@ -167,7 +161,6 @@ def prepare_sharding(
     """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
     check_settings_work_together(plan.run)
     check_offload_supports_optimizer(plan.run)
-    check_switches(plan.run.fsdp, plan.device)
     _check_not_sharded(model)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
     assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
@@ -327,7 +320,6 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
         compute_with_local_parts(engine_module)
     if not settings.gathers_in_backward:
         engine_module.set_unshard_in_backward(False)
-    apply_local_switches(engine_module, plan.run.fsdp)
     if plan.device == "cpu":
         replace_gloo_collectives(engine_module)
 

@@ -12,7 +12,6 @@ from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.fault_tolerance_section import CheckpointSection, FaultToleranceSection
 from fullshard.spec.foreign_names import FOREIGN_NAMES
-from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.model_section import DecoderConfig, ModelSection
 from fullshard.spec.plan_section import PlanSection
 from fullshard.spec.recompute_section import RecomputeSection
@@ -324,7 +323,6 @@ class Run(FrozenModel):
     precision: PrecisionSection = PrecisionSection()
     recompute: RecomputeSection = RecomputeSection()
     prefetch: PrefetchSection = PrefetchSection()
-    fsdp: FsdpSection = FsdpSection()
     offload: OffloadSection = OffloadSection()
     plan: PlanSection = PlanSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -19,9 +19,9 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run, DeviceType], bool], str
         'precision.mode = "fp16"',
     ),
     (
-        ("fsdp.separate_reduce_scatter_group", "fsdp.reduce_scatter_buffers", "train.wait_each_step"),
+        ("train.wait_each_step",),
         lambda _, device: device == "cuda",
-        "ranks on GPUs, as CPU ranks wait for every collective and every step",
+        "ranks on GPUs, as CPU ranks wait for every step",
     ),
     (("schedule.decay_fraction",), lambda run, _: run.schedule.kind == "wsd", 'schedule.kind = "wsd"'),
     (

@@ -1,4 +1,4 @@
-"""FSDP2's switches change how gradients and parameters travel, and no number."""
+"""An embedding that nothing else reads is gathered once a step, which changes no number."""
 
 import pytest
 import torch
@@ -7,10 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.errors import SpecError
-from fullshard.sharding.fsdp_switches import check_switches
 from fullshard.sharding.units import find_units
-from fullshard.spec.fsdp_section import FsdpSection
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from tests.training.runs import BATCH, WIDTH, Layer, meta, run_of, sharded, whole
@@ -67,19 +64,6 @@ def gathers_of_a_step(overrides: tuple[str, ...]) -> tuple[int, int]:
     return gathers.count, sum(bool(list(m.parameters())) for m in units if m is not state.model)
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("train.microbatch=2", "recompute.mode=full")], ids=["plain", "accumulated"]
-)
-@pytest.mark.parametrize(
-    "switch", ["fsdp.reduce_scatter_buffers=3", "fsdp.separate_reduce_scatter_group=true"]
-)
-def test_a_run_with_a_switch_has_the_bits_of_one_without(switch, more, ranks):
-    if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
-        pytest.skip("torch before 2.13")
-    plain, switched = (ranks(2).run(parameters_after_a_run, (*more, *own))[0] for own in ((), (switch,)))
-    assert all(torch.equal(plain[name], switched[name]) for name in plain)
-
-
 def test_an_embedding_is_gathered_once_a_step_and_learns_as_without_ranks(ranks):
     count, units = ranks(2).run(gathers_of_a_step, ())[0]
     # Twice each, but once the embedding, and the head, whose backward follows its forward.
@@ -104,28 +88,3 @@ class Tied(Lookup):
 def test_only_an_embedding_that_nothing_else_reads_is_left_out_of_backward(model, found):
     units = find_units(meta(model), Run().sharding.units)
     assert [unit.name for unit in units if unit.is_embedding] == found
-
-
-@pytest.mark.parametrize("setting", ["symmetric_memory", "allocate_from_process_group"])
-def test_memory_of_nccl_is_refused_on_the_cpu(setting):
-    section = FsdpSection(**{setting: True})
-    with pytest.raises(SpecError, match=f"fsdp.{setting} = true"):
-        check_switches(section, "cpu")
-    if setting == "allocate_from_process_group" or hasattr(FSDPModule, "set_symm_mem_for_comm"):
-        check_switches(section, "cuda")
-    else:
-        with pytest.raises(SpecError, match="torch 2.12 or newer"):
-            check_switches(section, "cuda")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["fsdp.symmetric_memory=true", "fsdp.allocate_from_process_group=true"],
-        ["fsdp.symmetric_memory=true", "fsdp.reduce_scatter_buffers=2"],
-        ["fsdp.reduce_scatter_buffers=0"],
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused(overrides):
-    with pytest.raises(SpecError, match="fsdp"):
-        Run.load(overrides=overrides)
