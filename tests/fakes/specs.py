@@ -19,8 +19,8 @@ from fullshard.spec.model import (
     UnitSpec,
 )
 from fullshard.spec.plan import Dtype, Plan, Precision
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import PrecisionMode, Run
+from fullshard.spec.train_section import RecomputeSection
 
 MODES: tuple[RecomputeSection, ...] = tuple(
     RecomputeSection.model_validate({"mode": mode}) for mode in ("none", "full", "selective", "every")

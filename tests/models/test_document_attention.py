@@ -26,8 +26,8 @@ from fullshard.planning.describe_run import describe_run
 from fullshard.sharding.materialize import materialize
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.spec.model_section import DecoderConfig
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import Run
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.training.loss import next_token_loss
 from tests.models.test_architectures_hf import built

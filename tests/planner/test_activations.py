@@ -23,8 +23,8 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, fits_in_host_memory
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import PrefetchSection, Run
+from fullshard.spec.train_section import RecomputeSection
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
 from tests.planner.test_search import bare, best_by_rule, brute_force, prediction_of

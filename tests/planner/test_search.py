@@ -16,8 +16,8 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, RepeatedUnits
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import Run, Strategy
+from fullshard.spec.train_section import RecomputeSection
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import LLAMA_8B, LLAMA_405B, Shape, decoder_spec, run_for
 

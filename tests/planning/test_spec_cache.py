@@ -31,8 +31,8 @@ from fullshard.spec.model import (
 )
 from fullshard.spec.plan import Plan, Precision
 from fullshard.spec.presets import read_presets
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import Run
+from fullshard.spec.train_section import RecomputeSection
 
 SPEC = ModelSpec(
     name="Tiny",

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.errors import ShardError
 from fullshard.sharding.materialize import materialize
 from fullshard.sharding.recompute import apply_recompute
-from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.train_section import RecomputeSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 
 BLOCKS = 4

@@ -17,8 +17,8 @@ from fullshard.sharding.units import find_recompute_blocks, find_units
 from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.model import LiveTensorBytes, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import Run
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import choose_loss, next_token_loss
 from tests.fakes.architectures import LENGTH, loss_of, on_meta

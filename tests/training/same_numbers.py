@@ -26,12 +26,12 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.balance import balance_experts
 from fullshard.training.loop import train
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
+from fullshard.training.step import balance_experts
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY, OddModel
 

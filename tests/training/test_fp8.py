@@ -17,11 +17,11 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.fp8 import choose_fp8_linears, find_weight_scales
 from fullshard.sharding.materialize import materialize
 from fullshard.sharding.units import find_recompute_blocks, find_units
-from fullshard.spec.fp8 import fp8_summary_text
+from fullshard.spec.dotted import import_quietly
+from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.survival.fingerprint import count_issued_collectives
-from fullshard.system.quiet_import import import_quietly
 from fullshard.training.evaluate import validation_loss
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss

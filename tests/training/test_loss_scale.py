@@ -3,7 +3,7 @@
 from typing import Any
 
 from fullshard.training.loop import train
-from fullshard.training.loss_scale import LossScale
+from fullshard.training.state import LossScale
 from tests.training.runs import mean_square, run_of, sharded
 
 

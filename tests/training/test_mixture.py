@@ -14,8 +14,8 @@ from fullshard.models.experts import multiply_groups, multiply_groups_in_turn
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.tracing.describe import describe
-from fullshard.training.balance import balance_experts
 from fullshard.training.loss import next_token_loss
+from fullshard.training.step import balance_experts
 from tests.training.same_numbers import assert_same_numbers, make_run, train_sharded
 
 # ranks, model, strategy, and what differs from the default

@@ -18,8 +18,7 @@ from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.loss_scale import LossScale
-from fullshard.training.state import TrainState
+from fullshard.training.state import LossScale, TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY, OddModel
 from tests.training.runs import (

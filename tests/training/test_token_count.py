@@ -7,7 +7,7 @@ import torch
 
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.token_count import count_computed_tokens
+from fullshard.training.step import count_computed_tokens
 
 ROWS, LENGTH = 4, 16
 IDS = torch.zeros(ROWS, LENGTH, dtype=torch.int64)

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, cast
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
 from fullshard.spec.small_files import parse_json
-from fullshard.system.deadlines import ANSWER_SECONDS
 from fullshard.system.object_store import (
+    ANSWER_SECONDS,
     TRIES,
     AlteredBytesError,
     ObjectRangeReader,

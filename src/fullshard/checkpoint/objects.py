@@ -35,8 +35,8 @@ from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_i
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
-from fullshard.system.deadlines import ANSWER_SECONDS
 from fullshard.system.object_store import (
+    ANSWER_SECONDS,
     TRIES,
     AlteredBytesError,
     ObjectSizeAndTime,

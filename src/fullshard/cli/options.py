@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the class of commands."""
+"""Arguments and options that several commands share, and the class of commands with `--set`."""
 
 import math
 from pathlib import Path

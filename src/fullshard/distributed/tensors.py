@@ -1,10 +1,10 @@
-"""Local parts of DTensors, tensors inside of tensor subclasses, identity of a storage, unusable numbers."""
+"""Local parts of DTensors and subclasses, unusable numbers, and the modules whose products are replaced."""
 
 import math
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
@@ -61,3 +61,36 @@ def find_unusable_number(tensor: Tensor, *, infinite_ok: bool, negative_ok: bool
     if math.isnan(low) or (math.isinf(low) and not infinite_ok) or (low < 0 and not negative_ok):
         return low
     return high if math.isinf(high) and not infinite_ok else None
+
+
+_ATTRIBUTE = "_fullshard_product"
+
+
+class LinearProduct(Protocol):
+    """A function that returns x @ weight.T + bias, for x (..., in features), weight (out, in), bias (out)."""
+
+    def __call__(self, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor: ...
+
+
+def set_product(linear: nn.Module, product: LinearProduct) -> None:
+    setattr(linear, _ATTRIBUTE, product)
+
+
+def find_product(linear: nn.Module) -> LinearProduct | None:
+    """Returns the product that `set_product` gave `linear`; None if it was given no product."""
+    return cast(LinearProduct | None, vars(linear).get(_ATTRIBUTE))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Returns whether `module` is the experts of a layer. See [Note: the seam of experts] in `experts`.
+
+    All of its parameters have the expert as dim 0: those of this rank, or of all ranks that divide them.
+    Modules of transformers have `is_transposed` from the decorator that makes their forward exchangeable;
+    other modules have `takes_any_experts`.
+    """
+    count = getattr(module, "num_experts", None)
+    has_seam = hasattr(module, "is_transposed") or hasattr(module, "takes_any_experts")
+    if not (has_seam and isinstance(count, int)):
+        return False
+    parameters = list(module.parameters())
+    return bool(parameters) and all(p.ndim > 1 and p.shape[0] % count == 0 for p in parameters)

@@ -30,8 +30,8 @@ from fullshard.quantities import format_count
 from fullshard.sharding.compile import count_compilation
 from fullshard.sharding.fp8 import find_weight_scales
 from fullshard.sharding.mesh import RankInfo
-from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.measurement import MatmulPeak, Throughput, peak_tokens_per_second
+from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_files import LAUNCH

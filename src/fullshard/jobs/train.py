@@ -6,22 +6,24 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.sequence_parts import cut_sequences
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.peak_bytes import gather_highest_peak
 from fullshard.jobs.profiles import profile_if_chosen
 from fullshard.jobs.run_end import save_and_report_end
 from fullshard.jobs.run_start import plan_without_prediction, prepare_job
 from fullshard.jobs.train_job import TrainJob
-from fullshard.profiler.memory import measure_peak_memory
+from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
+from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
 from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_seconds
 from fullshard.sharding.compile import find_compiled_forwards
 from fullshard.sharding.mesh import process_group
+from fullshard.spec.measurement import PeakBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
@@ -230,3 +232,30 @@ def _iterate_validation_batches(job: TrainJob) -> Iterator[dict[str, Tensor]]:
     for batch in job.data.validation(rank=job.plan.data_rank(job.ranks.rank), plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield cut_sequences(batch, job.plan)
+
+
+def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> PeakBytes | None:
+    """Returns, on all ranks, the peak memory by part of the rank whose peak is highest. Collective.
+
+    peak: measured on this rank
+    """
+    if peak.parts is None:
+        return None
+    offloaded, on_cuda = find_offloaded_state(model), plan.device == "cuda"
+    masters, host = 0, None
+    if offloaded is not None:
+        # On the CPU, the meter counts fp32 masters as shards, and a plan counts them as host memory.
+        masters = 0 if on_cuda else storage_bytes_of_tensors(offloaded.masters.values())
+        gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
+        host = offloaded_host_bytes(offloaded) + (gradients if plan.copies_gradients_to_host else 0)
+    parts = peak.parts.parts() | {"parameter_shards": peak.parts.parameter_shards - masters}
+    own = PeakBytes(
+        **parts,
+        allocated=peak.bytes if on_cuda else None,
+        active=peak.active_bytes if on_cuda else None,
+        reserved=peak.reserved_bytes if on_cuda else None,
+        host=host,
+    )
+    every = all_gather_object(own)
+    fullest = max(every, key=lambda one: one.total)
+    return fullest.model_copy(update={"host": max((one.host for one in every if one.host), default=host)})

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.distributed.row_exchange import exchange_counts, exchange_rows
-from fullshard.distributed.stacked_experts import is_experts
+from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
 from fullshard.models.experts import count_rows, sum_choices
-from fullshard.spec.expert_split import indivisible_experts_error
+from fullshard.spec.model_section import indivisible_experts_error
 from fullshard.spec.plan import Plan
 
 

@@ -46,7 +46,7 @@ class Router(nn.Module):
     balance_loss   factor · N / (K T) · Σ_e (tokens that chose e) · (mean share of e in the scores), for N
                    experts, K of them per token, and T tokens of a sequence (arXiv:2412.19437, equations 17 to
                    20). It is a function of one sequence, so it depends neither on ranks nor on microbatches.
-    balance_bias   (N,), added to the scores for the choice alone. `fullshard.training.balance` raises it
+    balance_bias   (N,), added to the scores for the choice alone. `fullshard.training.step` raises it
                    after a step for experts with fewer tokens than the mean, and lowers it for the others.
     tokens         (N,), tokens that chose each expert since the last such change. Recompute counts all
                    tokens of a layer again, which changes no comparison of its experts.

@@ -39,8 +39,8 @@ from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.matmul_split import MatmulSplit
 from fullshard.models.tensor_parallel_hf import read_transformers_split
 from fullshard.models.tensor_parallel_styles import divide_by_styles
+from fullshard.spec.model_section import check_decoder_can_be_split
 from fullshard.spec.plan import Plan
-from fullshard.spec.tensor_split import check_decoder_can_be_split
 
 
 def use_tensor_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str) -> dict[str, int | None]:

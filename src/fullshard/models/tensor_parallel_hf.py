@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.distributed.stacked_experts import is_experts
+from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
 
 _COLUMN, _ROW, _PACKED, _SPLIT_ROW = "colwise", "rowwise", "packed_colwise", "rowwise_split_input"

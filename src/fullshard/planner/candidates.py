@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.offload import choose_update_device
-from fullshard.spec.expert_split import indivisible_experts_error
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec
+from fullshard.spec.model_section import indivisible_experts_error
 from fullshard.spec.plan import Plan
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import PrefetchSection, Run, Strategy, Tier
 from fullshard.spec.run_checks import divisors
+from fullshard.spec.train_section import RecomputeSection
 
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 _DEEPEST_PREFETCH = 3

@@ -55,7 +55,7 @@ from fullshard.spec.hardware import Hardware, Rates, interpolate_rate
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
-from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.train_section import RecomputeSection
 
 _ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole ticks
 _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.spec.expert_split import expert_shard_dim
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
+from fullshard.spec.model_section import expert_shard_dim
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 
 

@@ -38,11 +38,10 @@ from fullshard.planner.search import (
 )
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.model_section import DecoderConfig, can_decoder_be_split
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.run_checks import divisors, first_setting_without_tensor_parallel
-from fullshard.spec.tensor_split import can_decoder_be_split
 
 LEAST_TOKENS = 8192
 """Fewest tokens of a sequence per rank that a search tries. Shorter parts make smaller matmuls."""

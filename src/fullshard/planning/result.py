@@ -23,9 +23,8 @@ from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.certainty import certainty_of
-from fullshard.spec.fp8 import fp8_summary_text
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec
+from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 

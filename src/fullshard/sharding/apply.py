@@ -12,7 +12,7 @@ from functools import partial, wraps
 from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
@@ -34,7 +34,6 @@ from fullshard.sharding.fp8 import (
     convert_linears_to_fp8,
     gather_in_fp8,
 )
-from fullshard.sharding.group_gather import gather_before_backward_of_each_module
 from fullshard.sharding.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
 from fullshard.sharding.mesh import (
     build_expert_mesh,
@@ -58,11 +57,17 @@ from fullshard.sharding.units import (
     find_recompute_blocks,
     find_units,
 )
-from fullshard.spec.expert_split import expert_shard_dim
+from fullshard.spec.model_section import expert_shard_dim
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
 from fullshard.spec.run_checks import check_offload_supports_optimizer, check_settings_work_together
-from fullshard.torch_private.fsdp import gather_without_prefetch, reduce_missing_gradients_as_zeros
+from fullshard.torch_private.fsdp import (
+    gather_before_backward,
+    gather_without_prefetch,
+    parameter_groups,
+    reduce_missing_gradients_as_zeros,
+)
+from fullshard.torch_private.tensors import tree_leaves
 
 
 class ShardSink(Protocol):
@@ -386,3 +391,26 @@ def _sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> lis
     """Sorts units in order of registration, the root first, since its pre-forward runs before all others."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]
+
+
+def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
+    """Makes one FSDP2 unit of several modules gather before the backward of whichever comes first.
+
+    FSDP2 watches only the outputs of the module that ran last. If these need no gradient (a frozen embedding
+    of positions), or the loss does not depend on them (a pooler), the other modules would run their backward
+    on parameters that were freed after forward.
+    """
+    unit = cast(FSDPModule, modules[0])
+    if len(modules) == 1 or not parameter_groups(unit):
+        return
+    gather_if_freed = partial(gather_before_backward, unit)
+
+    def watch_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's forward hook
+        if not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(gather_if_freed)
+
+    for module in modules:
+        module.register_forward_hook(watch_outputs)

@@ -43,12 +43,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.distributed.linear_product import find_product, set_product
+from fullshard.distributed.tensors import find_product, set_product
 from fullshard.errors import MissingExtraError, PlanError, ShardError
 from fullshard.sharding.units import Unit
-from fullshard.spec.fp8 import Fp8Share
+from fullshard.spec.dotted import import_quietly
+from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
-from fullshard.system.quiet_import import import_quietly
 from fullshard.torch_private.dtensor import local_part
 from fullshard.torch_private.fsdp import engine_parameters, shard_data
 from fullshard.torch_private.tensors import foreach_norm

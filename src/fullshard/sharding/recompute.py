@@ -19,7 +19,7 @@ from fullshard.errors import ShardError
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
-from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.torch_private.fake_tensors import TorchDispatchMode
 
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.

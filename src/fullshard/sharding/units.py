@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fullshard.distributed.stacked_experts import is_experts
+from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
 from fullshard.sharding.blocks import (
     called_modules_with_parameters,

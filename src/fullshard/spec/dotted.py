@@ -1,6 +1,7 @@
-"""Importing the functions and classes that a run.toml names as `package.module:name`."""
+"""Imports what a run.toml names as `package.module:name`, and packages without the warnings of torchao."""
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,3 +79,21 @@ def _check_hides_no_file(module: Path, own: Path, *, setting: str) -> None:
             why="modules of Python and of installed packages come before those of the working directory",
             fix="another name for the file; or start elsewhere, to use the installed module",
         )
+
+
+# transformers and peft always import torchao if it is installed. torchao warns about its kernels for other
+# torch builds, and torch warns about torchao's enums.
+_WARN = ("torchao", "torch.utils._pytree")
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Imports the module `name`, without torchao's warnings, and returns it."""
+    loggers = [logging.getLogger(one) for one in _WARN]
+    levels = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.ERROR)
+        return importlib.import_module(name)
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

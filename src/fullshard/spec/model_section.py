@@ -1,10 +1,11 @@
-"""[model]: the reference decoder by its sizes, a Hugging Face model, or any Python module."""
+"""[model]: the reference decoder by its sizes, a Hugging Face model, or any Python module; its division."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from fullshard.errors import PlanError, ShardError
 from fullshard.spec.value import (
     NUMBER,
     Count,
@@ -147,3 +148,57 @@ ModelSection = Annotated[
     | Annotated[PythonModel, Tag("PythonModel")],
     Discriminator(_model_section_class_name),
 ]
+
+
+def check_decoder_can_be_split(config: DecoderConfig, ranks: int) -> None:
+    """Raises ShardError unless `ranks` ranks can compute whole heads, and equal shares of the columns."""
+    if can_decoder_be_split(config, ranks):
+        return
+    possible = [n for n in range(1, config.heads + 1) if can_decoder_be_split(config, n)]
+    nearest = min(possible, key=lambda n: (abs(n - ranks), n))
+    raise ShardError(
+        f"the decoder's matmuls cannot be divided over {ranks} ranks.",
+        got=f"sharding.tensor_parallel = {ranks}; model.heads = {config.heads}, model.kv_heads = "
+        f"{config.kv_heads}, model.d_ff = {config.d_ff}, model.shared_experts = {config.shared_experts}, "
+        f"model.vocabulary = {config.vocabulary}",
+        why="each rank computes whole heads, and an equal share of the columns of the feed-forward",
+        fix=f"sharding.tensor_parallel = {nearest}"
+        + (f", or another of {possible}" if len(possible) > 2 else ""),
+    )
+
+
+def can_decoder_be_split(config: DecoderConfig, ranks: int) -> bool:
+    """Returns whether `ranks` divides heads and d_ff; kv heads may be fewer, and then divide `ranks`.
+
+    In a mixture, the columns are those of the shared experts. All others are whole.
+    """
+    shares_kv_heads = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
+    width = config.shared_experts * config.expert_width if config.is_mixture else config.d_ff
+    has_tokens = config.vocabulary > (ranks - 1) * -(-config.vocabulary // ranks)
+    return config.heads % ranks == 0 and width % ranks == 0 and shares_kv_heads and has_tokens
+
+
+def expert_shard_dim(shape: tuple[int, ...], shard_degree: int) -> int:
+    """Returns the dim in which FSDP2 shards stacked experts (experts, ...) over `shard_degree` ranks.
+
+    With fewer experts than ranks, shards of dim 0 would leave ranks without any. So it is the first dim that
+    the ranks divide evenly, which FSDP2 requires of all dims except the first, or else dim 0.
+    """
+    return next((dim for dim, size in enumerate(shape) if size % shard_degree == 0), 0)
+
+
+def indivisible_experts_error(experts: int, *, ranks: int, key: str) -> PlanError:
+    """Returns the error for a number of experts that `ranks` ranks cannot divide evenly."""
+    if not experts:
+        return PlanError(
+            "the model has no experts to divide over ranks.",
+            got=f"sharding.expert_parallel = {ranks}, {key} = 0",
+            fix="sharding.expert_parallel = 1, or a mixture of experts",
+        )
+    divisors = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
+    return PlanError(
+        f"{experts} experts cannot be divided over {ranks} ranks.",
+        got=f"sharding.expert_parallel = {ranks}, {key} = {experts}",
+        why="each rank has equally many experts",
+        fix=f"sharding.expert_parallel = one of {divisors}",
+    )

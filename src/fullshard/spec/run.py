@@ -8,16 +8,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
-from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.fault_tolerance_section import CheckpointSection, FaultToleranceSection
 from fullshard.spec.foreign_names import FOREIGN_NAMES
 from fullshard.spec.model_section import DecoderConfig, ModelSection
-from fullshard.spec.plan_section import PlanSection
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.small_files import TomlError, parse_toml
 from fullshard.spec.toml_file import read_toml
-from fullshard.spec.train_section import OptimizerSection, ScheduleSection, TrainSection
+from fullshard.spec.train_section import (
+    AdapterSection,
+    OptimizerSection,
+    PlanSection,
+    RecomputeSection,
+    ScheduleSection,
+    TrainSection,
+)
 from fullshard.spec.value import (
     Count,
     FrozenModel,

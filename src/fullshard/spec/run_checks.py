@@ -3,8 +3,7 @@
 import math
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.spec.expert_split import indivisible_experts_error
-from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
+from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel, indivisible_experts_error
 from fullshard.spec.run import Run
 
 

@@ -1,4 +1,4 @@
-"""Sections of a Run about its steps: [train], [optimizer] and [schedule]."""
+"""Sections of a Run about its steps: [train], [optimizer], [schedule], [recompute], [plan] and [adapter]."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
@@ -11,6 +11,7 @@ from fullshard.spec.value import (
     Count,
     Fraction,
     FrozenModel,
+    NonNegativeFloat,
     NonNegativeScalar,
     Options,
     PositiveCount,
@@ -118,3 +119,126 @@ class ScheduleSection(FrozenModel):
     warmup_steps: Count = 20
     min_lr_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
     decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
+
+
+class RecomputeSection(FrozenModel):
+    """Settings of activation checkpointing: which activations are recomputed or offloaded to host memory.
+
+    `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
+        `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
+        memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
+    `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
+        (all) for `offload`, whose last block stays on the device, because its backward comes first
+    `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
+    `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
+    """
+
+    mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
+    every: PositiveCount | None = None
+    blocks: PositiveCount | None = None
+    save_matmuls: PositiveCount = 1
+    offload_min_fraction: NonNegativeScalar = 1 / 32
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        if self.blocks is not None and self.mode not in ("full", "selective"):
+            raise ValueError(f'blocks = {self.blocks} needs mode = "full" or "selective", not "{self.mode}"')
+        return self
+
+    @property
+    def block_period(self) -> int:
+        """Number of consecutive blocks of which the first is recomputed or offloaded."""
+        if self.mode == "every":
+            return self.every or 2
+        return self.every or 1 if self.mode == "offload" else 1
+
+    @property
+    def mode_text(self) -> str:
+        """The mode, with `blocks` if it is set: `full`, or `full of 24 blocks`."""
+        return self.mode if self.blocks is None else f"{self.mode} of {self.blocks} blocks"
+
+    def applies_to(self, position: int) -> bool:
+        """Returns whether the mode is that of the block at `position`, from 0."""
+        return position % self.block_period == 0 and (self.blocks is None or position < self.blocks)
+
+
+class PlanSection(FrozenModel):
+    """Settings of the planner's choice.
+
+    `memory_margin`: fraction of a device's memory that a chosen plan leaves free, because a prediction may be
+        too low; 0 uses all of it. A run that pins strategy, microbatch and recompute may use all in any case.
+    `compile_steps`: steps that share the seconds of compiling; unset, `train.steps`
+    `routing_spread`: where ranks divide the experts of a mixture, the standard deviation of the rows of one
+        expert, over their mean; 0 for forced balance. The default is the mean of three published routers.
+    """
+
+    memory_margin: Fraction = 0.05
+    compile_steps: PositiveCount | None = None
+    routing_spread: NonNegativeFloat = 0.19
+
+
+# LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the
+# layers, that import a module, or that have their own key.
+_REFUSED = {
+    "use_dora": "its magnitudes are norms of the whole base weights",
+    "loftq_config": "it rewrites the base weights",
+    "kasa_config": "it begins with singular vectors of the base weights",
+    "alora_invocation_tokens": "its layers add nothing outside of peft's own model, which finds the tokens",
+    "arrow_config": "its layers choose among several adapters, which a run does not have",
+    "monteclora_config": "it adds a term to the loss, which only peft's own model computes",
+    "use_bdlora": "its block-diagonal factors have initial values of their own",
+    "trainable_token_indices": "it needs rows of the base weights; adapter.trained with the embedding",
+    "megatron_config": "it imports a module, for layers of Megatron, which are not used here",
+    "megatron_core": "it imports a module, for layers of Megatron, which are not used here",
+    "r": "it is adapter.rank",
+    "lora_alpha": "it is adapter.alpha",
+    "lora_dropout": "it is adapter.dropout",
+    "target_modules": "it is adapter.targets",
+    "modules_to_save": "it is adapter.trained",
+    "fan_in_fan_out": "it follows from the modules",
+}
+
+
+class AdapterSection(FrozenModel):
+    """Settings of LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`).
+
+    A linear module W of `targets` computes W x + alpha / rank · B A x. A and B, of `rank` rows and columns,
+    are trained; W is frozen.
+
+    `rank`: 0 adds no adapter, and all parameters are trained
+    `targets`: suffixes of module names (`q_proj`), or `all-linear`: every linear module of a block
+    `trained`: suffixes of the names of modules that are also trained, in full (`lm_head`, `norm`)
+    `base_dtype`: dtype of frozen parameters; `auto` is the dtype in the model's config, else fp32. Frozen
+        parameters have no update whose precision matters, no gradient and no optimizer state.
+    `save`: contents of checkpoints; with `adapters`, a run reads the base from the source in [model] when it
+        starts
+    `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`
+    """
+
+    rank: Count = 0
+    alpha: PositiveScalar = 16.0
+    dropout: Fraction = 0.0
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    trained: tuple[str, ...] = ()
+    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    save: Literal["all", "adapters"] = "all"
+    options: Options = Field(default_factory=dict[str, Any])
+
+    @property
+    def saves_only_adapters(self) -> bool:
+        """True if checkpoints contain the adapters without the base model."""
+        return self.rank > 0 and self.save == "adapters"
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        for key, why in _REFUSED.items():
+            if key in self.options:
+                raise ValueError(f"options.{key} cannot be set here: {why}")
+        kind = self.options.get("init_lora_weights", True)
+        if kind not in (True, "gaussian"):
+            raise ValueError(
+                f"options.init_lora_weights = {kind!r} needs the base's values; true or 'gaussian'"
+            )
+        if self.targets == ():
+            raise ValueError('targets = ["q_proj", "v_proj"], or "all-linear"')
+        return self

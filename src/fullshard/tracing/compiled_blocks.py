@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fullshard.sharding.recompute import OperationPolicy, block_recompute_policy
-from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.torch_private.compiler import (
     aot_function,
     detect_fake_mode,

@@ -40,8 +40,8 @@ from fullshard.spec.model import (
     UntracedSettings,
 )
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.recompute_section import RecomputeSection
 from fullshard.spec.run import Run, Strategy
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.tracing.compiled_blocks import CompiledPrograms
 from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
 from fullshard.tracing.example_batch import disable_packing_detection

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.distributed.sequence_parts import SequencePart
-from fullshard.distributed.stacked_experts import is_experts
-from fullshard.distributed.tensors import is_wrapper_class
+from fullshard.distributed.tensors import is_experts, is_wrapper_class
 from fullshard.models.model_parallel import divide_model
 from fullshard.sharding.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.sharding.host_copy import CpuHostCopier, FakeReportingCopier
@@ -26,7 +25,7 @@ from fullshard.sharding.units import (
 )
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.sharding.units import Unit
 from fullshard.spec.model import RepeatedUnits
 from fullshard.spec.plan import Plan
-from fullshard.spec.recompute_section import RecomputeSection
+from fullshard.spec.train_section import RecomputeSection
 from fullshard.torch_private.tensors import registered_modules
 
 _LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6

@@ -22,7 +22,7 @@ class StepResult:
 
     loss: mean over valid tokens, in nats for the default loss
     grad_norm: norm of the gradient before clipping
-    tokens: number of tokens that were computed, see `token_count.py`
+    tokens: number of tokens that were computed, see `count_computed_tokens`
     trained_tokens: number of those whose label counts in the loss, as the loss function returns it; None if
         it returns a mean, which does not say over how many
     skipped: whether nothing was updated, because the loss or norm was not finite, or was a spike

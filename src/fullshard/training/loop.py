@@ -1,10 +1,12 @@
 """The training loop `train`, a generator that yields each step."""
 
+import gc
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,13 +23,10 @@ from fullshard.survival.replicas import ReplicaCheck
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
-from fullshard.training.garbage import collect_garbage_between_steps
 from fullshard.training.learning_rates import warn_of_unused_settings
 from fullshard.training.loss import Loss, next_token_loss
-from fullshard.training.loss_scale import LossScale
-from fullshard.training.state import TrainState
-from fullshard.training.step import run_step
-from fullshard.training.token_count import count_computed_tokens
+from fullshard.training.state import LossScale, TrainState
+from fullshard.training.step import count_computed_tokens, run_step
 
 logger = logging.getLogger("fullshard")
 
@@ -327,3 +326,30 @@ def _too_many_skipped_error(count: int, last: StepResult, *, loaded: int) -> Tra
         if loaded
         else "a lower optimizer.learning_rate, longer schedule.warmup_steps, or a look at the data",
     )
+
+
+# Steps between collections of each of the older generations. Young objects are collected in every step.
+_EVERY = {1: 50, 2: 1000}
+
+
+@contextmanager
+def collect_garbage_between_steps() -> Generator[Callable[[int], None]]:
+    """Context without automatic garbage collection. Yields a function to call with each step's number.
+
+    Python's collector runs when enough objects have been created. That happens at another moment on each
+    rank, and all others wait for the rank that collects. So all ranks collect between the same steps.
+    Does nothing if the program has disabled the collector itself.
+    """
+    if not gc.isenabled():
+        yield lambda step: None
+        return
+    gc.disable()
+    enable = gc.enable  # modules may be gone when the interpreter ends within the context
+    try:
+        yield _collect
+    finally:
+        enable()
+
+
+def _collect(step: int) -> None:
+    gc.collect(max((generation for generation, every in _EVERY.items() if step % every == 0), default=0))

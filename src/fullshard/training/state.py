@@ -21,11 +21,32 @@ from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimize
 from fullshard.training.figures import PendingResult
 from fullshard.training.group_state import changed_entries, restore_entries, scalar_entries
 from fullshard.training.learning_rates import rates_set_by_others, restore_rates_set_by_others
-from fullshard.training.loss_scale import LossScale
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scale: halved after an overflow, doubled after `window` good steps. arXiv:1710.03740.
+
+    Every rank passes the same `finite`, so the scales of all ranks stay equal. `window` 0 disables scaling.
+    """
+
+    scale: float = 1.0
+    window: int = 0
+    good_steps: int = 0
+
+    def update(self, *, finite: bool) -> None:
+        if self.window == 0:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps >= self.window:
+            self.scale, self.good_steps = self.scale * 2, 0
+
 
 # Names of the counts in checkpoints, and the attributes of TrainState that they are.
 _COUNTS = {**{name: name for name in ("step", "skipped", "rollbacks")}, "tokens": "trained_tokens"}

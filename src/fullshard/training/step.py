@@ -23,7 +23,7 @@ compute the same numbers in the same way, so they give the same parameters, bit 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +35,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
-from fullshard.distributed.agreement import rank
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitEvents, take_unit_events
 from fullshard.errors import TrainError
+from fullshard.models.experts import Router
 from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
@@ -50,8 +51,7 @@ from fullshard.survival.fingerprint import (
     step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
-from fullshard.torch_private.tensors import tree_map_only
-from fullshard.training.balance import balance_experts
+from fullshard.torch_private.tensors import tree_leaves, tree_map_only
 from fullshard.training.decision import StepDecision, decide_step, step_result
 from fullshard.training.figures import HostCopy, PendingResult, StepResult, copy_to_device
 from fullshard.training.gradients import (
@@ -67,7 +67,6 @@ from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.loss import Loss, sum_and_count
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.state import TrainState
-from fullshard.training.token_count import count_computed_tokens
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 
 _SUMS = 6  # loss sum, count, squared norm, tokens, trained tokens, stop requests
@@ -360,3 +359,44 @@ def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
 def move_batch_to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with all tensors in it on `device`, copied without waiting for the device."""
     return tree_map_only(Tensor, lambda tensor: copy_to_device(tensor, device), batch)
+
+
+@torch.no_grad()
+def balance_experts(model: nn.Module, *, rate: float) -> None:
+    """Raises the bias of experts with fewer tokens than the mean by `rate`, and lowers it for the others.
+
+    Auxiliary-loss-free load balancing: arXiv:2408.15664, and arXiv:2412.19437, section 2.1.2. Tokens are
+    those of all ranks since the last call. Collective. Does nothing for a model without biases.
+    """
+    routers = [one for one in model.modules() if isinstance(one, Router) and one.has_bias]
+    if not routers:
+        return
+    tokens = torch.stack([router.tokens for router in routers])  # (layers, experts)
+    if world_size() > 1:
+        dist.all_reduce(tokens)
+    change = rate * (tokens.mean(dim=1, keepdim=True) - tokens).sign()
+    for router, own in zip(routers, change, strict=True):
+        router.balance_bias.add_(own)
+        router.tokens.zero_()
+
+
+def count_computed_tokens(batch: Any, plan: Plan) -> int:
+    """Returns the tokens of a microbatch, including padding and those whose label does not count.
+
+    These are the elements of `tokens` or `input_ids`, or of the first tensor of a tuple if it is (rows,
+    length) integers. Each row of any other batch counts as `data.sequence_length` tokens, as in the plan. So
+    does each row if that is 1, which is for samples that are not sequences.
+
+    The number of rows is the plan's if a tensor has as many, or else that of the first tensor. A batch
+    without tensors counts as one of the plan.
+    """
+    length, values = plan.run.data.sequence_length, dict(batch) if isinstance(batch, Mapping) else batch
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.ndim]
+    if isinstance(values, dict):
+        ids = values.get("tokens", values.get("input_ids"))
+    else:
+        ids = next((one for one in tensors[:1] if one.ndim == 2 and not one.is_floating_point()), None)
+    if isinstance(ids, Tensor) and length > 1:
+        return ids.numel()
+    rows = [one.shape[0] for one in tensors]
+    return length * (plan.microbatch if plan.microbatch in rows or not rows else rows[0])

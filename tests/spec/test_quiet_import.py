@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from fullshard.system.quiet_import import import_quietly
+from fullshard.spec.dotted import import_quietly
 
 NOISY = """
 import logging
