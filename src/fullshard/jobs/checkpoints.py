@@ -28,7 +28,6 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     record: records an event for each save; by default, none are recorded
 
     last: the newest checkpoint that was written
-    failed: the error of a failed save, which ends the run, if `checkpoint.on_failure` is `stop`
     postponed: whether a save is due that was not made because steps were skipped
     """
 
@@ -48,7 +47,6 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         in_background = section.mode == "async"
         self._background = BackgroundSaver(self._directory, plan=plan, **options) if in_background else None
         self.last: Path | str | None = None
-        self.failed: CheckpointError | None = None
         self.postponed = False
 
     def __exit__(self, *error: Any) -> None:
@@ -132,11 +130,8 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         self._record("save", step=step, details=details)
 
     def _report_save_failure(self, error: CheckpointError, *, step: int) -> None:
-        stops = self._plan.run.checkpoint.on_failure == "stop"
-        self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training continues'}\n{error}")
+        self._say(f"step {step}: NOT SAVED; training continues\n{error}")
         self._record("save_failed", step=step, details={"error": str(error)})
-        if stops:
-            self.failed = error
 
 
 def _step_count_text(count: int) -> str:

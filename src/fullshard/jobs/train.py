@@ -65,14 +65,12 @@ def run_job(
             )
             job.observer.write_predicted(predicted_step)
             interrupted = _train_and_save(job)
-        if job.checkpoints.failed is not None:
-            raise job.checkpoints.failed
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
 
 def _train_and_save(job: TrainJob) -> bool:
-    """Trains, and saves at the end. Returns True if a signal, or a failed save, ended training early."""
+    """Trains, and saves at the end. Returns True if a signal ended training early."""
     # Signals are only noted until everything is saved, because ranks must agree on how to react.
     with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
         interrupted = _train_steps(job)
@@ -82,7 +80,7 @@ def _train_and_save(job: TrainJob) -> bool:
 
 
 def _train_steps(job: TrainJob) -> bool:
-    """Runs all steps. Returns True if a signal, or a failed save, ended training before the last step."""
+    """Runs all steps. Returns True if a signal ended training before the last step."""
     try:
         interrupted = _iterate_and_record_steps(job)
     except TrainError:
@@ -130,7 +128,7 @@ def _iterate_steps(job: TrainJob) -> Iterator[Step]:
         job.state,
         job.plan,
         loss=job.loss,
-        should_stop=lambda: job.signals.first_signal is not None or job.checkpoints.failed is not None,
+        should_stop=lambda: job.signals.first_signal is not None,
     )
 
 
