@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint import load, location_of
-from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.resume import make_checkpoint_location
-from tests.checkpoint import flipping_memory
 from tests.checkpoint.states import saved
 from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bits, sharded
 
@@ -67,26 +65,6 @@ def test_a_failure_is_reported_and_training_continues(ranks, tmp_path, mode):
         assert len(told) == 1
         assert told[0].startswith("step 3: NOT SAVED")
         assert "holds another model" in told[0]
-
-
-def save_where_bits_change(mode: str) -> tuple[list[str], object]:
-    state, plan = sharded(
-        run_of(f"checkpoint.mode={mode}", "checkpoint.read_back=true", "checkpoint.store_seconds=5")
-    )
-    flipping_memory.begin(flips=".distcp")
-    said: list[str] = []
-    with RunCheckpointSaver(flipping_memory.URL, plan, say=said.append) as checkpoints:
-        checkpoints.save(state)
-        checkpoints.wait_for_saves()
-    return said, make_checkpoint_location(flipping_memory.URL, plan)
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_save_is_read_back_if_asked(ranks, mode):
-    ((said, found),) = ranks(1).run(save_where_bits_change, mode)
-    assert "NOT SAVED" in said[0]
-    assert "was read back" in said[0]
-    assert found == ObjectLocation(flipping_memory.URL, answer_seconds=5.0)
 
 
 def save_last(directory: Path) -> None:

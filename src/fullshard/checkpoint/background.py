@@ -98,12 +98,9 @@ class BackgroundSaver:
         keep_every: int = 0,
         layout: Layout = "sharded",
         plan: Plan | None = None,
-        read_back: bool = False,
     ) -> None:
         place = location_of(directory)
-        self._saving = CheckpointSaver(
-            place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
-        )
+        self._saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
         self._group = cast(Group, dist.new_group(backend="gloo") if is_distributed() else None)
         self._staging = _StagingBuffers()
         self._running: Future[SaveResult] | None = None

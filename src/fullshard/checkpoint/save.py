@@ -23,7 +23,6 @@ from fullshard.checkpoint.checkpointable import Checkpointable, StateWithFiniteT
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
 from fullshard.checkpoint.manifest import (
-    MANIFEST,
     MODEL_PREFIX,
     SHARDS,
     Manifest,
@@ -34,7 +33,6 @@ from fullshard.checkpoint.manifest import (
     small_file_entry,
 )
 from fullshard.checkpoint.snapshot_reader import ShardReader, UnchangingShardReader
-from fullshard.checkpoint.verify import check_written_files, check_written_manifest
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
@@ -71,7 +69,6 @@ def save(
     keep_every: int = 0,
     layout: Layout = "sharded",
     plan: Plan | None = None,
-    read_back: bool = False,
 ) -> Path | str:
     """Saves `state` as `directory/step-00000123` and returns that path. Collective: every rank calls it.
 
@@ -93,12 +90,9 @@ def save(
     keep_every: also keeps the steps that are multiples of it; 0 for none
     layout: see `Manifest`
     plan: recorded in the manifest
-    read_back: each rank reads its files again before the commit; raises CheckpointError if bytes differ
     """
     place = location_of(directory)
-    saving = CheckpointSaver(
-        place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
-    )
+    saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
     with raise_on_all_ranks("taking the state to save"):
         snapshot = take_snapshot(state)
     return saving.save_snapshot(snapshot)
@@ -142,7 +136,6 @@ class CheckpointSaver:
     keep_every: int = 0
     layout: Layout = "sharded"
     plan: Plan | None = None
-    read_back: bool = False
 
     def __post_init__(self) -> None:
         for name, kept in (("keep", self.keep), ("keep_every", self.keep_every)):
@@ -254,9 +247,6 @@ class CheckpointSaver:
                     group=group,
                 )
         mine.reader.release_shards()
-        if self.read_back:
-            with raise_on_all_ranks(f"reading back step {mine.step}", group=group):
-                check_written_files(draft, self._build_manifest(mine, disk, content=(own, {})))
         own = {n: f if n == SHARDS else f.model_copy(update={"node": disk.node}) for n, f in own.items()}
         files = {name: file for part in all_gather_object(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
@@ -281,12 +271,7 @@ class CheckpointSaver:
             manifest = self._build_manifest(mine, disk, content=(files | writer, tensors))
             if index is not None and SHARDS not in draft.file_sizes_bytes():
                 write_file(draft, SHARDS, data=index)
-                if self.read_back:
-                    only_index = {"files": {SHARDS: manifest.files[SHARDS]}}
-                    check_written_files(draft, manifest.model_copy(update=only_index))
             self.place.write_manifest_into_draft(draft, manifest)
-            if self.read_back and MANIFEST in draft.file_sizes_bytes():
-                check_written_manifest(draft)
             manifests.append(manifest)
 
         def commit_on_disk() -> Path | str:

@@ -1,8 +1,4 @@
-"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints.
-
-With `read_back`, a save is verified before it is acknowledged, since a disk may store other bytes. The bytes
-come from the disk only if the system drops them from its page cache on request.
-"""
+"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +8,10 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from fullshard.checkpoint.files import WRITER, CheckpointFiles, LocalFiles
+from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
-    Manifest,
     checkpoint_files_at,
     missing_file_reason,
     read_failure_error,
@@ -27,7 +22,6 @@ from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.checkpoint.storage import DcpCheckpointReader, build_reader, read_whole_tensor
 from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.system import disk
 
 
 @dataclass(frozen=True)
@@ -87,39 +81,6 @@ def iterate_differences(
             line = _tensor_difference_text(*(read_whole_tensor(name, reader) for reader in readers))
             if line:
                 yield f"{name}: {line}"
-
-
-def check_written_files(draft: CheckpointFiles, manifest: Manifest) -> None:
-    """Reads the written files that `manifest` lists back. Raises CheckpointError if a byte was altered."""
-    reader, sizes = DcpCheckpointReader(draft, manifest), draft.file_sizes_bytes()
-    for name in manifest.files_on_this_disk:
-        _drop_from_page_cache(draft, name)
-    for name in manifest.files_on_this_disk:
-        for damage in _iterate_file_damage(reader, name, sizes=sizes):
-            raise _altered_file_error(draft, name, got=damage.what)
-
-
-def check_written_manifest(files: CheckpointFiles) -> None:
-    """Reads the written manifest of a checkpoint back. Raises CheckpointError if it was altered."""
-    _drop_from_page_cache(files, MANIFEST)
-    try:
-        read_manifest(files)
-    except DamagedCheckpointError as error:
-        raise _altered_file_error(files, MANIFEST, got=str(error.got)) from error
-
-
-def _altered_file_error(files: CheckpointFiles, name: str, *, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{files}/{name} was read back, and is other than was written.",
-        got=got,
-        why="the disk, or something on the way to it, changed it",
-        fix="save again; another disk, if it happens again",
-    )
-
-
-def _drop_from_page_cache(files: CheckpointFiles, name: str) -> None:
-    if isinstance(files, LocalFiles):
-        disk.drop_from_page_cache(files.path / name)
 
 
 def _open_reader_for_diff(files: CheckpointFiles) -> DcpCheckpointReader:

@@ -1,7 +1,6 @@
 """Durable files and directories: writes that are flushed to the disk, and errors that explain a failure."""
 
 import errno
-import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -69,16 +68,6 @@ def checkpoint_error_from_os_error(what: str, error: OSError) -> CheckpointError
     fix = _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else fix
     place = f" ({error.filename})" if error.filename else ""
     return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)
-
-
-def drop_from_page_cache(path: Path) -> None:
-    """Asks the system to drop a flushed file from the page cache, so that the next read uses the disk."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager
