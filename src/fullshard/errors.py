@@ -21,6 +21,9 @@ Exit code 75 (`EX_TEMPFAIL`: try again later) is not an error: the run was inter
 """
 
 import copyreg
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any, ClassVar
 
 INTERRUPTED_EXIT_CODE = 75
@@ -127,3 +130,15 @@ class CheckFailedError(FullshardError):
     """Raised before a run if a quick check has failed. Its code is also that of `fullshard check`."""
 
     exit_code = 10
+
+
+def error_location_text(error: BaseException) -> str:
+    """Returns `file:line in function` of the innermost frame of the user's code, else of fullshard's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "unknown"
+    ours = str(Path(__file__).parent)
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    near = [frame for frame in frames if frame.filename.startswith(ours)]
+    near = [f for f in frames if not f.filename.startswith((ours, "<", *libraries))] or near or [*frames]
+    return f"{near[-1].filename}:{near[-1].lineno} in {near[-1].name}"

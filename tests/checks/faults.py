@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fullshard.checks.data import build_data_trial
 from fullshard.checks.every_check import CHECKS, CheckContext, iterate_findings
 from fullshard.checks.model_trial import build_model_trial
-from fullshard.checks.rank_facts import PairRate, RankFacts
+from fullshard.checks.ranks import PairRate, RankFacts
 from fullshard.checks.run_context import RunContext
 from fullshard.spec.finding import Finding
 from fullshard.spec.plan import Plan

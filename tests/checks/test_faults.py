@@ -10,7 +10,7 @@ from fullshard.checks.before_run import quick_problems, raise_first_failure
 from fullshard.checks.data import build_data_trial
 from fullshard.checks.every_check import CHECKS, GROUPS, CheckContext
 from fullshard.checks.model_trial import build_model_trial
-from fullshard.checks.rank_facts import ShardedComparison
+from fullshard.checks.ranks import ShardedComparison
 from fullshard.checks.run_context import RunContext
 from fullshard.errors import CheckFailedError
 from fullshard.spec.finding import Finding

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.checks.rank_facts import RankFacts
 from fullshard.checks.rank_job import RankAccess, gather_rank_facts
-from fullshard.checks.ranks import check_sharded_step, check_state_dtypes
+from fullshard.checks.ranks import RankFacts, check_sharded_step, check_state_dtypes
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.run import Run
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checks.machine_access import MachineAccess
+from fullshard.checks.run_context import MachineAccess
 from fullshard.errors import TrainError
 from fullshard.jobs.out_of_memory import (
     OutOfMemoryReporter,

@@ -21,8 +21,8 @@ from fullshard.checks.model_numbers import (
 )
 from fullshard.checks.model_parts import check_graphs, check_initial_values, check_tied_parameters
 from fullshard.checks.model_trial import ModelTrial
-from fullshard.checks.rank_facts import RankFacts
 from fullshard.checks.ranks import (
+    RankFacts,
     check_connections,
     check_links,
     check_same_settings,

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Callable
 
-from fullshard.checks.machine_access import nearest_existing_directory
-from fullshard.checks.run_context import RunContext
+from fullshard.checks.run_context import RunContext, nearest_existing_directory
 from fullshard.quantities import format_bytes
 from fullshard.spec.finding import Finding
 

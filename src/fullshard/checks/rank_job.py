@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.checks.rank_facts import FILE_NAME, PairRate, RankFacts
+from fullshard.checks.ranks import FILE_NAME, PairRate, RankFacts
 from fullshard.checks.sharded_step import StepError, compare_sharded_steps, optimizer_state_dtypes
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.errors import SpecError

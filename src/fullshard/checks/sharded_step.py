@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checks.model_trial import ModelTrial, build_model_trial, plain_run
-from fullshard.checks.rank_facts import ShardedComparison
+from fullshard.checks.ranks import ShardedComparison
 from fullshard.distributed.agreement import ErrorCapture, all_gather_object
 from fullshard.errors import FullshardError
 from fullshard.models.build import build_model

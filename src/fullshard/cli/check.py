@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fullshard.checks.data import DataTrial
     from fullshard.checks.every_check import CheckContext
     from fullshard.checks.model_trial import ModelTrial
-    from fullshard.checks.rank_facts import RankFacts
+    from fullshard.checks.ranks import RankFacts
     from fullshard.spec.finding import Finding
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
@@ -122,7 +122,7 @@ def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
 
     On the CPU, two ranks are started unless others are there already.
     """
-    from fullshard.checks.rank_facts import FILE_NAME, RankFacts
+    from fullshard.checks.ranks import FILE_NAME, RankFacts
     from fullshard.launch.request import LaunchRequest
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request

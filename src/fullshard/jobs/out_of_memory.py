@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from fullshard.errors import TrainError
+from fullshard.errors import TrainError, error_location_text
 from fullshard.jobs.event_log import count_attempts
 from fullshard.profiler.live_memory import LiveMemoryMeter
 from fullshard.profiler.memory import storage_bytes_by_part
@@ -22,7 +22,6 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
-from fullshard.system.error_location import error_location_text
 
 # Parts of the messages of torch's allocators, of C++, of drivers and of cuBLAS.
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")

@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Self
 
 from fullshard.errors import FullshardError, MissingExtraError, SpecError
-from fullshard.jobs.tracker import Tracker, TrackerStart
-from fullshard.jobs.tracker_extras import (
+from fullshard.jobs.tracker import (
     MlflowTracker,
     TensorboardTracker,
+    Tracker,
+    TrackerStart,
     WandbTracker,
 )
 from fullshard.spec.code_settings import TRACKERS_OF_EXTRAS

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, error_location_text
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
-from fullshard.system.error_location import error_location_text
 from fullshard.system.files import write_file_atomically
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"

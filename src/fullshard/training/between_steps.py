@@ -1,7 +1,8 @@
-"""The model between two steps: changes that the code of the loop made are used or refused."""
+"""The model between two steps: its modes, and changes that the code of the loop made."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -10,7 +11,6 @@ from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
-from fullshard.training.modes import module_modes, restore_modes
 from fullshard.training.state import TrainState, reshard_unsharded_units
 
 logger = logging.getLogger("fullshard")
@@ -74,3 +74,27 @@ def _warn_of_parameters_without_optimizer(state: TrainState) -> None:
             ", ".join(left[:3]),
             more,
         )
+
+
+def module_modes(model: nn.Module) -> dict[nn.Module, bool]:
+    """Returns each module's `training`. A module in evaluation mode within a training model stays frozen."""
+    return {module: module.training for module in model.modules()}
+
+
+def restore_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+    """Puts `model` back into the modes of `module_modes`, by its own `train`, which may do more than that."""
+    model.train(modes[model])
+    for module, training in modes.items():
+        if module.training is not training:
+            module.training = training
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Generator[None]:
+    """Context in which `model` is in evaluation mode. Afterwards each module has its own mode again."""
+    modes = module_modes(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        restore_modes(model, modes)
