@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
-from fullshard.system.last_words import call_on_watchdog_exit
+from fullshard.system.process import call_on_watchdog_exit
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss
 from tests.ranks.pool import warm

@@ -13,7 +13,7 @@ from fullshard.launch.outcome import FailureReport
 from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.run_files import EVENTS, METRICS
 from fullshard.system.files import open_regular_file
-from fullshard.system.last_words import call_on_watchdog_exit
+from fullshard.system.process import call_on_watchdog_exit
 
 _TAIL_BYTES = 4096  # more than two lines of metrics.jsonl
 

@@ -39,7 +39,7 @@ from fullshard.survival.diagnosis import (
     process_state_letter,
 )
 from fullshard.survival.phase import SLOW_PHASES, Heartbeat, PhaseTracker, RunPhase
-from fullshard.system.last_words import watchdog_exit_receivers
+from fullshard.system.process import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
 from fullshard.torch_private.groups import find_default_store
 

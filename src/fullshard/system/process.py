@@ -1,8 +1,11 @@
-"""Identity and state of processes, read from the kernel."""
+"""Identity and state of processes, and what a watchdog calls before it ends this one. No torch."""
 
 import os
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from fullshard.errors import TrainError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The environment variables that configure torch's allocators. The first is the present name."""
@@ -43,3 +46,23 @@ def read_stat_fields_after_comm(pid: int) -> list[str]:
 def count_usable_cores() -> int:
     """Returns the number of cores that this process may run on; all of the machine's if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+Receiver = Callable[[TrainError], object]
+
+_RECEIVERS: list[Receiver] = []
+
+
+@contextmanager
+def call_on_watchdog_exit(receiver: Receiver) -> Generator[None]:
+    """Context in which a watchdog calls `receiver` with the error before the watchdog ends this process."""
+    _RECEIVERS.append(receiver)
+    try:
+        yield
+    finally:
+        _RECEIVERS.remove(receiver)
+
+
+def watchdog_exit_receivers() -> tuple[Receiver, ...]:
+    """Returns the receivers of all open `call_on_watchdog_exit` contexts."""
+    return tuple(_RECEIVERS)
