@@ -1,5 +1,6 @@
 """What is chosen for a run: degrees and batches that work out, or a refusal that says which would."""
 
+import json
 import re
 
 import pytest
@@ -56,6 +57,17 @@ def test_a_plan_survives_json(plan):
 def test_a_plan_survives_the_disk(tmp_path):
     plan = Plan.from_run(Run(), world_size=2)
     plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_with_a_setting_of_an_earlier_version_is_read_without_it(tmp_path):
+    plan = Plan.from_run(Run(), world_size=2)
+    saved = plan.model_dump(mode="json")
+    saved["run"] |= {
+        "fsdp": {"symmetric_memory": True},
+        "log": saved["run"]["log"] | {"memory_history": True},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
     assert Plan.load(tmp_path / "plan.json") == plan
 
 

@@ -308,7 +308,7 @@ class Measurement(FrozenModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a measurement that `save` wrote. Raises SpecError for any other file."""
-        return cls.read_json(path, what="a saved measurement")
+        return cls.read_json(path, what="a saved measurement", ignores_unknown=True)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON atomically. Raises OSError."""

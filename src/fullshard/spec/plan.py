@@ -233,7 +233,7 @@ class Plan(FrozenModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a plan that `save` wrote. Raises SpecError for any other file."""
-        return cls.read_json(path, what="a saved plan")
+        return cls.read_json(path, what="a saved plan", ignores_unknown=True)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")

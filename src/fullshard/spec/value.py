@@ -84,10 +84,14 @@ class FrozenModel(BaseModel):
             raise _spec_error_from_validation(cls, error, source=source, overridden=overridden) from None
 
     @classmethod
-    def read_json(cls, path: str | Path, *, what: str) -> Self:
-        """Reads a value from a JSON file. Raises SpecError: "<path> is not <what>" ("a saved plan")."""
+    def read_json(cls, path: str | Path, *, what: str, ignores_unknown: bool = False) -> Self:
+        """Reads a value from a JSON file. Raises SpecError: "<path> is not <what>" ("a saved plan").
+
+        ignores_unknown: leaves out keys that an earlier version wrote and this one does not have
+        """
         try:
-            return cls.model_validate_json(read_bytes(path, most_bytes=VALUE_BYTES))
+            data = read_bytes(path, most_bytes=VALUE_BYTES)
+            return cls.model_validate_json(data, extra="ignore" if ignores_unknown else None)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
