@@ -1,7 +1,6 @@
 """A save in the background holds the state of the moment it was asked for, and its failure is told."""
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
@@ -178,89 +176,6 @@ def large(step: int) -> Training:
     mesh = init_device_mesh("cpu", (1,))
     whole = {f"model.{n}": torch.full((n, 513), float(step)) for n in (515, 777, 600, 9001)}
     return Training(step, {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()})
-
-
-def places(state: Training) -> set[int]:
-    return {tensor.to_local().data_ptr() for tensor in state.held.values()}
-
-
-def save_well_before_an_update(saver: BackgroundSaver, state: Training) -> None:
-    """Half as long again as the save takes passes before it may come."""
-    began = time.perf_counter()
-    saver.save(state)
-    while not saver.is_idle:
-        time.sleep(0.01)
-    time.sleep((time.perf_counter() - began) / 2)
-
-
-def writes(directory: Path) -> list[tuple[int, int, int]]:
-    """How many of the large writes of each save come from the state itself, of how many, and bytes of copies:
-    of two saves that are through when the update comes, and of two whose updates come at once."""
-    seen: list[int] = []
-    found: list[tuple[int, int, int]] = []
-    with BackgroundSaver(_WatchedPlace(directory, tell=seen.append)) as saver:
-        for step, patient in enumerate((True, True, False, False), 1):
-            state, before = large(step), seen.clear()
-            assert before is None
-            (save_well_before_an_update if patient else BackgroundSaver.save)(saver, state)
-            own = places(state)
-            state.update()
-            saver.wait()
-            found.append((len(own & set(seen)), len(seen), saver.staged_bytes))
-        assert [one.error for one in saver.outcomes()] == [None] * 4
-    return found
-
-
-def test_a_save_is_written_from_the_state_where_the_one_before_was_ahead_of_the_update(ranks, tmp_path):
-    ((first, second, third, fourth),) = ranks(1).run(writes, tmp_path)
-    assert first[:2] == (0, 5)
-    assert second[:2] == (4, 5)  # the fifth is the second of a shard
-    assert third[1] == 5
-    assert fourth[:2] == (0, 5)  # the third was not ahead any more
-    assert first[2] == second[2] == third[2] == fourth[2]  # and no memory but the first one's was taken
-
-
-class _Course:
-    """Of the writing in this process; a place names it, and cannot hold it, for places are sent to ranks."""
-
-    seen: list[int] = []
-    wanted = 0
-    reached = threading.Event()
-
-    @classmethod
-    def tell(cls, where: int) -> None:
-        cls.seen.append(where)
-        if len(cls.seen) == cls.wanted:
-            cls.reached.set()
-            time.sleep(0.1)  # for the update to come, if it does not wait
-
-
-def updated_within(directory: Path, number: int) -> None:
-    """Saves twice; the second one's update comes while its large write `number` is on its way."""
-    _Course.wanted = 5 + number
-    _Course.seen.clear()
-    _Course.reached.clear()
-    with BackgroundSaver(_WatchedPlace(directory, tell=_Course.tell)) as saver:
-        first, second = large(1), large(2)
-        save_well_before_an_update(saver, first)
-        first.update()
-        saver.save(second)
-        assert _Course.reached.wait(120)
-        own = places(second)
-        second.update()
-        saver.wait()
-        assert [one.error for one in saver.outcomes()] == [None, None]
-        in_place = len(own & set(_Course.seen[5:]))
-        assert min(number, 4) <= in_place <= 4  # more where the update came late
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_an_update_amid_the_writing_changes_nothing_of_it(ranks, tmp_path, number):
-    ranks(1).run(updated_within, tmp_path, number)
-    for step in (1, 2):
-        found = State(0, {f"model.{n}": torch.zeros(n, 513) for n in (515, 777, 600, 9001)})
-        load(found, tmp_path / f"step-0000000{step}")
-        assert_same(found.held, {name: torch.full_like(one, step) for name, one in found.held.items()})
 
 
 def large_writes(directory: Path) -> list[int]:

@@ -1,13 +1,8 @@
-"""Saving during training: a thread writes the state, or a copy of it.
+"""Saving during training: a thread writes a copy of the state.
 
 [Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these are
 copied while they run. If an update changed them before the copy is done, the snapshot would mix two steps. So
 the optimizer calls a hook before each step, and the hook waits for the copy.
-
-[Note: written from where it lies] A copy costs as much processor time as the rest of the save, and training
-misses that time. If the previous save ended before the next update came, this save is expected to do so, too.
-Shards in host memory are then not copied, unless the update comes first ([Note: copied before they change]).
-This applies to file systems only: with an object store, the update would have to wait for the network.
 
 [Note: not copied at all] State on a drive is read as it is written to the checkpoint
 (`fullshard.offload.lazy_tensor`): a copy would take the memory that the drive saves. The next update does not
@@ -38,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.location import CheckpointLocation, location_of
 from fullshard.checkpoint.save import CheckpointSaver, Layout, Snapshot, take_snapshot
-from fullshard.checkpoint.snapshot_reader import LiveShardReader, UnchangingShardReader
 from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import CheckpointError
@@ -46,7 +40,6 @@ from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, allocate_aligned_memory
 
 _NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
-_MARGIN = 1.25  # a save is expected to end first if the last update came this many times later than its save
 
 logger = logging.getLogger("fullshard")
 
@@ -105,7 +98,6 @@ class BackgroundSaver:
         self._staging = _StagingBuffers()
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
-        self._pace = _SaveBeforeUpdatePredictor()
         self._outcomes: list[SaveResult] = []
 
     def __enter__(self) -> Self:
@@ -134,9 +126,7 @@ class BackgroundSaver:
         self.wait()
         with raise_on_all_ranks("taking the state to save"):
             mine = take_snapshot(state)
-        self._pace.predict_and_start_timing()
-        live = isinstance(state, UpdateNotifier) and self._saving.place.is_local and self._pace.is_ahead
-        staged = self._staging.copy_all_but_shards(mine, live=live)
+        staged = self._staging.copy_all_but_shards(mine)
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -145,7 +135,6 @@ class BackgroundSaver:
         self._stalled = time.perf_counter() - started
         if isinstance(state, UpdateNotifier):
             register = state.register_before_next_update
-            register(self._pace.record_first_update)
             register(lambda: self._stall_until_copied(settled))
             if self._staging.leaves_some:
                 register(lambda: register(lambda: self._stall_until_saved(running)))
@@ -188,38 +177,12 @@ class BackgroundSaver:
             _lower_thread_priority()
             self._staging.wait_for_copies()
             path = self._saving.save_snapshot(mine, group=self._group)
-            self._pace.record_save_end()
         except CheckpointError as failed:
             error = failed
         except (OSError, RuntimeError) as failed:  # another rank has gone
             got = f"{type(failed).__name__}: {failed}"
             error = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
-        finally:
-            mine.reader.release_shards()
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
-
-
-class _SaveBeforeUpdatePredictor:
-    """Times of the running save, and of the update after it; predicts which of the two comes first."""
-
-    def __init__(self) -> None:
-        self.is_ahead = False  # whether the save is expected to end before the next update
-        self._began = 0.0
-        self._update: float | None = None
-        self._end: float | None = None
-
-    def predict_and_start_timing(self) -> None:
-        """Starts timing a save, and sets `is_ahead` by the last save, if both of its times are known."""
-        if self._update is not None and self._end is not None:
-            self.is_ahead = self._update > _MARGIN * self._end
-        self._began, self._update, self._end = time.perf_counter(), None, None
-
-    def record_first_update(self) -> None:
-        if self._update is None:
-            self._update = time.perf_counter() - self._began
-
-    def record_save_end(self) -> None:
-        self._end = time.perf_counter() - self._began
 
 
 class _StagingBuffers:
@@ -228,7 +191,6 @@ class _StagingBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Tensor] = {}
-        self._live: LiveShardReader | None = None
         self._stream: torch.cuda.Stream | None = None
         self.leaves_some = False  # of a snapshot: see [Note: not copied at all]
 
@@ -236,25 +198,19 @@ class _StagingBuffers:
     def total_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def copy_all_but_shards(self, mine: Snapshot, *, live: bool) -> Snapshot:
-        """Returns the snapshot to save, whose shards are not copied yet.
+    def copy_all_but_shards(self, mine: Snapshot) -> Snapshot:
+        """Returns the snapshot to save, whose shards `copy_shards` copies.
 
-        Plain tensors (buffers, random states), which forward changes, are copied now. If `live`, and all
-        shards are in host memory, `copy_before_update` copies the shards that are not written by then; else
-        `copy_shards` copies all shards.
+        Plain tensors (buffers, random states), which forward changes, are copied now.
         """
         shards = {n: detached_local_tensor(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
         self.leaves_some = len(self._sources) < len(shards)
-        self._live = None
         if any(source.is_cuda for source in self._sources.values()):
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
-        elif live:
-            self._live = LiveShardReader(self._sources, copied=self._copy_to_buffer)
-            self._sources = {}
         plain = {n: t.detach().to("cpu", copy=True) for n, t in mine.tensors.items() if n not in shards}
-        return replace(mine, tensors=mine.tensors | plain, reader=self._live or UnchangingShardReader())
+        return replace(mine, tensors=mine.tensors | plain)
 
     def copy_shards(self, mine: Snapshot) -> None:
         """Copies the shards into buffers, and puts the copies into the snapshot `mine`."""
@@ -271,9 +227,7 @@ class _StagingBuffers:
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
     def copy_before_update(self) -> None:
-        """Copies live shards that are not written yet; makes later work on the GPU wait for the copies."""
-        if self._live is not None:
-            self._live.copy_unwritten_shards()
+        """Makes later work on the GPU wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

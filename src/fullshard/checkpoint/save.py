@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +32,6 @@ from fullshard.checkpoint.manifest import (
     skipped_in_a_row,
     small_file_entry,
 )
-from fullshard.checkpoint.snapshot_reader import ShardReader, UnchangingShardReader
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
@@ -106,8 +105,6 @@ class Snapshot:
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
     finite: Collection[str] = ()  # names of the tensors that must be finite
-    # Another reader copies shards that training changes during the save.
-    reader: ShardReader = field(default_factory=UnchangingShardReader)
 
     def check_numbers(self, name: str, numbers: Tensor) -> None:
         """Raises CheckpointError for numbers of a tensor from which no training can continue.
@@ -235,18 +232,15 @@ class CheckpointSaver:
         metadata: Metadata | None = None
         with raise_on_all_ranks(doing, group=group):
             if self.layout == "ranks":
-                write = storage.write_rank_shard_file
-                own = write(mine.tensors, draft, reader=mine.reader, check=mine.check_numbers)
+                own = storage.write_rank_shard_file(mine.tensors, draft, check=mine.check_numbers)
             else:
                 own, metadata = storage.write_with_dcp(
                     mine.tensors,
                     draft,
-                    reader=mine.reader,
                     check=mine.check_numbers,
                     every_copy=disk.node is not None,
                     group=group,
                 )
-        mine.reader.release_shards()
         own = {n: f if n == SHARDS else f.model_copy(update={"node": disk.node}) for n, f in own.items()}
         files = {name: file for part in all_gather_object(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":

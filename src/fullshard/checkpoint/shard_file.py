@@ -3,9 +3,8 @@
     __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
-The elements of a large shard begin at a page of the file (4096 bytes), or have the same offset within a page
-as in memory, so that they can be written without a copy; zeros precede their piece. See [Note: past the page
-cache].
+The elements of a large shard begin at a page of the file (4096 bytes), so that they can be written without a
+copy from a buffer that does, too; zeros precede their piece. See [Note: past the page cache].
 
 Digests (see `digests`) are computed of the bytes in memory, before they are written. Blocks are counted from
 the start of each piece, so that a part of a large piece can be verified without reading all of it.
@@ -105,13 +104,11 @@ def _dtype_item_bytes(dtype: str) -> int:
 class ShardFileWriter:
     """Writes tensors to a data file, and records their positions and digests.
 
-    in_step: whether the elements of a large shard get the offset within a page that they have in memory, so
-        that they are written without a copy; else they begin at a page of the file, as staging buffers do
     strong: whether digests are BLAKE2b; see `digests`
     """
 
-    def __init__(self, file: BinaryIO, *, in_step: bool = False, strong: bool = False) -> None:
-        self._file, self._in_step, self._strong = file, in_step, strong
+    def __init__(self, file: BinaryIO, *, strong: bool = False) -> None:
+        self._file, self._strong = file, strong
         self._position = self._start = self._data_offset = 0
         self._pieces: list[ShardRecord] = []
         self._blocks = _BlockDigester(strong=strong)
@@ -152,16 +149,16 @@ class ShardFileWriter:
         if data.nbytes == length > 0 and memory_address(data) == where:
             self._data_offset = len(self._around)
             if data.nbytes >= LARGE_BYTES:
-                self._pad_to_match_page_offset(where if self._in_step else 0)
+                self._pad_to_page()
             self._write_torch_save_overhead()
             self._write_and_digest(data.cast("B"))
         else:
             self._around += data
         return data.nbytes
 
-    def _pad_to_match_page_offset(self, where: int) -> None:
-        """Writes zeros, so that the elements get the same offset within a page as the address `where`."""
-        padding = (where - self._position - self._data_offset) % ALIGNMENT
+    def _pad_to_page(self) -> None:
+        """Writes zeros, so that the elements begin at a page of the file."""
+        padding = -(self._position + self._data_offset) % ALIGNMENT
         self._file.write(bytes(padding))
         self._position += padding
         self._start = self._position
@@ -172,7 +169,7 @@ class ShardFileWriter:
 
     def _write_and_digest(self, data: memoryview) -> None:
         parts = [data[begin : begin + BLOCK_BYTES] for begin in range(0, data.nbytes, BLOCK_BYTES)]
-        straight = data.nbytes >= LARGE_BYTES and (self._in_step or memory_address(data) % ALIGNMENT == 0)
+        straight = data.nbytes >= LARGE_BYTES and memory_address(data) % ALIGNMENT == 0
         digested = self._thread.submit(self._blocks.update_digests, data) if straight else None
         for part in parts:
             if digested is None:  # it will be copied next, while it is still in the processor's cache

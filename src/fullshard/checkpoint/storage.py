@@ -12,7 +12,6 @@ import pickle
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import BinaryIO, TypeVar, cast
 
 import torch
@@ -45,7 +44,6 @@ from fullshard.checkpoint.shard_file import (
     shard_offsets,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.snapshot_reader import ShardReader
 from fullshard.distributed.agreement import (
     ErrorCapture,
     Group,
@@ -86,10 +84,8 @@ class DcpCheckpointWriter(StorageWriter):
     metadata: DCP's metadata, on rank 0
     """
 
-    def __init__(
-        self, draft: CheckpointFiles, *, reader: ShardReader, check: Check, besides: Mapping[str, Tensor]
-    ) -> None:
-        self.draft, self.reader, self.check, self.besides = draft, reader, check, besides
+    def __init__(self, draft: CheckpointFiles, *, check: Check, besides: Mapping[str, Tensor]) -> None:
+        self.draft, self.check, self.besides = draft, check, besides
         self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
@@ -114,8 +110,7 @@ class DcpCheckpointWriter(StorageWriter):
             besides = {(fqn, shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()}
             copies = ((*at, detached_local_tensor(t)) for at, t in besides.items() if at not in planned)
             every = itertools.chain(shards, copies)
-            write = partial(write_shards, reader=self.reader, check=self.check)
-            pieces, self.written = write(self.draft, name, shards=every)
+            pieces, self.written = write_shards(self.draft, name, shards=every, check=self.check)
             for item, piece in zip(plan.items, pieces, strict=False):
                 info = stored_piece(filesystem, name, offset=piece.offset, length=piece.length)
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
@@ -143,13 +138,11 @@ def write_shards(
     name: str,
     *,
     shards: Iterable[tuple[str, Sequence[int], Tensor]],
-    reader: ShardReader,
     check: Check,
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
     """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
     shards: (name of the tensor, position of the shard in the tensor, shard) of each
-    reader: opens each shard to write, or a copy if training changes it meanwhile
     check: called with each shard once it is on the CPU, so that a check neither waits for a GPU nor reads a
         drive again
 
@@ -161,14 +154,13 @@ def write_shards(
         return (), {}
     with (
         draft.create_file(name) as file,
-        ShardFileWriter(file, in_step=reader.in_step, strong=draft.key is not None) as pieces,
+        ShardFileWriter(file, strong=draft.key is not None) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            with reader.open_shard(tensor_name, shard) as numbers:
-                on_cpu = numbers.detach().cpu()
-                check(tensor_name, on_cpu)
-                pieces.write_tensor(tensor_name, on_cpu, index=index)
+            on_cpu = shard.detach().cpu()
+            check(tensor_name, on_cpu)
+            pieces.write_tensor(tensor_name, on_cpu, index=index)
     table = pieces.table
     described = write_small_file(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
     return table.pieces, {name: SavedFile(size_bytes=table.data_file_bytes), f"{name}{SUFFIX}": described}
@@ -278,7 +270,6 @@ def write_with_dcp(
     tensors: Mapping[str, Tensor],
     draft: CheckpointFiles,
     *,
-    reader: ShardReader,
     check: Check,
     every_copy: bool,
     group: Group,
@@ -290,7 +281,7 @@ def write_with_dcp(
 
     Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
-    writer = DcpCheckpointWriter(draft, reader=reader, check=check, besides=tensors if every_copy else {})
+    writer = DcpCheckpointWriter(draft, check=check, besides=tensors if every_copy else {})
     # In DCP, a rank that is done with its `write` waits for the others.
     with _suppress_single_process_warning(), TimedRange("agreement"):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
@@ -315,12 +306,12 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
 
 
 def write_rank_shard_file(
-    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, reader: ShardReader, check: Check
+    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, check: Check
 ) -> dict[str, SavedFile]:
     """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
     shards = ((name, (), detached_local_tensor(tensor)) for name, tensor in tensors.items())
     name = rank_shard_file_name(rank())
-    _, written = write_shards(draft, name, shards=shards, reader=reader, check=check)
+    _, written = write_shards(draft, name, shards=shards, check=check)
     return written
 
 

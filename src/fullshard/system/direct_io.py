@@ -62,9 +62,7 @@ class DirectFileWriter:
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
-            done = self._write_without_copy(left)
-            done = done or self._copy_into_block(left[: self._bytes_before_aligned_part(left)])
-            left = left[done:]
+            left = left[self._write_without_copy(left) or self._copy_into_block(left) :]
         return count
 
     def flush_to_disk(self) -> None:
@@ -85,14 +83,6 @@ class DirectFileWriter:
         self._pwrite_buffers([*self._unwritten_block_part(), data[:whole]], self._offset)
         self._offset, self._filled = self._offset + self._filled + whole, 0
         return whole
-
-    def _bytes_before_aligned_part(self, data: memoryview) -> int:
-        """Returns the bytes to copy until the rest can be written without a copy; all bytes if it cannot."""
-        end = self._offset + self._filled
-        in_step = (memory_address(data) - end) % ALIGNMENT == 0
-        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and has_o_direct_flag(self._file)):
-            return data.nbytes
-        return -end % ALIGNMENT or data.nbytes
 
     def _copy_into_block(self, data: memoryview) -> int:
         """Copies as much of `data` as fits into the block. Returns the number of bytes copied."""
