@@ -1,4 +1,4 @@
-"""Causal attention within the documents of packed rows, without a mask of all pairs of tokens.
+"""Causal attention within the documents of packed rows; on a GPU without a mask of all pairs of tokens.
 
 [Note: document bounds]
 `bounds` is int32 (1, 1, 1, n + 1): 0, then where each document ends among the tokens of all rows. Kernels for
@@ -9,7 +9,8 @@ arithmetic on their ends, so that the host never waits for the device.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.sequence_parts import bounds_of_documents
-from fullshard.models.document_attention_cpu import attend_document_by_document
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_FLASH_CHANNELS = 256
 _FIRST_WITH_FLASH, _FIRST_WITH_CUDNN = 8, 9  # major compute capabilities
+_emulates_cuda = False  # see `emulate_cuda_attention`
 
 
 class QueryKeyValue(NamedTuple):
@@ -87,21 +88,26 @@ def attend_within_documents(
     begins: where each of as many equal pieces of the queries begins in its row; by default the queries are
         those of whole rows, as the keys are
 
-    On the CPU, attention is computed document by document. A GPU computes it in
-    `torch.nn.attention.varlen.varlen_attn`, in half precision and up to 256 channels, and otherwise with a
-    mask of all pairs. Raises TrainError if the bounds do not cover all tokens, on the CPU.
+    A GPU computes it in `torch.nn.attention.varlen.varlen_attn`, in half precision and up to 256 channels.
+    Otherwise, and on the CPU, it is computed with a mask of all pairs.
     """
     query, _, value = inputs
     channels, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing > 0:  # the kernels take one head_dim; latent attention (MLA) has narrower values
         inputs = inputs._replace(value=F.pad(value, (0, missing)))
-    if query.is_cuda:
-        y = attend_on_cuda(inputs, bounds, scale=scale, window=window, begins=begins)
-    elif missing < 0:
-        y = _attend_with_mask(inputs, bounds, scale=scale, window=window, begins=begins)
-    else:
-        y = attend_document_by_document(*inputs, bounds, scale, window, list(begins))[0]
-    return y[..., :channels]
+    attend = attend_on_cuda if query.is_cuda or _emulates_cuda else _attend_with_mask
+    return attend(inputs, bounds, scale=scale, window=window, begins=begins)[..., :channels]
+
+
+@contextmanager
+def emulate_cuda_attention() -> Generator[None]:
+    """Makes attention within documents use a GPU's operations on CPU tensors while active."""
+    global _emulates_cuda
+    _emulates_cuda = True
+    try:
+        yield
+    finally:
+        _emulates_cuda = False
 
 
 def attend_on_cuda(

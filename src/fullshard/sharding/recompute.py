@@ -30,7 +30,7 @@ _SAVED_NAMES = _MATMUL_NAMES | {
     *(f"aten::{name}" for name in ("convolution", "_grouped_mm", "_scaled_grouped_mm")),
     *(f"aten::_scaled_dot_product_{kind}" for kind in (*_ATTENTION_KINDS, "fused_attention_overrideable")),
     *(f"aten::_{kind}_attention_forward" for kind in ("flash", "efficient", "cudnn")),
-    *("torch_attn::_varlen_attn", "fullshard::document_attention", "flex_attention"),
+    *("torch_attn::_varlen_attn", "flex_attention"),
     "fullshard::_grouped_mm",
     "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
 }

@@ -17,7 +17,6 @@ from fullshard.torch_private.fake_tensors import TorchDispatchMode
 from fullshard.tracing.kernels import (
     KernelLaunch,
     OpCall,
-    count_cpu_launches,
     find_kernel_launch,
     list_tensors,
     readable_tensor_bytes,
@@ -116,7 +115,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._record_change(self.kind, -size)
         if launch is not None:
             if self._device == "cpu":
-                launches = launch.pieces * count_cpu_launches(call) * self._work_factor
+                launches = launch.pieces * self._work_factor
                 launch = launch._replace(pieces=launches)
             self._record_launch(launch, read=(call.args, call.kwargs), written=result)
         return result

@@ -6,7 +6,7 @@ model is described for a GPU, they call the fused operations instead, whose outp
 device.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fullshard.models.document_attention import QueryKeyValue, attend_on_cuda
+from fullshard.models.document_attention import emulate_cuda_attention
 from fullshard.spec.hardware import AttentionKernel
 from fullshard.torch_private.fake_tensors import forget_dispatch, unregister
 
@@ -86,20 +86,6 @@ def _efficient_attention_takes_groups() -> bool:
     return gradients[1].shape == few.shape
 
 
-def _cuda_document_attention(  # signature: fullshard::document_attention  # noqa: PLR0913, PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    scale: float | None,
-    window: int | None,
-    begins: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    inputs = QueryKeyValue(query, key, value)
-    y = attend_on_cuda(inputs, bounds, scale=scale, window=window, begins=begins)
-    return y, query.new_empty(0)
-
-
 def _cuda_rms_norm(  # signature: aten::rms_norm
     value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
@@ -151,29 +137,19 @@ def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generat
 
     attention_kernel: the kernel that torch prefers on the GPU, where it can be used
     """
-    kernels: dict[str, dict[str, Any]] = {
-        "aten": {
-            "scaled_dot_product_attention": _CudaAttention(attention_kernel),
-            "dropout": _cuda_dropout,
-            "rms_norm": _cuda_rms_norm,
-        },
-        "fullshard": {"document_attention": _cuda_document_attention},
+    kernels: dict[str, Any] = {
+        "scaled_dot_product_attention": _CudaAttention(attention_kernel),
+        "dropout": _cuda_dropout,
+        "rms_norm": _cuda_rms_norm,
     }
-    libraries = {space: torch.library.Library(space, "IMPL") for space in kernels}  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
     try:
-        for space, own in kernels.items():
-            for name, kernel in own.items():
-                libraries[space].impl(name, kernel, "AutogradCPU")
-                _forget_dispatch(space, name)
-        yield
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
+            forget_dispatch(getattr(_ATEN, name).default)
+        with emulate_cuda_attention():
+            yield
     finally:
-        for space, library in libraries.items():
-            unregister(library)
-            for name in kernels[space]:
-                _forget_dispatch(space, name)
-
-
-def _forget_dispatch(space: str, name: str) -> None:
-    """Makes torch look up an operation's kernel again, which the tracers of its compiler remember."""
-    operation: Any = getattr(getattr(torch.ops, space), name).default
-    forget_dispatch(operation)
+        unregister(library)
+        for name in kernels:
+            forget_dispatch(getattr(_ATEN, name).default)

@@ -23,8 +23,7 @@ _DTYPE: dict[torch.dtype, KernelDtype] = {
     torch.float8_e5m2: "fp8",
 }
 _ATTENTION = "_scaled_dot_product_"
-# Attention within documents: on a GPU, with tensors (tokens, heads, head_dim), and on the CPU.
-_VARLEN, _DOCUMENTS = "_varlen_attn", "document_attention"
+_VARLEN = "_varlen_attn"  # attention within documents on a GPU, with tensors (tokens, heads, head_dim)
 GROUPED = "_grouped_mm"
 # Collectives in the middle of computation, and how many times their input's bytes they need besides results.
 _COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
@@ -93,7 +92,7 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     moved = sum(map(readable_tensor_bytes, read)) + sum(map(readable_tensor_bytes, written))
     dtypes = (tensor.dtype for tensor in (*read, *written) if tensor.dtype in _DTYPE)
     dtype = _DTYPE[next(dtypes, torch.float32)]
-    if name.startswith((_ATTENTION, _VARLEN, _DOCUMENTS)):
+    if name.startswith((_ATTENTION, _VARLEN)):
         return _attention_launch(call, moved=moved)
     if name == GROUPED:
         return _grouped_matmul_launch(call, dtype, moved=moved)
@@ -108,19 +107,6 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         moved = max(map(readable_tensor_bytes, (*read, *written)))
     received = name == EXCHANGE_ROWS and not call.arguments_by_name()["returns"]
     return KernelLaunch(kind, dtype, 0, moved, axis=axis, received=received)
-
-
-def count_cpu_launches(call: OpCall) -> int:
-    """Returns the number of launches of which `call` consists on the CPU: one per document.
-
-    Each row is assumed to be one document. A rank with a part of it computes its first piece in one launch,
-    and its second in two: see `fullshard.models.document_attention_cpu`.
-    """
-    if call.bare_operator_name.startswith(_DOCUMENTS):
-        named = call.arguments_by_name()
-        query, key = named["query"], named["key"]
-        return query.shape[0] * (1 if query.shape[-2] == key.shape[-2] else 3)
-    return 1
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
@@ -188,21 +174,18 @@ def _cpu_transient_bytes(call: OpCall) -> int:
 def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
     """Returns the launch for attention, with the FLOP of two matmuls in forward and five in backward.
 
-    Attention within documents counts as if each row were one document, without a sliding window. This is the
-    most that it computes; how much less depends on the values in the batch.
+    On a GPU, attention within documents counts as if each row were one document, without a sliding window.
+    This is the most that it computes; how much less depends on the values in the batch.
     """
     named, name = call.arguments_by_name(), call.bare_operator_name
     query, key = named["query"], named["key"]
-    causal = name.startswith((_VARLEN, _DOCUMENTS)) or bool(named.get("is_causal", False))
+    causal = name.startswith(_VARLEN) or bool(named.get("is_causal", False))
     if name.startswith(_VARLEN):
         rows, columns = named["max_q"], named["max_k"]
     else:
         rows, columns = query.shape[2], key.shape[2]
-    if name.startswith(_DOCUMENTS):
-        each = rows // len(named["begins"])
-        pairs = sum(each * begin + each * (each + 1) // 2 for begin in named["begins"])
-    else:  # causal: the last query is aligned with the last key
-        pairs = rows * (columns - rows) + rows * (rows + 1) // 2 if causal else rows * columns
+    # Causal: the last query is aligned with the last key.
+    pairs = rows * (columns - rows) + rows * (rows + 1) // 2 if causal else rows * columns
     backward = name.endswith("backward")
     flops = (10 if backward else 4) * (query.numel() // rows) * pairs
     kind: KernelKind = "attention_backward" if backward else "attention"
