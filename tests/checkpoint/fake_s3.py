@@ -1,4 +1,4 @@
-"""A small S3 in this process, on the loopback, whose bytes can be changed and whose reports be chosen."""
+"""A small S3 in this process, on the loopback, whose bytes can be changed."""
 
 import base64
 import hashlib
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -50,14 +49,12 @@ class Silence(Exception):
 class FakeS3:
     """`hear` is called with every request; `take` gives the body of a PUT as it arrives.
 
-    `compares`: a body whose checksum is another is refused. `reports`: `md5` as ETag; `keys`, as of a bucket
-    that is encrypted with keys: an ETag that is no MD5, and the checksum; `nothing` except such an ETag.
+    `compares`: a body whose checksum is another is refused.
     """
 
     hear: Callable[[Request], None] = lambda request: None
     take: Callable[[Request], bytes] = lambda request: request.body
     compares: bool = False
-    reports: Literal["md5", "keys", "nothing"] = "md5"
     asked: list[Request] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
@@ -99,11 +96,7 @@ class FakeS3:
             self.uploads[request.query["uploadId"]][int(request.query["partNumber"])] = body
         else:
             self.objects[request.name], self.checksums[request.name] = body, str(told)
-        md5 = hashlib.md5(body).hexdigest()
-        headers = {"ETag": f'"{md5 if self.reports == "md5" else md5[::-1]}"'}
-        if self.reports == "keys":
-            headers |= {"x-amz-server-side-encryption": "aws:kms", "x-amz-checksum-crc32": str(told)}
-        return 200, headers, b""
+        return 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
 
     def _got(self, request: Request) -> tuple[int, dict[str, str], bytes]:
         data = self.objects.get(request.name)

@@ -1,7 +1,5 @@
-"""A store that fsspec knows, in memory. It reports MD5s as Google's does, and changes bits."""
+"""A store that fsspec knows, in memory, which changes bits."""
 
-import base64
-import hashlib
 from typing import Any, ClassVar
 
 import pytest
@@ -13,38 +11,32 @@ URL = "flipping://bucket/run"
 
 
 class FlippingMemory(memory.MemoryFileSystem):
-    """Changes a bit of every object whose path ends with `flips`, on its way here or once it lies here."""
+    """Changes a bit of every object whose path ends with `flips` before it is first looked up or read."""
 
     protocol = "flipping"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     flips: ClassVar[str] = "nothing"
-    on_its_way: ClassVar[bool] = False
-    received: ClassVar[dict[str, bytes]] = {}  # the MD5 of it
-    read: ClassVar[list[str]] = []
+    flipped: ClassVar[set[str]] = set()
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        found = super().info(path, **options)
-        if found["type"] != "file":
-            return found
-        if path not in self.received:
-            data = self.store[self._strip_protocol(path)].getbuffer()
-            md5 = hashlib.md5(data).digest()
-            if path.endswith(self.flips):
-                data[100] ^= 1
-            self.received[path] = hashlib.md5(data).digest() if self.on_its_way else md5
-        return {**found, "md5Hash": base64.b64encode(self.received[path]).decode()}
+        self._flip(self._strip_protocol(path))
+        return super().info(path, **options)
 
     def cat_file(self, path: str, *arguments: Any, **options: Any) -> bytes:
-        self.read.append(path)
+        self._flip(self._strip_protocol(path))
         return super().cat_file(path, *arguments, **options)
 
+    def _flip(self, path: str) -> None:
+        if path in self.store and path.endswith(self.flips) and path not in self.flipped:
+            self.store[path].getbuffer()[100] ^= 1
+            self.flipped.add(path)
 
-def begin(*, flips: str = "nothing", on_its_way: bool = False, empty: bool = True) -> None:
+
+def begin(*, flips: str = "nothing", empty: bool = True) -> None:
     """From here on `flipping://` is such a store, with nothing in it if `empty`."""
     fsspec.register_implementation("flipping", FlippingMemory, clobber=True)
-    FlippingMemory.flips, FlippingMemory.on_its_way = flips, on_its_way
-    FlippingMemory.read.clear()
+    FlippingMemory.flips = flips
     if empty:
         FlippingMemory.store.clear()
-        FlippingMemory.received.clear()
+    FlippingMemory.flipped = {*FlippingMemory.store}

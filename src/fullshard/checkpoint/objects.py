@@ -33,16 +33,9 @@ from fullshard.checkpoint.files import (
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_id_in_manifest
 from fullshard.distributed.agreement import Group
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import CheckpointError
 from fullshard.spec.small_files import parse_json
-from fullshard.system.object_store import (
-    ANSWER_SECONDS,
-    TRIES,
-    AlteredBytesError,
-    ObjectSizeAndTime,
-    ObjectStore,
-    PrefixListing,
-)
+from fullshard.system.object_store import ANSWER_SECONDS, ObjectSizeAndTime, ObjectStore, PrefixListing
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)
@@ -218,37 +211,20 @@ def _check_files_stored(draft: ObjectFiles, manifest: Manifest) -> None:
 
 def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
     store, target = draft.store, f"{draft.url}/{MANIFEST}"
-    failed: OSError | None = None
-    for _ in range(TRIES):
-        try:
-            return store.put_new_object(target, data=data)
-        except OSError as error:
-            failed = error
+    try:
+        store.put_new_object(target, data=data)
+    except OSError as error:
         try:
             there = store.read_object(target)
         except FileNotFoundError:
-            continue  # it collided with another put, which also failed
-        if there == data:
-            return None  # it was stored, and the answer was lost
-        if isinstance(failed, AlteredBytesError) and _is_manifest_damaged(draft):
-            store.remove_objects([target])  # ours, because nothing was there before
-            continue
-        raise CheckpointError(
-            f"another job has saved {draft.url} meanwhile.",
-            got="a manifest that is not ours",
-            why="a checkpoint is never overwritten",
-            fix="a place of its own for every run",
-        ) from failed
-    assert failed is not None, "tried at least once"
-    raise failed
-
-
-def _is_manifest_damaged(draft: ObjectFiles) -> bool:
-    try:
-        read_manifest(replace(draft, attempt=None))
-    except DamagedCheckpointError:
-        return True
-    return False
+            raise error from None
+        if there != data:  # else it was stored, and the answer was lost
+            raise CheckpointError(
+                f"another job has saved {draft.url} meanwhile.",
+                got="a manifest that is not ours",
+                why="a checkpoint is never overwritten",
+                fix="a place of its own for every run",
+            ) from error
 
 
 def _remove_attempt(draft: ObjectFiles) -> None:

@@ -11,7 +11,6 @@ Backends do not limit the wait: s3fs repeats botocore's tries, which makes 25 tr
 sending a body has no timeout at all. So every request has a deadline here, which covers all its tries.
 """
 
-import base64
 import errno
 import functools
 import importlib
@@ -20,9 +19,10 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -33,9 +33,6 @@ from fullshard.system.disk import ExplainedOSError
 
 ANSWER_SECONDS = 60.0
 """Deadline of a request to an object store, with all its tries."""
-
-
-TRIES = 3  # how often bytes are sent that arrive altered
 _BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
@@ -64,15 +61,6 @@ _ALTERED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismat
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 logger = logging.getLogger("fullshard")
-
-
-class AlteredBytesError(ExplainedOSError):
-    """Raised if the store received or stored other bytes than those that were sent."""
-
-    def __init__(self, said: str, *, place: str) -> None:
-        why = "a bit changed on its way to the store, or in it"
-        fix = "save again; if it stays so, another way to the store (https), or another store"
-        super().__init__(_REMOTE, said, place=place, why=why, fix=fix)
 
 
 def is_remote_url(path: str) -> bool:
@@ -154,29 +142,18 @@ class ObjectStore:
         return int(self.call_backend(url, "info", self._fsspec_path(url), options=options)["size"])
 
     def put_new_object(self, url: str, *, data: bytes) -> None:
-        """Creates a small object in one request, then reads it back.
+        """Creates a small object in one request.
 
         Raises FileExistsError if the object exists (fsspec checks this beforehand for a store without
-        if-none-match). Raises AlteredBytesError, and leaves the object, if it differs from `data`.
+        if-none-match).
         """
         path, options = self._fsspec_path(url), {"mode": "create"}
         self.call_backend(url, "pipe_file", path, data, options=options, moved_bytes=len(data))
-        if self.read_object(url) != data:
-            raise AlteredBytesError("it is other than was sent", place=url)
 
     def open_for_writing(self, url: str, *, part_bytes: int) -> Any:
         """Returns fsspec's file object for writing an object. The caller closes or discards it."""
         with backend_errors_as_os_errors(url):
             return self._file_system.open(self._fsspec_path(url), "wb", block_size=part_bytes)
-
-    def possible_md5s_of_object(self, url: str) -> set[str]:
-        """Returns the digests, in hex, that a store other than S3 reports; one may be the MD5."""
-        path = self._fsspec_path(url)
-        entry: Mapping[str, Any] = self.call_backend(url, "info", path, options={"refresh": True})
-        reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
-        with suppress(ValueError):  # no base64
-            reported.add(base64.b64decode(str(entry.get("md5Hash", ""))).hex())
-        return reported
 
     def remove_objects(self, urls: Sequence[str]) -> None:
         if urls:
@@ -184,9 +161,9 @@ class ObjectStore:
 
     def abort_interrupted_uploads(self, url: str) -> None:
         """Removes interrupted uploads below `url`, whose invisible parts S3 keeps and charges for."""
-        if not self.is_s3:
+        if not hasattr(self._file_system, "call_s3"):
             return
-        bucket, prefix = self.bucket_and_key(url)
+        bucket, prefix, _ = self._file_system.split_path(self._fsspec_path(url))
         options = {"Bucket": bucket, "Prefix": f"{prefix}/"}
         listed = self.call_backend(url, "call_s3", "list_multipart_uploads", options=options)
         for one in listed.get("Uploads", []):
@@ -201,7 +178,7 @@ class ObjectStore:
         moved_bytes: bytes that the request sends or receives, for which the deadline is later
         """
         system, asyn = self._file_system, importlib.import_module("fsspec.asyn")
-        seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
+        seconds = self._deadline_seconds(moved_bytes)
         with backend_errors_as_os_errors(url):
             if not system.async_impl:
                 return getattr(system, act)(*args, **(options or {}))
@@ -211,20 +188,40 @@ class ObjectStore:
             except asyn.FSTimeoutError as error:
                 raise _no_answer_error(f"no answer within {format_seconds(seconds)}", url) from error
 
+    def call_within_deadline(self, url: str, act: Callable[[], object], *, moved_bytes: int) -> None:
+        """Calls `act`, a method of fsspec's file object, which knows no deadline, in a thread.
+
+        url, moved_bytes: as in `call_backend`
+        """
+        seconds, ended = self._deadline_seconds(moved_bytes), threading.Event()
+        outcome: list[BaseException | None] = []
+
+        def call() -> None:
+            try:
+                act()
+                outcome.append(None)
+            except (OSError, *_loaded_backend_exceptions()) as error:
+                outcome.append(error)
+            finally:
+                ended.set()
+
+        # A daemon, which a process does not wait for at its end.
+        threading.Thread(target=call, name="upload", daemon=True).start()
+        if not ended.wait(seconds):
+            raise _no_answer_error(f"no answer within {format_seconds(seconds)}", url)
+        assert outcome, "the thread has printed an error that is not the backend's"
+        if outcome[0] is not None:
+            with backend_errors_as_os_errors(url):
+                raise outcome[0]
+
+    def _deadline_seconds(self, moved_bytes: int) -> float:
+        return self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
+
     @property
     def bucket_url(self) -> str:
         """URL of the bucket."""
         protocol, _, rest = self.url.partition("://")
         return f"{protocol}://{rest.partition('/')[0]}"
-
-    @property
-    def is_s3(self) -> bool:
-        return hasattr(self._file_system, "call_s3")
-
-    def bucket_and_key(self, url: str) -> tuple[str, str]:
-        """Returns the bucket and the key of the object `url` on S3."""
-        bucket, key, _ = self._file_system.split_path(self._fsspec_path(url))
-        return bucket, key
 
     @property
     def _file_system(self) -> Any:
@@ -383,7 +380,11 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
         reported = ExplainedOSError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
     elif code in _ALTERED:
-        reported = AlteredBytesError(f"{code}: {said}", place=url)
+        why, fix = (
+            "a bit changed on its way to the store",
+            "save again; if it stays so, another way to the store",
+        )
+        reported = ExplainedOSError(_REMOTE, f"{code}: {said}", place=url, why=why, fix=fix)
     elif kinds & _UNREACHED:
         reported = _no_answer_error(said, url)
     else:  # not EIO, which would say that the bytes are gone
