@@ -1,5 +1,6 @@
 """Reads files into records. Files are cut into parts that are read independently."""
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from fullshard.data.files import (
     path_of_content,
     unreadable_path_error,
 )
-from fullshard.data.json_array import first_character, read_json_array
 from fullshard.data.remote_files import open_remote_file
 from fullshard.data.row_fields import (
     MEDIA,
@@ -229,18 +229,17 @@ def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
 
 
 def _read_array_of_objects(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    count = 0
     with open_source_file(shard.path) as file:
         try:
-            for count, value in enumerate(read_json_array(file), start=1):
-                yield _check_is_object(value, lambda count=count: f"{shard.name} element {count}")
+            values = json.loads(file.read())
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{shard.name} is not a JSON array of objects.",
-                got=f"{error}, in or after element {count + 1}",
-                why="what follows cannot be read either",
+                got=str(error),
                 fix="a file that is whole, or one object per line",
             ) from error
+    for number, value in enumerate(values, start=1):
+        yield _check_is_object(value, lambda number=number: f"{shard.name} element {number}")
 
 
 def _check_is_object(value: Any, where: Callable[[], str]) -> TextRecord | CorruptRecord:
@@ -391,7 +390,7 @@ def _is_json_array(path: str) -> bool:
     if not path_of_content(path).endswith(".json"):
         return False
     with open_source_file(path) as file:
-        return first_character(file) == "["
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _format_line_location(path: str, begin: int) -> str:
