@@ -13,7 +13,6 @@ import pytest
 from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.files import SourceFile
 from fullshard.data.readers import FilePart, split_file_into_parts
-from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import TokenStore
 from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
@@ -35,8 +34,7 @@ from tests.data.samples import (
 def store_of(tmp_path: Path, **data: object) -> TokenStore:
     section = run_of(tmp_path / "cache", **data).data
     root = make_cache_directory(section.cache)
-    blocks = BlockCache(root, limit_bytes=1 << 20)
-    (store,) = open_token_stores(section, section, root=root, blocks=blocks, alive=no_heartbeat)
+    (store,) = open_token_stores(section, section, root=root, alive=no_heartbeat)
     return store
 
 

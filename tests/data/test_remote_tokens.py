@@ -1,4 +1,4 @@
-"""Remote tokens are those of a local copy, on any number of ranks, and the cache keeps to its limit."""
+"""Remote tokens are those of a local copy, on any number of ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch
 
 from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
-from fullshard.data.remote_tokens import BLOCK_BYTES, SLOT_BYTES
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
 from tests.data.samples import plan_of, run_of, save_tokenizer
@@ -17,7 +16,7 @@ from tests.data.test_memmaps import write_index
 from tests.data.web import Web, serving
 
 pytest.importorskip("aiohttp")
-LENGTH, COUNT = 1024, 4 * BLOCK_BYTES // 2 + 1000  # four blocks of uint16 and a part of a fifth
+LENGTH, COUNT = 1024, 100_000
 STEPS = range(3)
 
 
@@ -41,16 +40,8 @@ def tokens(tmp_path: Path, web: Web) -> Path:
     return directory
 
 
-def data_of(cache: Path, *paths: str, limit_bytes: int = 1 << 30, **settings: object) -> PackedData:
-    gib = limit_bytes / 2**30
-    given = {
-        "source": "memmap",
-        "paths": paths,
-        "sequence_length": LENGTH,
-        "block_cache_gib": gib,
-        **settings,
-    }
-    return build_packed_data(run_of(cache, **given))
+def data_of(cache: Path, *paths: str, **settings: object) -> PackedData:
+    return build_packed_data(run_of(cache, source="memmap", paths=paths, sequence_length=LENGTH, **settings))
 
 
 def rows_of(data: PackedData, *, world: int, microbatch: int) -> torch.Tensor:
@@ -69,42 +60,19 @@ def rows_of(data: PackedData, *, world: int, microbatch: int) -> torch.Tensor:
 def test_batches_are_those_of_a_local_copy_on_any_number_of_ranks(
     tmp_path: Path, web: Web, tokens: Path, name: str, packing: str
 ):
-    limit = 2 * SLOT_BYTES + 100
     expected = rows_of(data_of(tmp_path / "c", f"{tokens}/{name}", packing=packing), world=1, microbatch=8)
     for world, microbatch in ((1, 8), (2, 2), (4, 1)):
-        remote = data_of(tmp_path / "cache", f"{web.url}/{name}", limit_bytes=limit, packing=packing)
+        remote = data_of(tmp_path / "cache", f"{web.url}/{name}", packing=packing)
         assert torch.equal(rows_of(remote, world=world, microbatch=microbatch), expected)
-        assert 0 < (tmp_path / "cache" / "blocks.bin").stat().st_size <= limit
-
-
-def test_blocks_are_downloaded_once_if_they_fit_and_again_if_they_are_damaged(
-    tmp_path: Path, web: Web, tokens: Path
-):
-    urls = (f"{web.url}/a.bin", f"{web.url}/c.npy")
-    expected = rows_of(data_of(tmp_path, *urls), world=1, microbatch=8)
-    web.gets.clear()
-    assert torch.equal(rows_of(data_of(tmp_path, *urls), world=2, microbatch=4), expected)
-    assert [get for get in web.gets if "a.idx" not in get and "bytes=0-" not in get] == []
-    kept = tmp_path / "blocks.bin"
-    damaged = bytearray(kept.read_bytes())
-    for at in range(0, len(damaged), SLOT_BYTES):  # the numbers, not the key and the digest before them
-        damaged[at + 32 : at + SLOT_BYTES] = bytes(len(damaged[at + 32 : at + SLOT_BYTES]))
-    kept.write_bytes(damaged)
-    assert torch.equal(rows_of(data_of(tmp_path, *urls), world=1, microbatch=8), expected)
-    assert data_of(tmp_path, *urls, limit_bytes=SLOT_BYTES).document_count
-    rows_of(data_of(tmp_path, *urls, limit_bytes=SLOT_BYTES), world=1, microbatch=8)
-    assert kept.stat().st_size <= SLOT_BYTES
 
 
 def test_a_download_that_fails_is_tried_again_and_then_named(tmp_path: Path, web: Web, tokens: Path):
     data = data_of(tmp_path, f"{web.url}/c.npy?signature=SECRET")
     expected = rows_of(data, world=1, microbatch=8)
-    (tmp_path / "blocks.bin").write_bytes(b"")
     answers = iter([500])
     web.status = lambda path: next(answers, 200)
     assert torch.equal(rows_of(data, world=1, microbatch=8), expected)
     assert list(answers) == []
-    (tmp_path / "blocks.bin").write_bytes(b"")
     web.status = lambda path: 500
     with pytest.raises(DataError, match=r"c\.npy cannot be read(?s:.)*500") as raised:
         rows_of(data, world=1, microbatch=8)
@@ -118,8 +86,7 @@ def test_a_tokenizer_saves_the_pass_over_all_tokens_and_checks_those_that_are_re
     web.gets.clear()
     rows_of(data := data_of(tmp_path, f"{web.url}/a.bin", tokenizer=tokenizer), world=1, microbatch=8)
     assert data.vocabulary == open_tokenizer(tokenizer).vocabulary_size
-    first = next(i for i, get in enumerate(web.gets) if get.startswith("/a.bin"))
-    assert web.gets[first].endswith(tuple(f"-{end * BLOCK_BYTES - 1}" for end in range(1, 6)))
+    assert f"/a.bin bytes=0-{2 * COUNT - 1}" not in web.gets
     web.files["/a.bin"] = b"\xff" * len(web.files["/a.bin"])
     with pytest.raises(DataError, match="not a token(?s:.)*65535"):
         rows_of(data_of(tmp_path, f"{web.url}/a.bin", tokenizer=tokenizer), world=1, microbatch=8)

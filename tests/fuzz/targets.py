@@ -31,7 +31,6 @@ from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import Conversation
 from fullshard.data.memmaps import open_memmap_stores
-from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.models.huggingface import build_hf_model
@@ -327,10 +326,7 @@ def read_tokens(directory: Path) -> None:
     def stores(name: str) -> None:
         fields = DataSourceFields(paths=(str(directory / name),))
         root = make_cache_directory(str(directory / "cache"))
-        blocks = BlockCache(root, limit_bytes=1 << 20)
-        for store in open_memmap_stores(
-            fields, root=root, blocks=blocks, vocabulary_size=None, alive=no_heartbeat
-        ):
+        for store in open_memmap_stores(fields, root=root, vocabulary_size=None, alive=no_heartbeat):
             for begin, end in zip(store.begins[:10], store.ends[:10], strict=True):
                 store.tokens[begin:end].sum()
 

@@ -184,7 +184,7 @@ class Manifest(FrozenModel):
         if self.plan is None:
             return None
         try:
-            return Plan.model_validate(self.plan).run
+            return Plan.model_validate(self.plan, extra="ignore").run
         except (ValidationError, FullshardError) as error:
             raise CheckpointError(
                 "the plan in the checkpoint's manifest cannot be read.",

@@ -20,7 +20,6 @@ from fullshard.data.packing import (
     shuffle_spans,
     split_training_and_held_out,
 )
-from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.sampling import build_source_interleaving
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import Integers, TokenStore, TokenStream, memory_map_npy
@@ -89,8 +88,7 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
     check_data_is_given(run)
     section, root = run.data, Path(run.data.cache)
     sources = section.sources or (section,)
-    blocks = BlockCache(root, limit_bytes=int(section.block_cache_gib * 2**30))
-    stores = [open_token_stores(source, section, root=root, blocks=blocks, alive=alive) for source in sources]
+    stores = [open_token_stores(source, section, root=root, alive=alive) for source in sources]
     every_store = [store for group in stores for store in group]
     tokenizer = _open_matching_tokenizer(section, every_store)
     weights = [source.weight for source in section.sources if source.weight is not None]

@@ -18,12 +18,18 @@ from fullshard.data.files import (
     open_source_file,
     unreadable_path_error,
 )
-from fullshard.data.remote_tokens import BlockCache, RemoteNumbers
-from fullshard.data.token_store import SlicedTokens, TokenStore, memory_map_npy, memory_map_numbers
+from fullshard.data.remote_files import PAUSES_SECONDS
+from fullshard.data.token_store import (
+    Integers,
+    SlicedTokens,
+    TokenStore,
+    memory_map_npy,
+    memory_map_numbers,
+)
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSourceFields
 from fullshard.spec.small_files import ForeignErrorTranslator
-from fullshard.system.object_store import without_secrets
+from fullshard.system.object_store import ObjectStore, read_object_range, without_secrets
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
@@ -39,16 +45,15 @@ def open_memmap_stores(
     fields: DataSourceFields,
     *,
     root: Path,
-    blocks: BlockCache,
     vocabulary_size: int | None,
     alive: Heartbeat,
 ) -> list[TokenStore]:
     """Returns a store for each token file that matches `fields.paths`; an .idx stands for its .bin.
 
-    The tokens stay in their files; those of remote files are read through `blocks`. The document boundaries
-    and the largest token are cached in `root`. Remote files with known boundaries are not read to find the
-    largest token if `vocabulary_size` is known: then each read is checked. Raises DataError for files that
-    are not token files or hold invalid tokens.
+    The tokens stay in their files; those of remote files are read when they are needed. The document
+    boundaries and the largest token are cached in `root`. Remote files with known boundaries are not read to
+    find the largest token if `vocabulary_size` is known: then each read is checked. Raises DataError for
+    files that are not token files or hold invalid tokens.
     """
     listed = {file.path: file for file in list_matching_files(fields.paths, kind="memmap")}
     paths = {f"{path.removesuffix('.idx')}.bin" if path.endswith(".idx") else path for path in listed}
@@ -60,9 +65,47 @@ def open_memmap_stores(
         index = path.removesuffix(".bin") + ".idx"
         indexed = path.endswith(".bin")
         index_file = (listed.get(index) or find_source_file(index)) if indexed else None
-        reader = _TokenFileReader(file, blocks, vocabulary_size)
+        reader = _TokenFileReader(file, vocabulary_size)
         stores.append(_open_memmap_store(reader, index_file, fields=fields, root=root, alive=alive))
     return stores
+
+
+@dataclass(frozen=True)
+class _RemoteTokens:
+    """An array of tokens in a remote file. A slice of it is read when it is taken.
+
+    begin_bytes, count: place of the first token in the file, and number of tokens
+    vocabulary_size: if known, each slice is checked to hold only tokens below it
+    """
+
+    file: SourceFile
+    dtype: np.dtype[Any]
+    begin_bytes: int
+    count: int
+    vocabulary_size: int | None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, span: slice) -> Integers:
+        """Returns the tokens of a slice without a step. Raises DataError if they cannot be read."""
+        first, last, _ = span.indices(self.count)
+        if last <= first:
+            return np.empty(0, self.dtype)
+        begin, end = (self.begin_bytes + at * self.dtype.itemsize for at in (first, last))
+        url, store = self.file.path, ObjectStore(self.file.path)
+        try:
+            data = read_object_range(store, url, begin=begin, end=end, pauses_seconds=PAUSES_SECONDS)
+        except OSError as error:
+            raise unreadable_path_error(url, error) from error
+        tokens, known = np.frombuffer(data, self.dtype), self.vocabulary_size
+        if known is not None and not (tokens.min() >= 0 and tokens.max() < known):
+            raise DataError(
+                f"{without_secrets(url)} holds a value that is not a token.",
+                got=f"values from {tokens.min()} to {tokens.max()}; the tokenizer has {known} tokens",
+                fix="the tokenizer that it was made with, or the right data.dtype",
+            )
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -70,7 +113,6 @@ class _TokenFileReader:
     """A token file, and how its tokens are read if it is remote: see `open_memmap_stores`."""
 
     file: SourceFile
-    blocks: BlockCache
     vocabulary_size: int | None
 
     @property
@@ -87,14 +129,7 @@ class _TokenFileReader:
         if self.file.version is None:
             return np.memmap(self.file.path, tokens, mode="r", offset=begin_bytes, shape=(count,))
         known = self.vocabulary_size if bounded else None
-        return RemoteNumbers(
-            self.file,
-            self.blocks,
-            dtype=tokens,
-            begin_bytes=begin_bytes,
-            count=count,
-            vocabulary_size=known,
-        )
+        return _RemoteTokens(self.file, tokens, begin_bytes, count, known)
 
     def check_holds_whole_tokens(self, dtype: str) -> None:
         size, each = self.file.size, np.dtype(dtype).itemsize
@@ -141,7 +176,7 @@ def _open_memmap_store(
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,
-        "checked": tokens.vocabulary_size if isinstance(tokens, RemoteNumbers) else None,
+        "checked": tokens.vocabulary_size if isinstance(tokens, _RemoteTokens) else None,
     }
     entry = get_or_build_entry(root, f"index-{cache_key(facts)}", build=write_document_bounds, alive=alive)
     return TokenStore(
@@ -163,7 +198,7 @@ def _max_token_and_document_ends(
 
     Reads no tokens that are checked whenever they are read; the largest is then the largest possible one.
     """
-    if isinstance(tokens, RemoteNumbers) and tokens.vocabulary_size is not None:
+    if isinstance(tokens, _RemoteTokens) and tokens.vocabulary_size is not None:
         return tokens.vocabulary_size - 1, np.array([len(tokens)])
     largest, ends = -1, [np.array([len(tokens)])]
     for first in range(0, len(tokens), _BLOCK):

@@ -25,7 +25,6 @@ from fullshard.data.readers import (
     open_dataset,
     split_file_into_parts,
 )
-from fullshard.data.remote_tokens import BlockCache
 from fullshard.data.token_rows import TOKEN_LIMIT
 from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_cached_token_store
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
@@ -81,14 +80,12 @@ def open_token_stores(
     section: DataSection,
     *,
     root: Path,
-    blocks: BlockCache,
     alive: Heartbeat,
 ) -> list[TokenStore]:
     """Returns the token stores of `source`, tokenized with the settings of `section`.
 
-    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES; of remote token files, only
-    blocks are kept, in `blocks`. Raises DataError for data that
-    is absent, empty, corrupt or does not hold tokens; MissingExtraError.
+    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES, and remote token files. Raises
+    DataError for data that is absent, empty, corrupt or does not hold tokens; MissingExtraError.
     """
     kind = source.source or "stdlib"
     fields = DataSourceFields(**{name: getattr(source, name) for name in DataSourceFields.model_fields})
@@ -96,7 +93,7 @@ def open_token_stores(
         known = None  # only remote files need it
         if section.tokenizer is not None and any(map(is_remote_url, fields.paths)):
             known = open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
-        return open_memmap_stores(fields, root=root, blocks=blocks, vocabulary_size=known, alive=alive)
+        return open_memmap_stores(fields, root=root, vocabulary_size=known, alive=alive)
     check_reader_installed(kind)
     files = _list_dataset_files(fields) if kind == "datasets" else _list_source_files(kind, fields)
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read

@@ -107,7 +107,6 @@ class DataSection(DataSourceFields):
         prompt of `completion` records
     `on_error`: a corrupt record ends the run (`stop`), or is left out and counted (`skip`)
     `cache`: directory of the token cache
-    `block_cache_gib`: limit on the part of the cache that holds blocks of remote `memmap` files
     `processes`: number of processes that tokenize; 0 is one per core
     `prefetch_steps`: number of steps whose microbatches are prepared in the background
     """
@@ -127,7 +126,6 @@ class DataSection(DataSourceFields):
     on_error: Literal["stop", "skip"] = "stop"
     validation_fraction: Fraction = 0.05
     cache: PathText = "~/.cache/fullshard/data"
-    block_cache_gib: PositiveScalar = 64
     processes: Processes = 0
     prefetch_steps: Count = 1
 

@@ -23,7 +23,7 @@ from fullshard.training.state import TrainedWith, TrainState
 _SECTIONS = ("run", "model", "adapter", "data", "train", "optimizer", "schedule", "precision")
 _SAME_RESULTS = {
     "run": {"dir", "device", "ranks", "compile", "restarts"},
-    "data": {"cache", "block_cache_gib", "processes", "prefetch_steps", "trust_remote_code"},
+    "data": {"cache", "processes", "prefetch_steps", "trust_remote_code"},
     "train": {
         *("microbatch", "gradient_sync", "loss_chunk", "wait_each_step", "untimed_warmup_steps"),
         *("validate_every", "validate_sequences", "max_skipped_steps", "epochs"),
