@@ -17,7 +17,7 @@ from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, sourc
 from fullshard.data.chat_template import read_chat_template
 from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
 from fullshard.data.memmaps import open_memmap_stores
-from fullshard.data.progress import show_tokenization_progress
+from fullshard.data.progress import TokenizationProgress
 from fullshard.data.readers import (
     SHARD_BYTES,
     FilePart,
@@ -211,8 +211,7 @@ def _tokenize_into_draft(
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
-        progress = show_tokenization_progress(files.name, total_bytes=files.total_file_bytes, file=sys.stderr)
-        shown = stack.enter_context(progress)
+        progress = TokenizationProgress(files.name, files.total_file_bytes, file=sys.stderr)
         tokens = stack.enter_context((draft / TOKENS).open("wb"))
         trained = stack.enter_context((draft / TRAINED).open("wb")) if settings.needs_loss_mask else None
 
@@ -220,10 +219,11 @@ def _tokenize_into_draft(
             tokens.write(one.tokens.data)
             if trained is not None and one.loss_mask is not None:
                 trained.write(one.loss_mask.data)
-            shown.add_finished_work(one.size, tokens=len(one.tokens), skipped=one.skipped)
+            progress.add_finished_work(one.size, tokens=len(one.tokens), skipped=one.skipped)
             alive()
 
         offsets, facts = _tokenize_to_callback(files, settings, processes=processes, write=write_task_tokens)
+        progress.print_end()
     np.save(draft / OFFSETS, offsets)
     if facts["trained"] == facts["tokens"]:
         (draft / TRAINED).unlink(missing_ok=True)
