@@ -10,6 +10,7 @@
             ...
 
 Names are imported on first use: `import fullshard` alone does not import torch.
+The examples in the docstrings of these functions, where `fs` is this package, belong to one small run.
 """
 
 import importlib

@@ -54,6 +54,11 @@ def load(
     If there is no checkpoint, returns False if `missing_ok`, else raises CheckpointError. Also raises
     CheckpointError if none of the checkpoints is complete, or if the checkpoint is of another model. After an
     error the content of `state` is undefined.
+
+    >>> fs.load(state, "checkpoints", missing_ok=True)  # False in the first start of a run
+    True
+    >>> state.step
+    3
     """
     place = location_of(directory)
     refused: dict[str, str] = {}

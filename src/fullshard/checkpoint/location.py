@@ -226,6 +226,10 @@ def location_of(
     Raises MissingExtraError for a URL whose package is not installed, and SpecError for an unusable URL.
     Raises CheckpointError for a path that was a URL before `Path` removed one of its slashes, and for an
     unusable key file.
+
+    >>> signed = fs.location_of("signed", key_file="checkpoints.key")
+    >>> fs.save(state, signed, plan=plan)
+    PosixPath('signed/step-00000003')
     """
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
@@ -298,7 +302,11 @@ def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> b
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
-    """Returns the path or URL of the checkpoint that `load` would load, or None."""
+    """Returns the path or URL of the checkpoint that `load` would load, or None.
+
+    >>> fs.latest_checkpoint("checkpoints")
+    PosixPath('checkpoints/step-00000003')
+    """
     complete = iterate_complete_checkpoints(location_of(directory))
     return next((path_or_url_of(files) for files, _ in complete), None)
 

@@ -89,6 +89,9 @@ def save(
     keep_every: also keeps the steps that are multiples of it; 0 for none
     layout: see `Manifest`
     plan: recorded in the manifest
+
+    >>> fs.save(state, "checkpoints", plan=plan, keep=2)
+    PosixPath('checkpoints/step-00000003')
     """
     place = location_of(directory)
     saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
@@ -175,7 +178,7 @@ class CheckpointSaver:
         later = max((one for one, _ in self.place.list_checkpoints()), default=step)
         if later > step:
             logger.warning(
-                "%s has step %d already, of another run or from before a step back: load and exports take "
+                "%s has step %d already, of another run or from before a rollback: load and exports take "
                 "it rather than step %d",
                 self.place,
                 later,

@@ -40,6 +40,11 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> TrainingData:
     SpecError for a model of its own without data, and for a factory that cannot be imported;
     MissingExtraError. Raises DataError for data that is absent, unreadable, corrupt, binary, or too short for
     one sequence in each part.
+
+    >>> run = fs.Run.load("run.toml")  # [data] source = "text", paths = ["texts/text.txt"]
+    >>> data = fs.build_data(run)
+    >>> data.training_sequences
+    39
     """
     if run.data.source == "python":
         return _build_user_data(run)
@@ -55,6 +60,10 @@ def resolve_epochs(run: Run, data: TrainingData, *, step: int = 0, rows: int = 0
         with another global batch
 
     Returns `run` itself if it has no `train.epochs`. Raises DataError if `data` has no `training_sequences`.
+
+    >>> epochs = fs.Run.load("run.toml", overrides=["train.epochs=2", "train.global_batch=8"])
+    >>> fs.resolve_epochs(epochs, data).train.steps  # ceil(2 * 39 / 8)
+    10
     """
     section = run.train
     if section.epochs is None:

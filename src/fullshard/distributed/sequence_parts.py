@@ -102,6 +102,10 @@ def cut_sequences(batch: Any, plan: Plan) -> Any:
     """Returns this rank's part of a microbatch of whole sequences, as `SequencePart.cut_batch` does.
 
     Returns `batch` unchanged if the plan does not divide sequences.
+
+    >>> part = fs.cut_sequences({"tokens": tokens, "labels": labels}, plan)
+    >>> part["tokens"].shape[1] == tokens.shape[1] // plan.run.sharding.context_degree
+    True
     """
     return batch if plan.context_parallel == 1 else SequencePart.from_plan(plan, rank()).cut_batch(batch)
 

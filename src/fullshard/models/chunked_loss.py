@@ -93,6 +93,9 @@ def chunked_cross_entropy(
     chunk_rows: rows of logits computed at once, at most a sequence; 0 computes them whole. "auto" is 2,048
         if a rank's logits of a sequence take more than 64 MiB in fp32, else 0. In fp16 they are always
         whole, because small gradients would vanish before they are scaled.
+
+    >>> loss, _ = fs.chunked_cross_entropy(model, lambda: model(tokens), labels=labels, chunk_rows=8)
+    >>> (loss / labels.numel()).backward()
     """
     head, length = find_head(model), labels.shape[-1]
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())

@@ -38,6 +38,10 @@ def meta_model(config_path: str | Path) -> nn.Module:
 
     `config_path` is a config.json, its directory, or the name of a model in the local cache. Raises the same
     errors as `build_hf_model`.
+
+    >>> model = fs.meta_model("llama")  # a directory with a config.json
+    >>> {parameter.device.type for parameter in model.parameters()}
+    {'meta'}
     """
     return build_hf_model(HuggingFaceModel(hf=str(config_path)))
 

@@ -45,6 +45,9 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
 
     Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
     plan's, or if the size of the plan's optimizer state is not known.
+
+    >>> fs.peak_bytes(spec, plan).total <= hardware.device_bytes_limit
+    True
     """
     check_length_and_precision(spec, plan)
     replay = _StepMemoryReplay(spec, plan, rank=rank)

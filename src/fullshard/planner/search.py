@@ -78,6 +78,10 @@ def search(  # signature: the library's, the same for all its questions
 
     Raises PlanError if the global batch cannot be divided over the ranks, the pinned settings are impossible
     on them, or `spec` was described under other settings.
+
+    >>> result = fs.search(spec, hardware, run)
+    >>> result.best.prediction.memory.total <= result.limit_bytes
+    True
     """
     if capacity_bytes is not None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
@@ -110,6 +114,9 @@ def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signatu
 
     Ranks are laid out on nodes as in `hardware`, for any number of ranks. Raises PlanError if `spec` lacks
     something that this plan needs (see `peak_bytes`), or `hardware` lacks the link between its nodes.
+
+    >>> fs.predict(spec, plan, hardware).prediction.memory.parameter_shards > 0
+    True
     """
     memory = add_workspace_bytes(peak_bytes(spec, plan), hardware)
     timer = StepTimePredictor(spec, hardware)
@@ -120,6 +127,10 @@ def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: t
     """Returns the best plan of `run` that fits, by [Note: the choice].
 
     Raises PlanError if none fits, with the closest plan and the changes that would make it fit.
+
+    >>> plan = fs.plan(spec, hardware, run)
+    >>> print(plan.strategy, plan.microbatch, plan.prediction.tokens_per_second > 0)
+    full_shard 2 True
     """
     found = search(spec, hardware, run)
     if found.best is not None:

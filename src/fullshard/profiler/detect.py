@@ -71,6 +71,10 @@ def detect_hardware(
     ranks_per_node: None: torchrun's number if it started this process, else all ranks
 
     Raises SpecError for an invalid file, and for a GPU that is neither in the file nor in the catalog.
+
+    >>> hardware = fs.detect_hardware("cpu")
+    >>> hardware.world_size
+    1
     """
     if ranks is None and {"RANK", "WORLD_SIZE"} <= environment.keys():
         ranks = int(environment["WORLD_SIZE"])

@@ -59,6 +59,10 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     """Returns the unit, shapes, dtype, device and placement of each parameter of `model` on this rank.
 
     In an unsharded module, every parameter is whole and in no unit.
+
+    >>> print(fs.sharding_table(model))
+    unit  parameter  global  local  dtype  device  placement
+    ...
     """
     units = _unit_name_by_module_name(model)
     names: dict[int, list[str]] = {}

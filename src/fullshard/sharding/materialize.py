@@ -45,6 +45,11 @@ def parameters_on_meta() -> Generator[None]:
 
     Use it for modules that fill buffers in their constructor and cannot fill them again later. It replaces
     `nn.Module.register_parameter`, so other threads must not build modules at the same time.
+
+    >>> with fs.parameters_on_meta():
+    ...     norm = torch.nn.BatchNorm1d(4)
+    >>> norm.weight.device.type, norm.running_var.device.type
+    ('meta', 'cpu')
     """
     register = nn.Module.register_parameter
 
@@ -156,6 +161,10 @@ def materialize(
     """Gives an unsharded model on the meta device exactly the values that `shard` would, in this process.
 
     Returns the same model. Raises ShardError for parameters and buffers that nothing initialises.
+
+    >>> with torch.device("meta"):
+    ...     whole = fs.DecoderModel(run.decoder_config)
+    >>> whole = fs.materialize(whole, seed=run.run.seed)  # the values of `fs.shard(model, plan)`
     """
     filler = _ModelValueSetter(model, device or torch.device("cpu"), seed=seed, init=init)
     filler.register_parameters(filler.stand_ins)

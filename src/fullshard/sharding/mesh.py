@@ -74,6 +74,10 @@ def process_group(
     that offloaded gradients can be reduced, and torch's allocator grows its segments, unless the environment
     configures it. If all ranks are on this machine, they use its loopback interface: see
     `fullshard.distributed.loopback`.
+
+    >>> with fs.process_group() as ranks:  # torchrun's ranks, or a single one
+    ...     print(ranks.world_size, ranks.device)
+    1 cpu
     """
     kind = choose_device_type(device)
     is_rank = dist.is_initialized() or "RANK" in os.environ  # else another job has left the variables

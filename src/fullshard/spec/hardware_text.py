@@ -37,6 +37,9 @@ def hardware_on(text: str) -> Hardware:
     `flops_per_second` gets rates and links like any other chip (`within = "nvlink4"`).
 
     Raises SpecError for an unknown chip or file, or a count that does not fill its nodes.
+
+    >>> fs.hardware_on("2x8xH100").world_size
+    16
     """
     match = _COUNTS.fullmatch(text)
     if match is None:

@@ -97,6 +97,12 @@ def describe(
     Recompute settings that cannot be traced are left out, and listed in `ModelSpec.untraced`. Raises
     ShardError for a sharded model and for more `recompute.blocks` than it has, and TraceError for one that
     cannot run on a batch without values.
+
+    >>> with torch.device("meta"):  # nothing is allocated
+    ...     model = fs.DecoderModel(run.decoder_config)
+    >>> spec = fs.describe(model, run, loss=fs.next_token_loss, device_type="cpu")
+    >>> spec.numel == sum(parameter.numel() for parameter in model.parameters())
+    True
     """
     one_rank, device = _one_rank_plan(plan, device_type)
     _check_not_sharded(model)

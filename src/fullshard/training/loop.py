@@ -107,21 +107,22 @@ def train(
     should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
         is the last on all ranks
 
-    Learning rates: see [Note: whose rates] in `learning_rates.py`. Modules train in the modes that the user
-    gave them; see `ModelBetweenSteps` for a model in evaluation mode.
+    Learning rates: see [Note: whose rates] in `learning_rates.py`. Modules keep the modes that the user gave
+    them (`ModelBetweenSteps`).
+    On a GPU, the host launches a step before the one before has ended, except in the strict order
+    (`update.waits_each_step`), so what follows from a step's figures happens one step later. Python's
+    garbage collector runs between steps alone.
 
-    On a GPU, the host does not wait for a step before it launches the next one, except in the strict order
-    (see `update.waits_each_step`). What follows from the figures of a step thus happens one step later.
-    Python's garbage collector is off until the iterator ends, and runs between steps.
-
-    After a `break`, another `train` of the same state continues where it stopped. If `state.data` is a plain
-    iterable, training ends on all ranks as soon as the iterable ends on any rank; another `train`, and a
-    resumed run, start the iterable from the beginning. Only `data.MicrobatchSource` resumes exactly. What is
-    other than before (settings, the rows of the data) is logged: see `continued_run.continue_run`.
+    After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
+    `state.data` ends training on all ranks as soon as it ends on any, and then starts anew: only
+    `data.MicrobatchSource` resumes exactly. Changed settings and rows are logged (`continued_run`).
 
     Raises TrainError if there is no data, if the loop leaves gradients in the model, after
     `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and if replicas
     compared by `fault_tolerance.check_replicas_every` differ.
+
+    >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
+    [1, 2, 3]
     """
     _begin_run(state, plan)
     source = _make_microbatch_source(state, plan)

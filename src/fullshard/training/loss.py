@@ -99,6 +99,10 @@ def next_token_loss(
 
     The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
     TrainError for a batch without tokens or labels.
+
+    >>> loss, count = fs.next_token_loss(model, {"tokens": tokens, "labels": labels})
+    >>> int(count) == labels.numel()
+    True
     """
     try:
         tokens, labels = batch["tokens"], batch["labels"]

@@ -34,6 +34,9 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     parameter; SpecError for an unknown name, options that the class does not take, and a class that cannot
     update sharded parameters; PlanError if the run offloads the state of another optimizer than AdamW;
     MissingExtraError for AdamW8bit without torchao.
+
+    >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
+    >>> state = fs.TrainState(model, optimizer, data=data)
     """
     _check_sharded(model)
     section = plan.run.optimizer

@@ -67,6 +67,12 @@ def shard(
 
     With `init = "none"`, using the offloaded state raises OffloadError until a load has filled it. Raises
     OffloadError on all ranks if the drive of any rank lacks space, before the parameters have values.
+
+    >>> with torch.device("meta"):  # each rank then allocates its own shards alone
+    ...     model = fs.DecoderModel(run.decoder_config)
+    >>> model = fs.shard(model, plan)
+    >>> model.blocks[0].feed_forward.gate.weight.placements
+    (Shard(dim=0),)
     """
     split = divide_model(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name

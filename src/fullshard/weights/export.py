@@ -59,6 +59,10 @@ def export(
     free_bytes: returns the free space of a directory
 
     Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
+
+    >>> fs.export("checkpoints", "model.safetensors", dtype=torch.bfloat16)
+    >>> safetensors.torch.load_file("model.safetensors")["head.weight"].dtype
+    torch.bfloat16
     """
     check_shard_bytes(shard_bytes)
     target = Path(target)
@@ -151,6 +155,11 @@ def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
 
     Every rank must iterate to the end, and holds at most one whole tensor at a time. Raises SpecError for an
     object that is not a training state, such as a model.
+
+    >>> for name, tensor in fs.full_state(state):  # on every rank, to the end
+    ...     if name.endswith("head.weight"):
+    ...         print(tuple(tensor.shape))
+    (256, 32)
     """
     if not callable(getattr(state, "tensors", None)):
         raise SpecError(

@@ -78,6 +78,10 @@ def export_hf(
 
     Raises CheckpointError for other models that transformers does not know, and for a directory that already
     holds weights; MissingExtraError; SpecError for a `shard_bytes` below 1.
+
+    >>> fs.export_hf("checkpoints", "llama", dtype="bf16")
+    >>> transformers.AutoModelForCausalLM.from_pretrained("llama").config.hidden_size
+    32
     """
     check_shard_bytes(shard_bytes)
     _, manifest = resolve_checkpoint(checkpoint)
@@ -132,8 +136,9 @@ def _describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: s
         named = None if run is None or isinstance(run.model, DecoderConfig) else run.model.setting_text
         raise CheckpointError(
             "only models that transformers knows can be exported for it.",
-            got="no run in it" if named is None else named,
-            fix="--format safetensors, which writes the tensors by their own names",
+            got="a checkpoint without settings" if named is None else named,
+            fix="--format safetensors, which writes the tensors by their own names"
+            + ("; or save with `plan=`, whose settings name the model" if run is None else ""),
         )
     twin = build_meta_model(cast(dict[str, Any], recorded), needed_for=doing)
     config: dict[str, Any] = json.loads(twin.config.to_json_string())

@@ -39,6 +39,10 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
 
     `PeftModel.from_pretrained(base, directory)` loads them. Raises CheckpointError for a checkpoint without
     adapters; MissingExtraError without peft.
+
+    >>> fs.export_peft("adapted", "adapter")
+    >>> base = transformers.AutoModelForCausalLM.from_pretrained("llama")
+    >>> adapted = peft.PeftModel.from_pretrained(base, "adapter")
     """
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings

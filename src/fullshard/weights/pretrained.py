@@ -107,6 +107,12 @@ def load_pretrained(
 
     Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
     incomplete files; MissingExtraError.
+
+    >>> with torch.device("meta"):
+    ...     model = fs.DecoderModel(run.decoder_config)
+    >>> model = fs.shard(model, plan, init="none")
+    >>> fs.load_pretrained(model, "model.safetensors", plan=plan).missing
+    ()
     """
     outside = find_offloaded_state(model)
     elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
