@@ -1,7 +1,8 @@
 """Parameters that FSDP2 cannot take are refused before anything is allocated; attributes and hooks stay."""
 
-import logging
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,22 +98,31 @@ def test_embeddings_that_shards_cannot_follow_are_refused(kind: type[nn.Module],
         check_parameters(nn.Sequential(kind(3, 2, **option)))
 
 
-def messages_about(norm: str) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fullshard").addHandler(handler)
-    try:
-        check_parameters(nn.Sequential(nn.Linear(2, 2), getattr(nn, norm)(2)))
-    finally:
-        logging.getLogger("fullshard").removeHandler(handler)
-    return messages
+class Elsewhere(nn.Module):
+    """A linear layer whose weight something else holds, too."""
+
+    def __init__(self, hold: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.kept = hold(self.linear.weight)
 
 
-def test_statistics_of_each_ranks_own_batches_are_named(ranks: Any) -> None:
-    first, second = ranks(2).run(messages_about, "BatchNorm1d")
-    assert "statistics of each rank's own batches" in first[0]
-    assert "1" in first[0]
-    assert not second
-    assert ranks(2).run(messages_about, "SyncBatchNorm") == [[], []]
-    assert ranks(1).run(messages_about, "BatchNorm1d") == [[]]
+ELSEWHERE: dict[str, Callable[[nn.Parameter], Any]] = {
+    "list": lambda one: [0, one],
+    "dict of tuples": lambda one: {"a": (one,)},
+    "partial": lambda one: partial(torch.add, other=one),
+    "closure": lambda one: lambda x: x @ one,
+    "object": lambda one: SimpleNamespace(inner=SimpleNamespace(weight=one)),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_an_attribute_with_a_parameter_is_refused(kind: str) -> None:
+    with pytest.raises(ShardError, match="an attribute of Elsewhere holds a parameter") as raised:
+        check_parameters(Elsewhere(ELSEWHERE[kind]))
+    assert "linear.weight" in str(raised.value.got)
+
+
+def test_attributes_that_follow_the_parameters_are_accepted() -> None:
+    check_parameters(nn.Sequential(nn.GRU(2, 2), Elsewhere(lambda one: [one.shape, "linear.weight"])))
+    check_parameters(Elsewhere(lambda one: nn.ParameterList([one])))

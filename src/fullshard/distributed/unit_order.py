@@ -59,9 +59,13 @@ class UnitEvents:
 
 
 class UnitOrder:
-    """The units that this rank has gathered and reduced since `take_events`, in order."""
+    """The units that this rank has gathered and reduced since `take_events`, in order.
+
+    is_in_loss: whether the loss of a step is computed, in which no backward may run
+    """
 
     def __init__(self, names: Sequence[UnitNames]) -> None:
+        self.is_in_loss = False
         self._names = names
         self._numbers = deque[int](maxlen=_MOST_NUMBERS)
 

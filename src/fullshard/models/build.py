@@ -5,6 +5,7 @@ from torch import nn
 
 from fullshard.errors import SpecError
 from fullshard.models.adapters import insert_adapters
+from fullshard.models.constructor_tape import ConstructorTape
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention_hf import use_document_attention
 from fullshard.models.huggingface import build_hf_model, weight_dtype_in_config
@@ -33,7 +34,7 @@ def build_python_model(section: PythonModel) -> nn.Module:
     """Builds, on meta, the module of the user's function `model.python`. Raises SpecError without one."""
     factory = import_callable(section.python, key="model.python")
     try:
-        model = construct_with_meta_parameters(lambda: factory(**section.options))
+        model = construct_with_meta_parameters(lambda: factory(**section.options), tape=ConstructorTape())
     except TypeError as error:
         raise SpecError(
             f"{section.python} cannot be called with these options.",

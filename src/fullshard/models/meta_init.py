@@ -1,6 +1,8 @@
 """Constructs modules with parameters on the meta device and real buffers."""
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fullshard.errors import SpecError
+from fullshard.models.constructor_tape import ConstructorTape
 from fullshard.quantities import format_bytes
 from fullshard.torch_private.tensors import registered_parameters
 
@@ -19,6 +22,7 @@ _MOST_KEPT = 1 << 20
 # Kimi K2 has 70,000 parameters in 61 blocks of 384 experts.
 _MOST_PARAMETERS = 300_000
 _MOST_TABLE_BYTES = 4 << 30
+_IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _CONSTANT_TABLES = (torch.ones, torch.zeros, torch.full, torch.eye)
 _TABLES = (*_CONSTANT_TABLES, torch.arange, torch.linspace, torch.rand, torch.randn)
 
@@ -26,22 +30,33 @@ _Kept = float | NDArray[np.float64]
 
 
 def construct_with_meta_parameters(
-    construct: Callable[[], nn.Module], *, most_parameters: int = _MOST_PARAMETERS
+    construct: Callable[[], nn.Module],
+    *,
+    most_parameters: int = _MOST_PARAMETERS,
+    tape: ConstructorTape | None = None,
 ) -> nn.Module:
     """Returns the module that `construct()` builds, with parameters on the meta device and real buffers.
 
     Constructors compute buffers (rotary tables, masks) that are in no checkpoint, and that the meta device
     would lose (transformers#45902). So only `torch.empty`, from which parameters are made, returns meta
     tensors. Values that the constructor writes into parameters (ones, a temperature) are set again when the
-    model is initialised, unless the module has `reset_parameters`.
+    model is initialised, unless the module has `reset_parameters`. With a `tape`, so is everything that the
+    constructor computes for parameters from `torch.empty`; the model keeps it as `_constructor_tape`.
 
     The seed is fixed, so that values are the same on every rank. Raises SpecError for more than
     `most_parameters` or very large tables, before a wrong number in a config uses up all memory.
     """
-    with torch.random.fork_rng(devices=[]), _MakeEmptyTensorsOnMeta(most_parameters):
+    with (
+        torch.random.fork_rng(devices=[]),
+        tape or nullcontext(),
+        _MakeEmptyTensorsOnMeta(most_parameters, tape),
+    ):
         torch.manual_seed(0)
         model = construct()
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if tape is not None:
+            tape.note_parameters(model)
+            setattr(model, "_constructor_tape", tape)  # noqa: B010
         _replace_parameters_by_meta(model)
         initialise = _kept_values_initialiser(getattr(model, "_init_weights", None))
         setattr(model, "_init_weights", initialise)  # noqa: B010
@@ -51,9 +66,9 @@ def construct_with_meta_parameters(
 class _MakeEmptyTensorsOnMeta(TorchFunctionMode):
     """Makes `torch.empty` return meta tensors. Limits their number, and the sizes of other new tensors."""
 
-    def __init__(self, most_parameters: int) -> None:
+    def __init__(self, most_parameters: int, tape: ConstructorTape | None) -> None:
         super().__init__()
-        self.most, self.made = most_parameters, 0
+        self.most, self.made, self.tape = most_parameters, 0, tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = dict(kwargs or {})
@@ -62,6 +77,8 @@ class _MakeEmptyTensorsOnMeta(TorchFunctionMode):
             self.made += 1
             if self.made > self.most:
                 raise SpecError("the model has too many parameters.", got=f"more than {self.most:,} tensors")
+        elif func == _IS_META and self.tape is not None:
+            self.tape.note_initialiser(inspect.currentframe().f_back)  # pyright: ignore[reportOptionalMemberAccess]
         elif func in _TABLES and given.get("device") != "meta":
             self._check_new_tensor_size(func, args, given=given)
         return func(*args, **given)

@@ -5,6 +5,7 @@ root, then values, then what is gathered in fp8.
 The optimizer is built afterwards: one built earlier would hold parameters that the model no longer has.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
@@ -43,7 +45,12 @@ from fullshard.sharding.mesh import (
     split_inner_axis,
 )
 from fullshard.sharding.model_parameters import CarriedOver
-from fullshard.sharding.precision import cast_buffers, fsdp_mixed_precision_policy
+from fullshard.sharding.precision import (
+    cast_buffers,
+    fsdp_mixed_precision_policy,
+    persistent_buffers,
+    warn_of_modules_to_keep_in_fp32,
+)
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
@@ -67,7 +74,9 @@ from fullshard.torch_private.fsdp import (
     parameter_groups,
     reduce_missing_gradients_as_zeros,
 )
-from fullshard.torch_private.tensors import tree_leaves
+from fullshard.torch_private.tensors import tree_leaves, version
+
+logger = logging.getLogger("fullshard")
 
 
 class ShardSink(Protocol):
@@ -116,6 +125,7 @@ def shard(
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
     prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
+    warn_of_modules_to_keep_in_fp32(model, plan.precision)
     given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
@@ -212,7 +222,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
             names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
             _reduce_gradients_of_all_experts(unit)
     set_unit_order(model, order)
-    model.forward = _explain_ungathered_parameters(model.forward)
+    model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)
 
@@ -364,6 +374,35 @@ def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[...,
             ) from error
 
     return explaining_forward
+
+
+def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `forward` so that the first one in training mode logs the buffers that it changes.
+
+    Each rank changes them by its own batch, and a checkpoint has those of one rank.
+    """
+    is_first = world_size() > 1 and rank() == 0
+
+    @wraps(forward)
+    def naming_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+        nonlocal is_first
+        if not (is_first and model.training):
+            return forward(*args, **kwargs)
+        is_first = False
+        before = {name: (id(one), version(one)) for name, one in persistent_buffers(model).items()}
+        result = forward(*args, **kwargs)
+        now = persistent_buffers(model).items()
+        if changed := [name for name, one in now if before.get(name) != (id(one), version(one))]:
+            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+            logger.warning(
+                "forward changes %d buffers, on each rank by its own batch, and a checkpoint has one rank's: "
+                "%s. All-reduce what they follow; torch.nn.SyncBatchNorm does so on GPUs",
+                len(changed),
+                ", ".join(changed[:4]) + more,
+            )
+        return result
+
+    return naming_forward
 
 
 def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:

@@ -190,6 +190,8 @@ class _ModelValueSetter:
         self.model, self.device, self.seed = model, device, seed
         self.init = init or getattr(model, "_init_weights", None)
         self.explicit = init is not None
+        # What the constructor of a model that this package builds computes; see `models.constructor_tape`.
+        self.tape = None if self.explicit else getattr(model, "_constructor_tape", None)
         self.names = {module: name for name, module in model.named_modules()}
         self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
         self.parents = _parents_by_module(model)
@@ -270,6 +272,8 @@ class _ModelValueSetter:
                     np.random.seed(seed % 2**32)
                     with _SeedEachRandomOperation(self.seed, self.names[module], device=self.device):
                         self._initialise_module(module)
+                    if self.tape is not None:
+                        self.tape.set_parameters(module, seed=self.seed)
 
     def _initialise_module(self, module: nn.Module) -> None:
         own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -1,19 +1,23 @@
 """Parameters of a model before it is sharded: which are refused, and what the shards take over."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fullshard.distributed.agreement import rank, world_size
+from fullshard.distributed.agreement import rank
 from fullshard.errors import ShardError
 from fullshard.torch_private.tensors import gradient_hooks, post_accumulate_hooks
 
 _MOST_NAMES = 4
+_MOST_OBJECTS = 10_000  # of an attribute, which are searched for parameters
+_REGISTRATIONS = {"_parameters", "_buffers", "_modules"}
 
 logger = logging.getLogger("fullshard")
 
@@ -21,8 +25,9 @@ logger = logging.getLogger("fullshard")
 def check_parameters(model: nn.Module) -> None:
     """Raises ShardError for parameters that FSDP2 cannot shard, reduce or keep as one.
 
-    Otherwise they would fail in a step, or be silently wrong: gradient hooks are not called, and parameters
-    that share memory would be trained apart. Logs the names of trained parameters in float64.
+    Otherwise they would fail in a step, or be silently wrong: gradient hooks are not called, parameters that
+    share memory would be trained apart, and a list of parameters would keep their first values. Logs the
+    names of trained parameters in float64.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
@@ -31,7 +36,8 @@ def check_parameters(model: nn.Module) -> None:
         if names := [name for name, parameter in parameters.items() if is_refused(parameter)]:
             raise ShardError(f"{kind} cannot be sharded.", got=_join(names), why=why, fix=fix)
     _check_memory_is_not_shared(parameters)
-    _check_modules(model)
+    _check_attributes_hold_no_parameters(model, parameters)
+    _check_embeddings(model)
     double = [name for name, one in parameters.items() if one.dtype == torch.float64 and one.requires_grad]
     if double and rank() == 0:
         logger.warning(
@@ -82,8 +88,8 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
 }
 
 
-def _check_modules(model: nn.Module) -> None:
-    """Raises ShardError for embeddings with max_norm or sparse gradients; names statistics of own batches."""
+def _check_embeddings(model: nn.Module) -> None:
+    """Raises ShardError for embeddings with max_norm or sparse gradients."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -101,19 +107,55 @@ def _check_modules(model: nn.Module) -> None:
                 why="FSDP2 reduces dense gradients",
                 fix="sparse = False",
             )
-    kept = [name for name, module in model.named_modules() if _keeps_statistics_of_own_batch(module)]
-    if kept and world_size() > 1 and rank() == 0:
-        logger.warning(
-            "%d modules keep statistics of each rank's own batches, and a checkpoint has one rank's: %s. "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard has the same on all (on GPUs)",
-            len(kept),
-            _join(kept),
-        )
 
 
-def _keeps_statistics_of_own_batch(module: nn.Module) -> bool:
-    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-    return isinstance(module, kinds) and bool(module.track_running_stats)
+def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ShardError for a parameter in a list, dict, closure or object that is an attribute of a module.
+
+    `shard` replaces registered parameters only, so such a reference would have the first values for ever.
+    """
+    names = {id(one): name for name, one in parameters.items()}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _REGISTRATIONS or (key == "_flat_weights" and isinstance(module, nn.RNNBase)):
+                continue  # recurrent layers renew this list when a parameter is replaced
+            found = next((names[id(one)] for one in _iterate_inside(value) if id(one) in names), None)
+            if found is not None:
+                raise ShardError(
+                    f"an attribute of {path or type(model).__name__} holds a parameter of the model.",
+                    got=f"{key}: a {type(value).__name__} with {found}",
+                    why="sharding replaces registered parameters; the attribute would keep the first values",
+                    fix="an attribute that is an nn.ParameterList, nn.ParameterDict or a property, or a "
+                    "forward that reads the registered parameter",
+                )
+
+
+def _iterate_inside(value: Any) -> Iterable[Any]:
+    """Yields `value` and what its containers, closures and attributes hold, except inside of modules."""
+    left, seen = [value], set[int]()
+    while left and len(seen) < _MOST_OBJECTS:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, list | tuple | set | frozenset):
+            left += one
+        elif isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, partial):
+            left += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, FunctionType):
+            left += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        elif not isinstance(one, type | nn.Module | torch.Tensor) and hasattr(one, "__dict__"):
+            left += vars(one).values()
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,18 +1,29 @@
-"""Records which units FSDP2 gathers and reduces, and keeps sums over replicas complete."""
+"""Records which units FSDP2 gathers and reduces, keeps sums over replicas complete, and sees lost changes.
+
+[Note: changes in forward]
+Modules compute with a gathered copy of their parameters, which is dropped or gathered again behind forward.
+So a change that forward makes (a clamp, a codebook that follows its inputs) would be lost. Torch counts
+the changes of a tensor in place, except those of its `data`; on CPU ranks, where the host waits for nothing,
+the values are compared in the first forward.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.unit_order import UnitNames, UnitOrder
+from fullshard.errors import ShardError, TrainError
 from fullshard.torch_private.fsdp import gathered_parameter, parameter_groups, pending_gather
+from fullshard.torch_private.tensors import version
 
 
 def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrder) -> UnitNames:
     """Makes FSDP2 note in `order` what it does for the unit of `modules`. Returns the names of the unit.
+
+    The unit then raises ShardError in a forward that changes its parameters. See [Note: changes in forward].
 
     unit, name: the unit's number and name
     """
@@ -21,6 +32,7 @@ def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, or
     for group in groups:
         _record_gathers(group, unit=unit, order=order)
         _record_reductions(group, unit=unit, order=order)
+        _refuse_changes_in_forward(group, [own.get(id(one.sharded_param), "") for one in group.fsdp_params])
     parameters = [
         own.get(id(one.sharded_param), str(i)) for g in groups for i, one in enumerate(g.fsdp_params)
     ]
@@ -41,6 +53,52 @@ def _record_gathers(group: Any, *, unit: int, order: UnitOrder) -> None:
     group.unshard = recorded_unshard
 
 
+def _refuse_changes_in_forward(group: Any, names: Sequence[str]) -> None:
+    pre_forward, post_forward = group.pre_forward, group.post_forward
+    before, sums_before, is_first = list[int](), list[Tensor | None](), True
+
+    def watched_pre_forward(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
+        nonlocal before, sums_before
+        result = pre_forward(*args, **kwargs)
+        values = [gathered_parameter(one) for one in group.fsdp_params]
+        before = [_version(value) for value in values]
+        sums_before = [_sum_of_bits(value) for value in values] if is_first else []
+        return result
+
+    def watched_post_forward(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
+        nonlocal before, sums_before, is_first
+        values = [gathered_parameter(one) for one in group.fsdp_params]
+        counts, before = before, []
+        changed = [i for i, count in enumerate(counts) if _version(values[i]) != count]
+        for i, earlier in enumerate(sums_before):
+            now = _sum_of_bits(values[i])
+            if earlier is not None and now is not None and not torch.equal(earlier, now):
+                changed.append(i)
+        sums_before, is_first = [], is_first and not sums_before
+        if changed:
+            raise ShardError(
+                "forward changes a parameter in place.",
+                got=", ".join(dict.fromkeys(names[i] for i in changed)),
+                why="it computes with a gathered copy of the shards, which is dropped behind it",
+                fix="a buffer in place of the parameter, or a change of the sharded parameter between steps",
+            )
+        return post_forward(*args, **kwargs)
+
+    group.pre_forward, group.post_forward = watched_pre_forward, watched_post_forward
+
+
+def _version(value: Tensor | None) -> int:
+    return 0 if value is None or value.is_inference() else version(value)
+
+
+def _sum_of_bits(value: Tensor | None) -> Tensor | None:
+    if value is None or type(value.data) is not torch.Tensor or not value.is_cpu:
+        return None
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = integers.get(value.element_size())
+    return None if kind is None else value.detach().view(kind).sum(dtype=torch.int64)
+
+
 def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
     """Notes the unit's reductions, and completes its sums over replicas.
 
@@ -55,6 +113,13 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
 
     def recorded_post_backward(*args: Any) -> None:  # signature: FSDP2's
         nonlocal sums_later
+        if order.is_in_loss:
+            raise TrainError(
+                "the loss function ran a backward pass of its own.",
+                why="its gradient is not divided by the number of microbatches and tokens, nor scaled for "
+                "fp16, and the loss that is reported lacks it",
+                fix="a loss function that returns the sum of all terms, whose backward the step runs",
+            )
         if not group.reduce_grads:
             post_backward(*args)
             return

@@ -32,6 +32,14 @@ NAMES = require(
     PrivateName("torch.Tensor._base", "finds the tensor of a view"),
     PrivateName("torch.Tensor._backward_hooks", "finds hooks of parameters"),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
+    *(
+        PrivateName(
+            f"torch.optim.Optimizer._optimizer_step_{when}_hooks",
+            "finds hooks of optimizers",
+            is_optional=True,
+        )
+        for when in ("pre", "post")
+    ),
     PrivateName("torch.nn.Module._parameters", "replaces parameters"),
     PrivateName("torch.nn.Module._buffers", "replaces buffers"),
     PrivateName("torch.nn.Module._modules", "replaces modules"),
@@ -96,6 +104,12 @@ def post_accumulate_hooks(tensor: Tensor) -> list[Any]:
     """Returns the functions that `register_post_accumulate_grad_hook` has registered."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return list((hooks or {}).values())
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the functions that `register_step_pre_hook` and `register_step_post_hook` registered."""
+    kinds = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    return [hook for hooks in kinds for hook in hooks.values()]
 
 
 def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -5,21 +5,25 @@ import itertools
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from fullshard.data.batches import MicrobatchSource, RowSource
-from fullshard.distributed.agreement import all_ranks_have, rank
+from fullshard.distributed.agreement import all_gather_object, all_ranks_have, rank
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
+from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
@@ -269,14 +273,42 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
         state.iterator = iter(cast(Iterable[Any], state.data))
 
     def next_microbatches(_row: int) -> Iterable[Any] | None:
-        own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
-        # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
-        if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
-            return cut(own)
-        state.iterator = None
-        return None
+        own = _take_microbatches(state, plan)
+        if own and not is_checked:
+            _warn_if_all_ranks_have(own[0], plan)
+        return None if own is None else cut(own)
 
     return next_microbatches
+
+
+def _take_microbatches(state: TrainState, plan: Plan) -> list[Any] | None:
+    """Returns the next microbatches of a plain iterable; None if any rank has no more. Collective."""
+    own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
+    # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
+    if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
+        return own
+    state.iterator = None
+    return None
+
+
+def _warn_if_all_ranks_have(batch: Any, plan: Plan) -> None:
+    """Logs a warning if ranks that train on different rows have equal first microbatches. Collective.
+
+    A batch that is on a device already is not compared, since the host would wait for it.
+    """
+    checksum: int | None = None
+    for tensor in (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cpu):
+        values = tensor.detach().contiguous().flatten().view(torch.uint8)
+        checksum = zlib.crc32(values.numpy().tobytes(), checksum or 0)
+    by_data_rank = {plan.data_rank(i): own for i, own in enumerate(all_gather_object(checksum))}
+    is_same = checksum is not None and len(set(by_data_rank.values())) == 1
+    if len(by_data_rank) > 1 and is_same and rank() == 0:
+        logger.warning(
+            "the first microbatch is the same on all %d ranks: each row would be trained on %d times. Give "
+            "each rank its own rows (torch.utils.data.DistributedSampler, or a `data.MicrobatchSource`).",
+            len(by_data_rank),
+            len(by_data_rank),
+        )
 
 
 def _warn_if_tokens_differ(batch: Any, plan: Plan) -> None:

@@ -18,6 +18,7 @@ from fullshard.spec.run_checks import check_offload_supports_optimizer
 from fullshard.spec.train_section import OptimizerSection
 from fullshard.training.adamw8bit import import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
+from fullshard.training.state import check_state_can_be_saved
 from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
@@ -54,7 +55,12 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     try:
         # Not every optimizer uses only operations that DTensors support. Trying one step here finds this
         # before the first real step does.
-        cls([_make_trial_parameter_group(group) for group in groups], **options).step()
+        trial = cls([_make_trial_parameter_group(group) for group in groups], **options)
+        trial.step()
+        for state in trial.state.values():
+            for key, value in state.items():
+                if value is not None:
+                    check_state_can_be_saved(trial, key, value=value, parameter="parameter")
         return cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecError(

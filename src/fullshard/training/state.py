@@ -1,6 +1,7 @@
 """TrainState: everything that a step changes and a checkpoint holds."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
@@ -12,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_same_tensors, skipped_in_a_row
+from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
+from fullshard.sharding.precision import persistent_buffers
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
-from fullshard.torch_private.tensors import non_persistent_buffers
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
 from fullshard.training.figures import PendingResult
 from fullshard.training.group_state import changed_entries, restore_entries, scalar_entries
@@ -25,6 +27,8 @@ from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTe
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config
+
+logger = logging.getLogger("fullshard")
 
 
 @dataclass
@@ -105,6 +109,7 @@ class TrainState:
         reshard_unsharded_units(model)
         _check_optimizer_has_model_params(model, optimizer)
         _check_step_takes_no_closure(optimizer)
+        _warn_of_unsaved_optimizer_state(optimizer)
 
     @property
     def trained_tokens(self) -> int:
@@ -278,7 +283,7 @@ class TrainState:
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
         small = (
-            _persistent_buffers(self.model)
+            {f"model.{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
             | _optimizer_tensors(self.model, self.optimizer)
             | generator_states()
         )
@@ -363,7 +368,7 @@ def _model_tensors(model: nn.Module, *, frozen: bool) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or frozen
     }
-    return tensors | _persistent_buffers(model)
+    return tensors | {f"model.{name}": buffer for name, buffer in persistent_buffers(model).items()}
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -371,9 +376,41 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
+                check_state_can_be_saved(optimizer, key, value=value, parameter=name)
                 full = dequantize(value) if isinstance(value, Tensor) else torch.tensor(value)
                 tensors[f"optimizer.{name}.{key}"] = full
     return tensors
+
+
+def check_state_can_be_saved(
+    optimizer: torch.optim.Optimizer, key: str, *, value: Any, parameter: str
+) -> None:
+    """Raises TrainError for state of `parameter` that a checkpoint cannot hold."""
+    if not isinstance(value, Tensor | bool | int | float):
+        raise TrainError(
+            f"checkpoints cannot hold the state of {type(optimizer).__name__}.",
+            got=f"state[{parameter}][{key!r}] is a {type(value).__name__}",
+            why="each entry is a tensor or a number, which is sharded like its parameter",
+            fix="an optimizer that keeps each tensor under a key of its own",
+        )
+
+
+def _warn_of_unsaved_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Logs what of the optimizer is not in checkpoints: optimizers inside, and additions to `state_dict`."""
+    if isinstance(optimizer, StreamingAdamW):
+        return
+    unsaved = [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        unsaved += [
+            f"state_dict()[{key!r}]" for key in optimizer.state_dict().keys() - {"state", "param_groups"}
+        ]
+    if unsaved and rank() == 0:
+        logger.warning(
+            "checkpoints hold the state and groups of %s, but not %s: a resumed run will differ from one "
+            "without a break. Train with the inner optimizer itself, or keep everything in `state`.",
+            type(optimizer).__name__,
+            ", ".join(unsaved),
+        )
 
 
 def _empty_optimizer_tensor(
@@ -384,16 +421,6 @@ def _empty_optimizer_tensor(
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if key != "step" or fused else torch.device("cpu")
     return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    buffers: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        left_out = non_persistent_buffers(module)
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in left_out:
-                buffers[f"model.{prefix}.{name}" if prefix else f"model.{name}"] = buffer
-    return buffers
 
 
 def _optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:

@@ -23,8 +23,8 @@ compute the same numbers in the same way, so they give the same parameters, bit 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,8 +37,8 @@ from torch.profiler import record_function
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.unit_order import UnitEvents, take_unit_events
-from fullshard.errors import TrainError
+from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_unit_events
+from fullshard.errors import ShardError, TrainError
 from fullshard.models.experts import Router
 from fullshard.sharding.fp8 import reuse_weight_scales
 from fullshard.spec.model_section import DecoderConfig
@@ -281,7 +281,8 @@ def _run_microbatches(
             state.phase.enter(RunPhase.FORWARD)
             torch.clear_autocast_cache()  # else autocast around the loop has casts of earlier weights
             tokens = count_computed_tokens(batch, plan)
-            value = loss(state.model, move_batch_to_device(batch, sums.device))
+            with _without_backward(state.model):
+                value = loss(state.model, move_batch_to_device(batch, sums.device))
             total, count = sum_and_count(value)
         kinds.add(isinstance(value, tuple))
         if len(kinds) > 1:
@@ -294,10 +295,43 @@ def _run_microbatches(
             sums[1] += count
             sums[3] += tokens
             sums[4] += count if is_sum else math.nan  # a mean does not say over how many
-        with updates(nominal), record_function("fullshard::compute"):
+        with updates(nominal), record_function("fullshard::compute"), _explain_freed_parameters():
             state.phase.enter(RunPhase.BACKWARD)
             (_require_gradient(total) * (state.loss_scale.scale / nominal)).backward()
     return nominal
+
+
+@contextmanager
+def _without_backward(model: nn.Module) -> Generator[None]:
+    """Context in which the backward of a unit of `model` raises TrainError."""
+    order = find_unit_order(model)
+    if order is None:
+        yield
+        return
+    order.is_in_loss = True
+    try:
+        yield
+    finally:
+        order.is_in_loss = False
+
+
+@contextmanager
+def _explain_freed_parameters() -> Generator[None]:
+    """Context in which a backward that reaches parameters that are not gathered raises ShardError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "setStorage" not in str(error) or "storage of size 0" not in str(error):
+            raise
+        raise ShardError(
+            "backward reached a unit whose parameters are not gathered.",
+            got=str(error).splitlines()[0],
+            why="FSDP2 gathers a unit again when a gradient comes to a tensor that its forward returned. "
+            "It sees no tensors in objects of other classes than tuples, dicts and dataclasses, none that a "
+            "module kept as an attribute, and none that was changed in place (y = block(x); y += x)",
+            fix="y = y + x; tensors in a tuple, dict or dataclass; what is kept returned, too; or "
+            "sharding.strategy = shard_grad_op, which keeps parameters gathered until backward",
+        ) from error
 
 
 def _mixed_loss_error() -> TrainError:

@@ -10,7 +10,7 @@ takes both: its host waits for the decision. See `waits_each_step`.
 Over DTensors, an operation on a list of parameters costs the host tens of microseconds for each of them, and
 leaks memory on some releases of torch. The update is independent for each element, so torch's fused Adam and
 AdamW run on this rank's part of each parameter. `optimizer.state` stays keyed by parameter, with DTensors.
-The optimizer's hooks see the parts.
+An optimizer with hooks of the user's steps over DTensors, since a hook may compute with whole parameters.
 """
 
 from collections import defaultdict
@@ -26,6 +26,7 @@ from fullshard.distributed.tensors import dtensor_from_local_part
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.dtensor import local_part
+from fullshard.torch_private.tensors import step_hooks
 from fullshard.training.decision import StepDecision
 from fullshard.training.gradients import scale_gradients
 
@@ -87,9 +88,10 @@ def _step_fused_adam(
 
 
 def _is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether this is torch's Adam or AdamW with the fused kernel, and its own `step`."""
+    """Returns whether this is torch's Adam or AdamW with the fused kernel, its own `step`, and no hooks."""
     is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and "step" not in vars(optimizer)
-    return is_adam and all(group.get("fused") for group in optimizer.param_groups)
+    hooked = any(not hook.__module__.startswith("fullshard.") for hook in step_hooks(optimizer))
+    return is_adam and not hooked and all(group.get("fused") for group in optimizer.param_groups)
 
 
 @contextmanager

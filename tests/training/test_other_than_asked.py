@@ -1,0 +1,201 @@
+"""Programs whose step would silently be other than written are refused, or what differs is logged."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.errors import FullshardError
+from fullshard.training.loop import train
+from fullshard.training.state import TrainState
+from tests.training.runs import WIDTH, Regression, mean_square, pairs, run_of, sharded, unsharded, whole
+
+FULL = ("sharding.strategy=full_shard", "train.microbatch=6")
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yields the messages that are logged meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fullshard").removeHandler(handler)
+
+
+class ClampedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Clamped(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = ClampedLinear(WIDTH, 2)
+
+
+class Codebook(Regression):
+    """A frozen parameter that follows the inputs, written through `data`, which counts no changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.empty(2), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.code)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.code.data += x.mean()
+        return super().forward(x)
+
+
+class AddsInPlace(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(1, *x.shape)
+        for layer in self.layers:
+            y = layer.linear(x)
+            y += x
+            x = y
+        return self.head(x[0])
+
+
+def own_backward(model: nn.Module, batch: Any) -> Tensor:
+    model(batch[0]).square().mean().backward()
+    return mean_square(model, batch)
+
+
+def error_of_a_step(model: type[nn.Module], loss: Callable[..., Any], *overrides: str) -> str:
+    state, plan = sharded(run_of(*FULL, *overrides), model=model)
+    with pytest.raises(FullshardError) as raised:
+        next(iter(train(state, plan, loss=loss)))
+    return str(raised.value)
+
+
+BY_LAYER = 'sharding.units={policy="names", names=["layers.*.linear"]}'
+REFUSED: dict[str, tuple[type[nn.Module], Callable[..., Any], str, str]] = {
+    "weight clamped in forward": (Clamped, mean_square, "run.seed=0", "changes a parameter in place"),
+    "codebook changed in forward": (Codebook, mean_square, "run.seed=0", "changes a parameter in place"),
+    "backward in the loss": (Regression, own_backward, "run.seed=0", "ran a backward pass of its own"),
+    "output changed in place": (AddsInPlace, mean_square, BY_LAYER, "parameters are not gathered"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP2 warns of views
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_step_that_cannot_be_as_written_is_refused(case: str, ranks: Any) -> None:
+    model, loss, override, message = REFUSED[case]
+    for error in ranks(2).run(error_of_a_step, model, loss, override):
+        assert message in error
+
+
+class Statistics(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def reset_buffers(self) -> None:
+        self.mean.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+        return super().forward(x)
+
+
+def messages_of_a_run(model: type[nn.Module], data: Any) -> list[str]:
+    state, plan = sharded(run_of(*FULL, "train.steps=2"), model=model, data=data)
+    with logged() as messages:
+        list(train(state, plan, loss=mean_square))
+    return messages
+
+
+def test_buffers_that_follow_each_ranks_own_batches_are_named(ranks: Any) -> None:
+    first, second = ranks(2).run(messages_of_a_run, Statistics, None)
+    assert [text for text in first if "changes 1 buffers" in text and "mean" in text]
+    assert not [text for text in second if "buffers" in text]
+    assert not [text for text in ranks(2).run(messages_of_a_run, Regression, None)[0] if "buffers" in text]
+
+
+def same_rows(own: bool) -> list[str]:
+    offset = 6 * dist.get_rank() if own else 0
+    batches = ((x[offset : offset + 6], y[offset : offset + 6]) for x, y in map(pairs, itertools.count()))
+    return [text for text in messages_of_a_run(Regression, batches) if "first microbatch is the same" in text]
+
+
+def test_the_same_rows_on_all_ranks_are_named(ranks: Any) -> None:
+    assert [len(messages) for messages in ranks(2).run(same_rows, False)] == [1, 0]
+    assert ranks(2).run(same_rows, True) == [[], []]
+
+
+def of_norm_one(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.ndim == 2:
+                parameter.data /= parameter.data.norm()
+
+
+def test_hooks_of_a_fused_optimizer_see_whole_parameters(ranks: Any) -> None:
+    model = unsharded(run_of())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer.register_step_post_hook(of_norm_one)
+    mean_square(model, pairs(0)).backward()
+    optimizer.step()
+    expected = dict(model.named_parameters())
+    for own in ranks(2).run(parameters_after_a_hooked_step):
+        for name, value in own.items():
+            torch.testing.assert_close(value, expected[name].detach(), atol=1e-5, rtol=1e-5)
+
+
+def parameters_after_a_hooked_step() -> dict[str, Tensor]:
+    settings = ("schedule.warmup_steps=0", "optimizer.weight_decay=0.0", "optimizer.clip_norm=0")
+    state, plan = sharded(run_of(*FULL, *settings))
+    state.optimizer.register_step_post_hook(of_norm_one)
+    next(iter(train(state, plan, loss=mean_square)))
+    return whole(state.model)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Averages with the weights of an optimizer inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": self.inner.state_dict()}
+
+
+def test_state_of_an_optimizer_that_checkpoints_lack_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    TrainState(model, torch.optim.AdamW(model.parameters()))
+    assert not caplog.records
+    TrainState(model, Lookahead(torch.optim.SGD(model.parameters())))
+    assert "but not inner, state_dict()['slow']" in caplog.text
+
+
+class KeepsLists(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["factors"] = [torch.zeros(2), torch.zeros(2)]
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    state = TrainState(model, KeepsLists(model.parameters()))
+    state.optimizer.step()
+    with pytest.raises(FullshardError, match="cannot hold the state of KeepsLists") as raised:
+        state.tensors()
+    assert raised.value.got == "state[weight]['factors'] is a list"
