@@ -193,10 +193,9 @@ def take_pictures(page: Any, directory: Path) -> None:
     """Writes the pictures of docs/images."""
     clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": 660}
     page.screenshot(path=directory / "report-curves.png", clip=clip)
-    for name, heading in (("report-step", "One step"), ("report-stragglers", "Ranks that held")):
-        box = page.locator("section", has_text=heading).last.bounding_box()
-        clip |= {"y": box["y"] - 16, "height": box["height"] + 32}
-        page.screenshot(path=directory / f"{name}.png", clip=clip, full_page=True)
+    box = page.locator("section", has_text="One step").last.bounding_box()
+    clip |= {"y": box["y"] - 16, "height": box["height"] + 32}
+    page.screenshot(path=directory / "report-step.png", clip=clip, full_page=True)
 
 
 def _note_request(problems: list[str], url: str, *, page: Path) -> None:

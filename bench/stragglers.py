@@ -4,48 +4,39 @@
 
 In each window of steps, at most one rank is delayed by 100 to 200 ms per step, for one cause. Prints for each
 cause how often the right rank and cause were named, nothing, or anything else. `chrt -r 1` before the command
-keeps other programs off the cores. The thresholds are those of
-`fullshard.survival.stragglers` and `link_probe`; the seeds are not those with which these were chosen.
+keeps other programs off the cores. The thresholds are those of `fullshard.survival.stragglers`; the seeds are
+not those with which these were chosen.
 """
 
 import argparse
 import gc
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.distributed.agreement import all_gather_object
-from fullshard.distributed.ranges import record_ranges
+from fullshard.distributed.ranges import OwnClock, run_own_clock
+from fullshard.jobs.run_log import RunLog
 from fullshard.jobs.straggler_watch import StragglerWatch
-from fullshard.profiler.interruptions import Interruptions
-from fullshard.profiler.span_clock import HostClock, RunQueue
-from fullshard.profiler.step_recorder import StepRecorder
-from fullshard.profiler.unit_hooks import record_units
 from fullshard.sharding.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.straggler import StragglerCause
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.survival.stragglers import StragglerCause
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 
 WINDOW = 4
-WARMUP_WINDOWS = 3  # the first one probes the links
+WARMUP_WINDOWS = 3
 SETTINGS = (
     "sharding.strategy=full_shard",
     "train.global_batch=16",
@@ -55,13 +46,6 @@ SETTINGS = (
     "optimizer.learning_rate=1e-4",
     "precision.mode=fp32",
 )
-_STOPPER = (
-    "import os, signal, sys, time\n"
-    "for line in sys.stdin:\n"
-    "    late, seconds = map(float, line.split())\n"
-    "    time.sleep(late); os.kill({pid}, signal.SIGSTOP)\n"
-    "    time.sleep(seconds); os.kill({pid}, signal.SIGCONT)\n"
-)
 Injection = tuple[int, StragglerCause, float] | None  # rank, cause, seconds per step
 
 
@@ -69,15 +53,11 @@ Injection = tuple[int, StragglerCause, float] | None  # rank, cause, seconds per
 class Delay:
     """The delay of this rank in the current step.
 
-    sends: messages that this rank sent since the start
-    sends_of_step: messages of a step, over which a slow link divides its delay
     simulated_ns: a clock of this rank that delays advance, and nothing else; None: they take their time
     """
 
     cause: StragglerCause | None = None
     seconds: float = 0.0
-    sends: int = 0
-    sends_of_step: int = 0
     garbage: list[list[int]] = field(default_factory=list[list[int]])
     simulated_ns: int | None = None
 
@@ -137,32 +117,12 @@ class Rows:
             yield torch.randn(plan.microbatch, 64, generator=generator)
 
 
-class SlowSends:
-    """Context in which each message that this rank sends is late, if the delay is that of a slow link."""
-
-    def __init__(self, delay: Delay) -> None:
-        self.delay, self.send = delay, dist.isend
-
-    def __enter__(self) -> None:
-        setattr(dist, "isend", self._send_late)  # noqa: B010
-
-    def __exit__(self, *error: object) -> None:
-        setattr(dist, "isend", self.send)  # noqa: B010
-
-    def _send_late(self, *args: Any, **kwargs: Any) -> Any:
-        self.delay.sends += 1
-        if self.delay.cause is StragglerCause.LINK:
-            time.sleep(self.delay.seconds / max(1, self.delay.sends_of_step))
-        return self.send(*args, **kwargs)
-
-
 def run_windows(
     schedule: Sequence[Injection], *, settings: Sequence[str] = SETTINGS, simulated: bool = False
 ) -> list[list[tuple[int, str]]]:
     """Returns (rank, cause) of what was named in each window of `schedule`. Collective.
 
-    simulated: delays pass on a clock of each rank on which nothing else takes time, and links are not probed;
-        for causes that are phases of a step
+    simulated: delays pass on a clock of each rank, on which nothing else takes time; for phases of a step
     """
     delay, rank = Delay(simulated_ns=0 if simulated else None), dist.get_rank()
     plan = Plan.from_run(Run.load(overrides=list(settings)), world_size=dist.get_world_size(), device="cpu")
@@ -174,67 +134,23 @@ def run_windows(
     state = TrainState(model, optimizer, data=Rows(delay))
     state.phase = PhaseTracker()
     named: list[list[tuple[int, str]]] = []
-    with ExitStack() as stack:
-        stack.enter_context(SlowSends(delay))
-        recorder = _make_recorder(delay, stack)
-        stack.enter_context(record_ranges(recorder))
-        stack.enter_context(record_units(model, recorder)).set_detailed(False)  # as between samples
-        state.phase.observer = _Phases(recorder)
-        watch = StragglerWatch(every=WINDOW, device=torch.device("cpu"), probes_links=not simulated)
-        stopper = stack.enter_context(_stopper())
-        steps, seen = train(state, plan, loss=lambda m, x: m(x).square().mean()), 0
+    with run_own_clock(OwnClock(delay.now) if simulated else None) as clock:
+        state.phase.clock = clock
+        watch = StragglerWatch(clock, log=RunLog(every=WINDOW), device=torch.device("cpu"))
+        steps = train(state, plan, loss=lambda m, x: m(x).square().mean())
         padded = [None] * WARMUP_WINDOWS + list(schedule) + [None]
         for number in range(1, len(padded) * WINDOW + 2):
-            # A window that ends with step n is of the steps before it: those from n - WINDOW to n - 1.
-            now = padded[min(number // WINDOW, len(padded) - 1)]
+            now = padded[min((number - 1) // WINDOW, len(padded) - 1)]
             _set_delay(delay, now if now is not None and now[0] == rank else None)
-            if number == 2 * WINDOW:
-                delay.sends_of_step = delay.sends // (2 * WINDOW - 1)
-            if delay.cause is StragglerCause.PAUSE and stopper.stdin is not None:
-                stopper.stdin.write(f"{random.random() * 0.01} {delay.seconds}\n")
-                stopper.stdin.flush()
             step = next(steps)
             state.phase.enter(RunPhase.SAVING)
             delay.sleep(StragglerCause.SAVING)
             all_gather_object(None)
             state.phase.enter(RunPhase.BETWEEN_STEPS)
-            closed = recorder.closed_after(seen)
-            seen = closed[-1].step if closed else seen
-            watch.add_steps(closed)
-            # The link is as slow in the probe as in the window that it follows.
-            before = padded[(number - 1) // WINDOW - 1] if number > WINDOW else None
-            if before is not None and before[0] == rank and before[1] is StragglerCause.LINK:
-                _set_delay(delay, before)
-            result = watch.exchange(step.index)
-            if result is not None:
-                named.append([(one.rank, str(one.cause)) for one in result.stragglers])
-        stopper.send_signal(signal.SIGKILL)
+            stragglers = watch.observe_step(step.index)
+            if stragglers is not None:
+                named.append([(one.rank, str(one.cause)) for one in stragglers])
     return named[WARMUP_WINDOWS : WARMUP_WINDOWS + len(schedule)]
-
-
-def _make_recorder(delay: Delay, stack: ExitStack) -> StepRecorder:
-    interruptions, queue = None, RunQueue()
-    if delay.simulated_ns is None:
-        interruptions = stack.enter_context(Interruptions())
-    else:
-        queue.close()  # it reads 0
-    recorder = StepRecorder(HostClock(delay.now), interruptions=interruptions, queue=queue)
-    stack.callback(recorder.close)
-    return recorder
-
-
-class _Phases:
-    def __init__(self, recorder: StepRecorder) -> None:
-        self.note_phase = recorder.note_phase
-
-    def note_hang(self) -> None:
-        return
-
-
-def _stopper() -> "subprocess.Popen[str]":
-    """Starts a process that stops this one: each line of its input is a delay and a duration, in seconds."""
-    program = _STOPPER.format(pid=os.getpid())
-    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)
 
 
 def _set_delay(delay: Delay, injection: Injection) -> None:

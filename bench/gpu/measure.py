@@ -10,6 +10,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from bench.gpu.split_kernels import (
 )
 from fullshard.data.build import build_data
 from fullshard.errors import LaunchError, MissingExtraError, PlanError, SpecError
+from fullshard.jobs.profiles import StepProfiler
 from fullshard.models.build import build_model
 from fullshard.planner.offload import with_infinitely_fast_drive
 from fullshard.planner.search import plan as fastest_plan
@@ -41,11 +43,10 @@ from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.clock import find_matmul_peak, total_seconds_of_calls
 from fullshard.profiler.detect import detect_hardware
 from fullshard.profiler.memory import measure_peak_memory
-from fullshard.profiler.trace import profile_step
 from fullshard.sharding.mesh import RankInfo, process_group
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.run import Run
+from fullshard.spec.run import LogSection, Run
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
@@ -219,9 +220,19 @@ def speed_figures(plan: Plan, windows: list[float], *, device: torch.device) -> 
 
 def profile_details(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Profiles a step: seconds by cause, and on CUDA the kernels that take most of it."""
-    with profile_step(device) as traced:
-        step()
-    causes = traced.seconds.terms() if traced.seconds is not None else {}
+    with tempfile.TemporaryDirectory() as directory:
+        profiler = StepProfiler(
+            LogSection(),
+            Path(directory),
+            ranks=RankInfo(dist.get_rank(), dist.get_world_size(), 0, 1, device),
+            attempt=1,
+            first_step=1,
+            last_step=1,
+            say=print,
+        )
+        with profiler.profile_step(1):
+            step()
+    causes = {} if profiler.last is None else profiler.last.terms().terms()
     shown = {name: round(1000 * seconds, 3) for name, seconds in causes.items() if seconds > 5e-7}
     found: dict[str, Any] = {"ms_by_cause": shown}
     if device.type != "cuda":

@@ -3,6 +3,7 @@
     cli -> planning -> launch | tracing | training | planner | report | convert
     cli -> jobs | checks -> calibration -> training -> weights -> offload | checkpoint | models | sharding
                                   training -> survival | data | profiler
+    jobs -> report
     tracing -> sharding | models
     every room with torch -> distributed -> torch_private, spec -> system -> quantities -> errors
 
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"checkpoint", "models", "offload", "sharding"} | SHARED,
     "training": {"weights", "survival"} | LOWER | SHARED,
     "calibration": {"training", "weights", "survival"} | LOWER | SHARED,
-    "jobs": {"calibration", "training", "weights", "survival"} | LOWER | SHARED,
+    "jobs": {"report", "calibration", "training", "weights", "survival"} | LOWER | SHARED,
     "checks": {"training", "weights", "survival"} | LOWER | SHARED,
     "launch": {"survival", "profiler"} | SHARED,
     "planning": {"launch", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sqlite3
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +12,37 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.planner.spans import predict_step_spans
 from fullshard.planner.step_time import StepTimePredictor
-from fullshard.profiler.recorded_step import PhaseMark, RangeMark, RecordedStep, step_spans
-from fullshard.spec.measured_step import StepSpans
-from fullshard.spec.run_files import METRICS, PREDICTED_STEP, SPANS
+from fullshard.report.measured_steps import read_predicted_step
+from fullshard.spec.run_files import METRICS, PREDICTED_STEP, PROFILES
+from fullshard.spec.step_spans import spans_to_json
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import decoder_spec, plan_for
 from tests.planner.test_offload import SMALL
 from tests.planner.test_spans import check_sums_are_terms
-
-MS = 1_000_000
-
-
-def step_of(number: int, rank: int) -> StepSpans:
-    """A step of 30 ms, in which rank 0 waits 2 ms for parameters, and rank 1 5 ms."""
-    waits = (2 + 3 * rank) * MS
-    names = ("data", "forward", "backward", "reduce", "optimizer", "between steps")
-    at = (0, 1 * MS, 12 * MS, 26 * MS, 28 * MS, 30 * MS)
-    step = RecordedStep(number, finished=30 * MS, end=31 * MS)
-    step.phases = [PhaseMark(name, moment, 0) for name, moment in zip(names, at, strict=True)]
-    step.ranges = [
-        RangeMark("pre_forward", "blocks.0", 1 * MS, 8 * MS),
-        RangeMark("all_gather", "blocks.0", 2 * MS, 2 * MS + waits),
-        RangeMark("post_forward", "blocks.0", 11 * MS, 12 * MS),
-        RangeMark("pre_backward", "blocks.0", 12 * MS, 13 * MS),
-        RangeMark("post_backward", "blocks.0", 20 * MS, 26 * MS),
-        RangeMark("reduce_scatter", "blocks.0", 21 * MS, 24 * MS),
-    ]
-    spans = tuple(step_spans(step))
-    known = {"attempt": 1, "host": "h", "reason": "sampled", "seconds": step.seconds}
-    return StepSpans(step=number, rank=rank, begin_ns=10**9 + rank * MS, spans=spans, **known)
+from tests.report.profiles import made_step
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    """Steps of 30 ms, in which rank 0 waits 2 ms for parameters, and rank 1, which began 1 ms later, 5 ms."""
     directory = tmp_path / "run"
-    (directory / SPANS).mkdir(parents=True)
+    for number, rank in product((10, 20), range(2)):
+        wait = 2000 + 3000 * rank
+        made_step(
+            ("fullshard::data", 0, 1000),
+            ("fullshard::forward", 1000, 12_000),
+            ("FSDP::pre_forward (blocks.0)", 1000, 8000),
+            ("fullshard::all_gather", 2000, 2000 + wait),
+            ("FSDP::post_forward (blocks.0)", 11_000, 12_000),
+            ("fullshard::backward", 12_000, 26_000),
+            ("FSDP::post_backward_reduce (blocks.0)", 20_000, 26_000),
+            ("fullshard::reduce_scatter", 21_000, 24_000),
+            ("fullshard::update", 28_000, 30_000),
+            end=30_000,
+            base_ns=10**9 + rank * 10**6,
+        ).write(directory, step=number, rank=rank)
     (directory / METRICS).write_text("")
-    for rank in range(2):
-        lines = "".join(step_of(number, rank).to_line() + "\n" for number in (10, 20))
-        (directory / SPANS / f"rank-{rank:05}.jsonl").write_text(lines + '{"step":30,"cut off')
+    (directory / PROFILES / "step-00000030-rank-00000.json.gz").write_text("cut off")
     return directory
 
 
@@ -58,8 +51,7 @@ def add_predicted(directory: Path) -> Any:
     plan = plan_for(SMALL, 4, "sharding.strategy=full_shard")
     terms = StepTimePredictor(spec, hardware).predict_time(plan)
     spans = predict_step_spans(spec, plan, hardware=hardware)
-    line = StepSpans.of_prediction(spans, seconds=terms.total).to_line()
-    (directory / SPANS / PREDICTED_STEP).write_text(f"{line}\n")
+    (directory / PROFILES / PREDICTED_STEP).write_text(spans_to_json(spans))
     return terms
 
 
@@ -90,14 +82,9 @@ def test_a_trace_has_a_process_per_rank_and_the_planned_step(run: Path, tmp_path
             stack.pop()
         assert not stack or end <= stack[-1] + 1e-4, one
         stack.append(end)
-    # To the microsecond, as read back from the file.
-    from fullshard.report.measured_steps import read_predicted_step
-
-    predicted = read_predicted_step(run)
-    assert predicted is not None
     total = max(one["ts"] + one["dur"] for one in slices(out) if one["pid"] == 3)
     assert total == pytest.approx(terms.total * 1e6, abs=1)
-    check_sums_are_terms(predicted.spans, terms, within=1e-6)
+    check_sums_are_terms(read_predicted_step(run), terms, within=1e-6)
 
 
 def test_sql_finds_the_exposed_communication_of_each_unit(run: Path, tmp_path: Path):
@@ -118,7 +105,7 @@ def test_sql_finds_the_exposed_communication_of_each_unit(run: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "11"], "holds no spans of step 11.\n  got: spans of steps 10, 20"),
+        (["--step", "11"], "holds no profile of step 11.\n  got: profiles of steps 10, 20, 30"),
         (["--out", "{run}/metrics.jsonl"], "metrics.jsonl"),
         (["--out", "{run}/other.txt"], "other.txt exists already."),
         (["--out", "{run}/absent/t.json"], "cannot be written"),
@@ -131,7 +118,7 @@ def test_a_wrong_step_or_file_is_refused(run: Path, arguments: list[str], messag
     assert (run / "other.txt").read_text() == "mine"
 
 
-def test_a_run_without_spans_and_another_directory_are_told_apart(tmp_path: Path, capsys: Any):
+def test_a_run_without_profiles_and_another_directory_are_told_apart(tmp_path: Path, capsys: Any):
     assert main(["trace", str(tmp_path), "--out", str(tmp_path / "t.json")]) == 2
     assert "the directory that run.dir names" in capsys.readouterr().err
     (tmp_path / METRICS).write_text("")

@@ -20,7 +20,7 @@ from tests.jobs.test_train import TINY, steps_that_stand_out
 
 
 def train(directory: str, settings: tuple[str, ...], resume: bool) -> None:
-    run = Run.load(overrides=[*TINY, "log.profile_steps=0", f"run.dir={directory}", *settings])
+    run = Run.load(overrides=[*TINY, "log.trace_every=0", f"run.dir={directory}", *settings])
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     run_job(plan.run, resume=resume, plan=plan, command_started=time.time())
 

@@ -50,7 +50,7 @@ def plan_of(directory: Path, tier: str, *, ranks: int, path: str = "offload") ->
 
 def ran(directory: str, steps: int, resume: bool, *settings: str) -> str:
     """A whole run; what its first rank says."""
-    overrides = [*TINY, "train.global_batch=12", "log.profile_steps=0", f"train.steps={steps}"]
+    overrides = [*TINY, "train.global_batch=12", "log.trace_every=0", f"train.steps={steps}"]
     run = Run.load(overrides=[*overrides, f"run.dir={directory}", *settings])
     said = io.StringIO()
     with redirect_stderr(said):

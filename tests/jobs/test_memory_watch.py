@@ -31,7 +31,7 @@ def leaking_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def train(directory: str, settings: tuple[str, ...]) -> None:
-    run = Run.load(overrides=[*TINY, "log.profile_steps=0", f"run.dir={directory}", *settings])
+    run = Run.load(overrides=[*TINY, "log.trace_every=0", f"run.dir={directory}", *settings])
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     run_job(plan.run, resume=False, plan=plan, command_started=time.time())
     KEPT.clear()

@@ -1,8 +1,7 @@
 """A rank that holds the others up is named with its cause, by clocks that only delays advance."""
 
 from bench.stragglers import run_windows
-from fullshard.spec.straggler import StragglerCause
-from fullshard.survival.stragglers import FLOOR_SECONDS
+from fullshard.survival.stragglers import FLOOR_SECONDS, StragglerCause
 
 SCHEDULE = [
     (2, StragglerCause.FORWARD, 0.15),

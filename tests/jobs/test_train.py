@@ -78,7 +78,7 @@ def test_measured_and_planned_speeds_differ_only_as_the_steps_do(ranks, tmp_path
         "padded": (*chats(tmp_path), "data.train_on=all", "data.sequence_length=48"),
         "mean": ("train.loss=tests.jobs.test_train:mean_over_valid_tokens",),
     }[kind]
-    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 4, "log.profile_steps=0", *settings)
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 4, "log.trace_every=0", *settings)
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     planned, pace = Plan.load(tmp_path / "run" / "plan.json").run.tokens_per_step, made.pace
     assert pace.tokens == pace.timed_steps * planned
@@ -91,8 +91,8 @@ def test_measured_and_planned_speeds_differ_only_as_the_steps_do(ranks, tmp_path
 def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8)
     pace = Measurement.load(tmp_path / "run" / "measurement.json").pace
-    # The second is metered, in the warmup; the fourth and the fifth are profiled, behind it.
-    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 2, 2, 4)
+    # The second is metered, in the warmup; the last is profiled, behind it.
+    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 2, 1, 5)
 
 
 def steps_that_stand_out(directory: Path) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path:
         str(tmp_path / "run"),
         12,
         "checkpoint.every=2",
-        "log.profile_steps=0",
+        "log.trace_every=0",
         *steps_that_stand_out(tmp_path),
     )
     made = Measurement.load(tmp_path / "run" / "measurement.json")
@@ -125,7 +125,7 @@ def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path:
 
 def leaves_metrics(directory: str, device: str, settings: tuple[str, ...]) -> None:
     with FakeDevice() if device == "fake" else nullcontext():
-        leaves_a_measurement(directory, 9, "log.profile_steps=0", *settings)
+        leaves_a_measurement(directory, 9, "log.trace_every=0", *settings)
 
 
 def test_a_run_that_reads_its_figures_later_records_the_same_ones(ranks, tmp_path: Path):
@@ -162,7 +162,7 @@ def test_a_run_that_fails_has_recorded_all_of_its_steps(ranks, tmp_path: Path, d
     assert len(lines) - skipped == {"cpu": 2, "fake": 3}[device], "the one that was launched already, too"
 
 
-@pytest.mark.parametrize(("steps", "setting"), [(4, "log.profile_steps=2"), (8, "log.profile_steps=0")])
+@pytest.mark.parametrize(("steps", "setting"), [(4, "log.trace_every=1000"), (8, "log.trace_every=0")])
 def test_a_run_that_is_too_short_or_asks_for_none_profiles_no_step(
     ranks, tmp_path: Path, steps: int, setting: str
 ):

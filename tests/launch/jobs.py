@@ -24,7 +24,7 @@ SMALL = (
     "train.validate_every=0",
     "train.validate_sequences=4",
     "log.sample_tokens=0",
-    "log.profile_steps=0",
+    "log.trace_every=0",
     "run.device=cpu",
 )
 

@@ -12,7 +12,7 @@ from fullshard.planner.spans import predict_step_spans
 from fullshard.planner.step_time import StepTimePredictor
 from fullshard.spec.prediction import TimeTerms
 from fullshard.spec.run import Tier
-from fullshard.spec.step_span import StepSpan
+from fullshard.spec.step_spans import StepSpan
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import decoder_spec, plan_for
 from tests.planner.test_offload import SMALL, Where, tiered, with_host

@@ -17,47 +17,11 @@ from fullshard.report.kernel_trace import parse_kernel_trace, read_kernel_trace
 from fullshard.report.kernels import KernelSummary, summarise_kernels
 from fullshard.spec.hardware import RatePoint
 from fullshard.spec.rates import default_cpu_rates
+from tests.report.profiles import BACKWARD_THREAD, MadeProfile
 
-HOST_THREAD, BACKWARD_THREAD = 1, 2
 
-
-class GpuTrace:
-    """A profile of a GPU, written by hand: times in µs."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self._launches = 0
-
-    def host(
-        self, name: str, begin: float, duration: float, *, thread: int = HOST_THREAD, **args: Any
-    ) -> None:
-        kind = "user_annotation" if name.startswith(("FSDP::", "fullshard::", "Optimizer")) else "cpu_op"
-        self._add(kind, name, times=(begin, duration), thread=thread, args=args)
-
-    def kernel(
-        self, name: str, begin: float, duration: float, *, launched: float, thread: int = HOST_THREAD
-    ) -> None:
-        self._launches += 1
-        same = {"correlation": self._launches}
-        self._add("cuda_runtime", "cudaLaunchKernel", times=(launched, 1), thread=thread, args=same)
-        kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
-        self._add(kind, name, times=(begin, duration), thread=7, args=same)
-
-    def summary(self, rates: Any = None) -> KernelSummary:
-        trace = parse_kernel_trace([*self.events, {"ph": "M", "name": "process_name"}, "no event"])
-        return summarise_kernels(trace, name="step", rates=rates)
-
-    def _add(self, kind: str, name: str, *, times: tuple[float, float], thread: int, args: Any) -> None:
-        event = {
-            "ph": "X",
-            "cat": kind,
-            "name": name,
-            "ts": times[0],
-            "dur": times[1],
-            "pid": 1,
-            "tid": thread,
-        }
-        self.events.append(event | {"args": args})
+def summary(made: MadeProfile, rates: Any = None) -> KernelSummary:
+    return summarise_kernels(made.trace(), name="step", rates=rates)
 
 
 def mm(rows: int, inner: int, columns: int) -> dict[str, Any]:
@@ -73,8 +37,8 @@ def attention(*, causal_at: int, causal: bool) -> dict[str, Any]:
     }
 
 
-def gpu_step() -> GpuTrace:
-    trace = GpuTrace()
+def gpu_step() -> MadeProfile:
+    trace = MadeProfile()
     trace.host("FSDP::all_gather_copy_out", 0, 10)
     trace.kernel("void split_with_sizes_copy_kernel", 5, 10, launched=2)
     trace.host("aten::mm", 10, 10, **mm(1000, 1000, 1000))
@@ -89,14 +53,14 @@ def gpu_step() -> GpuTrace:
     trace.host("aten::add", 255, 6)
     trace.kernel("vectorized_elementwise_kernel", 300, 10, launched=260)
     trace.kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 305, 45, launched=262)
-    trace.host("fullshard::optimizer", 265, 20)
+    trace.host("fullshard::update", 265, 20)
     trace.kernel("multi_tensor_apply_kernel", 350, 30, launched=270)
     trace.kernel("Memcpy DtoH", 380, 5, launched=290)
     return trace
 
 
 def test_kernels_of_a_gpu_are_counted_by_kind():
-    made = gpu_step().summary()
+    made = summary(gpu_step())
     seconds = {str(one.kind): round(one.seconds * 1e6) for one in made.kinds}
     assert seconds == {
         "matmul": 120,
@@ -113,7 +77,7 @@ def test_kernels_of_a_gpu_are_counted_by_kind():
 
 
 def test_idle_time_is_split_into_a_late_host_and_waiting():
-    made = gpu_step().summary()
+    made = summary(gpu_step())
     assert made.host_late_seconds * 1e6 == pytest.approx(61)  # the launch ends at 261
     assert made.waiting_seconds * 1e6 == pytest.approx(39)
     assert made.exposed_collective_seconds * 1e6 == pytest.approx(40), "5 µs run beside the addition"
@@ -122,14 +86,14 @@ def test_idle_time_is_split_into_a_late_host_and_waiting():
 def test_rates_count_each_operation_once_and_are_compared_with_the_calibrated_ones():
     curve = (RatePoint(1.0, 4e13),)
     rates = default_cpu_rates(1).model_copy(update={"matmul": {"bf16": curve}, "attention": {"bf16": curve}})
-    made = {str(one.kind): one for one in gpu_step().summary(rates).kinds}
+    made = {str(one.kind): one for one in summary(gpu_step(), rates).kinds}
     assert made["matmul"].flops == 2e9
     assert made["matmul"].flops_per_second == pytest.approx(2e9 / 120e-6)
     assert made["matmul"].share_of_calibrated == pytest.approx(2e9 / 120e-6 / 4e13)
     pairs = 128 * 129 // 2  # causal
     assert made["attention"].flops == 4 * 2 * 4 * 64 * pairs
     assert made["norm"].flops_per_second is None
-    unknown = gpu_step().summary(default_cpu_rates(1))
+    unknown = summary(gpu_step(), default_cpu_rates(1))
     assert all(one.share_of_calibrated is None for one in unknown.kinds), "it has no rates of bf16"
 
 
@@ -137,7 +101,7 @@ def test_slow_kernels_of_attention_are_warned_of():
     trace = gpu_step()
     trace.host("aten::_scaled_dot_product_attention_math", 400, 20, **attention(causal_at=5, causal=True))
     trace.host("aten::_scaled_dot_product_efficient_attention", 430, 9, **attention(causal_at=6, causal=True))
-    made = trace.summary()
+    made = summary(trace)
     assert made.attention == ("efficient", "flash", "math")
     assert [("(math)" in one, "memory-efficient" in one) for one in made.warnings] == [
         (True, False),
@@ -147,7 +111,7 @@ def test_slow_kernels_of_attention_are_warned_of():
 
 
 def test_backward_on_a_thread_of_its_own_is_recognised():
-    trace = GpuTrace()
+    trace = MadeProfile()
     trace.host("aten::mm", 0, 5, **mm(10, 10, 10))
     trace.host("ScaledDotProductFlashAttentionBackward0", 10, 20, thread=BACKWARD_THREAD)
     trace.host(
@@ -158,7 +122,7 @@ def test_backward_on_a_thread_of_its_own_is_recognised():
         **{"Input Dims": [[2, 4, 128, 64]] * 4, "Concrete Inputs": [""] * 11 + ["False"]},
     )
     trace.kernel("flash_bwd_kernel", 20, 40, launched=13, thread=BACKWARD_THREAD)
-    [one] = trace.summary().kinds
+    [one] = summary(trace).kinds
     assert (str(one.kind), one.flops) == ("attention", 10 * 2 * 4 * 64 * 128 * 128)
 
 
@@ -196,10 +160,10 @@ def test_attention_that_falls_back_to_matmuls_is_found(tmp_path: Path, monkeypat
 
 
 def test_the_table_has_a_column_of_calibrated_rates_only_if_there_are_some():
-    header, *rows = kernel_table(gpu_step().summary())
+    header, *rows = kernel_table(summary(gpu_step()))
     assert header[-1] == "FLOP/s"
     assert rows[0] == ("matmul", "0.1 ms", "31 %", "2", "16.7T")
-    assert "<table" in kernel_section(gpu_step().summary())
+    assert "<table" in kernel_section(summary(gpu_step()))
     assert kernel_section(None) == ""
 
 

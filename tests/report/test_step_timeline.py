@@ -3,51 +3,40 @@
 from pathlib import Path
 
 from fullshard.report.step_timeline import MOST_ROWS
-from fullshard.spec.measured_step import StepSpans
-from fullshard.spec.run_files import PREDICTED_STEP, SPANS
-from fullshard.spec.step_span import StepSpan
+from fullshard.spec.run_files import PREDICTED_STEP, PROFILES
+from fullshard.spec.step_spans import StepSpan, spans_to_json
 from tests.report import runs
+from tests.report.profiles import made_step
 from tests.report.test_page import HOSTILE, read, shown
 
-MS = 1_000_000
 
-
-def write_spans(directory: Path, ranks: int, *, unit: str = "blocks.0", spans: int = 40) -> None:
+def write_steps(directory: Path, ranks: int, *, unit: str = "blocks.0", spans: int = 40) -> None:
     """Steps in which rank 1 waits least, and the planned step."""
-    (directory / SPANS).mkdir(exist_ok=True)
     for rank in range(ranks):
-        wait = 0.001 if rank == 1 else 0.005
-        made = []
+        wait = 1000 if rank == 1 else 4000
+        ranges = [("fullshard::forward", 0.0, 10_000.0 * spans)]
         for i in range(spans):
-            made.append(StepSpan("compute", "forward", 0.01 * i, 0.01 * i + 0.01 - wait, unit=f"{unit}.{i}"))
-            made.append(StepSpan("compute", "wait for all-gather", 0.01 * i + 0.01 - wait, 0.01 * (i + 1)))
-        one = StepSpans(
-            step=100,
-            attempt=1,
-            rank=rank,
-            host="h",
-            reason="last",
-            begin_ns=rank * MS,
-            seconds=0.01 * spans,
-            spans=tuple(made),
-        )
-        (directory / SPANS / f"rank-{rank:05}.jsonl").write_text(one.to_line() + "\n")
-    planned = StepSpans.of_prediction([StepSpan("compute", "forward", 0.0, 0.2, unit=unit)], seconds=0.2)
-    (directory / SPANS / PREDICTED_STEP).write_text(planned.to_line() + "\n")
+            begin, end = 10_000.0 * i, 10_000.0 * (i + 1)
+            ranges.append((f"FSDP::pre_forward ({unit}.{i})", begin, begin))
+            ranges.append(("fullshard::all_gather", end - wait, end))
+            ranges.append((f"FSDP::post_forward ({unit}.{i})", end, end))
+        made_step(*ranges, end=10_000 * spans).write(directory, step=100, rank=rank)
+    planned = [StepSpan("compute", "forward", 0.0, 0.2, unit=unit)]
+    (directory / PROFILES / PREDICTED_STEP).write_text(spans_to_json(planned))
 
 
 def test_a_step_is_shown_with_its_units_above_the_planned_one(tmp_path: Path):
     directory = runs.finished(tmp_path / "run")
-    write_spans(directory, 2)
+    write_steps(directory, 2)
     page = shown(read(directory))
     assert "One step, rank by rank: colour is waiting" in page.headings
-    assert all(text in page.text for text in ("rank 0", "rank 1", "planned", "forward, blocks.0.3: 5.0 ms"))
+    assert all(text in page.text for text in ("rank 0", "rank 1", "planned", "forward, blocks.0."))
     assert "Rank 1 waited least for others: 40.0 ms" in page.text
 
 
 def test_many_ranks_and_spans_stay_within_the_page(tmp_path: Path):
     directory = runs.finished(tmp_path / "run")
-    write_spans(directory, 20, unit=HOSTILE.replace("http", ""), spans=400)
+    write_steps(directory, 20, unit=HOSTILE.replace("http", ""), spans=400)
     page = shown(read(directory))
     assert sum(text.startswith("rank ") for text in page.texts) == MOST_ROWS
     assert f"of 20 ranks, {MOST_ROWS} of them shown" in page.text

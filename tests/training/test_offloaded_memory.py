@@ -71,7 +71,7 @@ def start(
     settings = [f"run.ranks={ranks}", f"train.global_batch={ranks}", f"offload.tier={tier}", *settings]
     if job == "limited":
         settings += ["train.steps=4", "train.validate_every=0", "train.validate_sequences=4"]
-        settings += ["log.sample_tokens=0", "log.profile_steps=0"]
+        settings += ["log.sample_tokens=0", "log.trace_every=0"]
     # Address space, unlike memory, is also what each thread's arena would reserve.
     own = os.environ | {"MALLOC_ARENA_MAX": "1"} | ({} if limit is None else {"RESIDENT_LIMIT": str(limit)})
     command = [sys.executable, "-m", "tests.training.resident", job, str(directory / "run"), *settings]

@@ -21,12 +21,12 @@ def trace(
     ] = Path("trace.json.gz"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not such a trace.")] = False,
 ) -> None:
-    """Write a step of all ranks as a trace for Perfetto.
+    """Write a profiled step of all ranks as a trace for Perfetto.
 
     The planned step is in it as well. Open it in https://ui.perfetto.dev.
     """
     from fullshard.errors import SpecError
-    from fullshard.quantities import format_bytes, format_seconds
+    from fullshard.quantities import format_bytes
     from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step, trace_processes
     from fullshard.report.trace import check_is_trace, save_trace
     from fullshard.system.targets import build_can_load_predicate, check_output_file
@@ -35,16 +35,14 @@ def trace(
     step = choose_step(directory, step)
     measured, predicted = read_step(directory, step), read_predicted_step(directory)
     if not measured:
-        raise SpecError(f"{directory}: the spans of step {step} cannot be read.", fix="another --step")
-    errors = [one.clock_error_ns for one in measured]
-    aligned = "not known" if None in errors else format_seconds(max(one or 0 for one in errors) * 1e-9)
-    about = {"run": str(directory), "step": str(step), "largest error between clocks of hosts": aligned}
+        raise SpecError(f"{directory}: the profiles of step {step} cannot be read.", fix="another --step")
+    about = {"run": str(directory), "step": str(step)}
     try:
         save_trace(path, trace_processes(measured, predicted), about=about)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
     ranks = f"{len(measured)} rank{'' if len(measured) == 1 else 's'}"
-    beside = "and the planned step" if predicted is not None else "without a planned step, which is not known"
+    beside = "and the planned step" if predicted else "without a planned step, which is not known"
     text = f"wrote {path}{size}: step {step} of {ranks}, {beside}; open it in https://ui.perfetto.dev"
     typer.echo(escape_control_characters(text))

@@ -1,6 +1,6 @@
 """Collectives that replace gloo's on CPU meshes, because gloo's are slow or need more memory.
 
-Each opens a profiler range, `fullshard::<collective>`, by which `fullshard.profiler.trace` finds it.
+Each opens a profiler range, `fullshard::<collective>`, by which `fullshard.report.profiled_step` finds it.
 """
 
 from collections.abc import Sequence

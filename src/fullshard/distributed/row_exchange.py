@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fullshard.distributed.collectives import exchange_directly, exchange_parts_directly
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.sequence_parts import MODEL_PARALLEL_RANGE
 from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -26,7 +25,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
 
     counts: (ranks, ...), the part for each rank
     """
-    with TimedRange(MODEL_PARALLEL_RANGE, operation=EXCHANGE_COUNTS):
+    with TimedRange(EXCHANGE_COUNTS):
         if counts.device.type == "cpu":
             return exchange_directly(counts, group_of_name(group))
         each = [1] * len(counts)
@@ -45,7 +44,7 @@ def exchange_rows(  # signature: torch's
     returns: False for rows on their way to their experts, True for rows on their way back
     """
     sent, received = (list(map(int, one.tolist())) for one in sizes)
-    with TimedRange(MODEL_PARALLEL_RANGE, operation=EXCHANGE_ROWS):
+    with TimedRange(EXCHANGE_ROWS):
         if rows.device.type == "cpu":
             result = rows.new_empty((sum(received), rows.shape[1]))
             exchange_parts_directly(rows.split(sent), result.split(received), group=group_of_name(group))

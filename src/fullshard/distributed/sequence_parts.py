@@ -27,11 +27,9 @@ from fullshard.spec.plan import Plan
 from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
-MODEL_PARALLEL_RANGE = "model_parallel"
-"""Name of the ranges by which `fullshard.profiler.trace` finds collectives within computation."""
 GATHER, REDUCE, EXCHANGE = "gather_sequence", "reduce_sequence", "exchange_heads"
 REDUCE_ALL = "reduce_over_ranks"
-"""Names of the operations, in the namespace `fullshard`."""
+"""Names of the operations, in the namespace `fullshard`, and of the ranges of their collectives."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +154,10 @@ def gather_sequence(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor
         gathered, process_group = part.new_empty((ranks, *part.shape)), group_of_name(group)
         own = gathered[dist.get_rank(process_group)]
         own.copy_(part)
-        with TimedRange(MODEL_PARALLEL_RANGE, operation=GATHER):
+        with TimedRange(GATHER):
             DirectAllGather()(gathered.view(-1), own.view(-1), process_group)
     else:
-        with TimedRange(MODEL_PARALLEL_RANGE, operation=GATHER):
+        with TimedRange(GATHER):
             gathered = _FUNCTIONAL.all_gather_into_tensor(part.unsqueeze(0).contiguous(), ranks, group)
             gathered = _FUNCTIONAL.wait_tensor(gathered)
     if pieces == 1:
@@ -182,11 +180,11 @@ def reduce_sequence(whole: Tensor, ranks: int, pieces: int, group: str) -> Tenso
         chunks = whole.chunk(ranks * pieces, dim=-2)
         stacked = torch.stack([torch.cat([chunks[r], chunks[-1 - r]], dim=-2) for r in range(ranks)])
     if whole.device.type != "cpu":
-        with TimedRange(MODEL_PARALLEL_RANGE, operation=REDUCE):
+        with TimedRange(REDUCE):
             reduced = _FUNCTIONAL.reduce_scatter_tensor(stacked, "sum", ranks, group)
             return _FUNCTIONAL.wait_tensor(reduced).squeeze(0)
     own = torch.empty_like(stacked[0])
-    with TimedRange(MODEL_PARALLEL_RANGE, operation=REDUCE):
+    with TimedRange(REDUCE):
         DirectReduceScatter()(own.view(-1), stacked.view(-1), group_of_name(group), dist.ReduceOp.SUM)
     return own
 
@@ -199,7 +197,7 @@ def exchange_heads(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:
         or else the other way round. Rank r has the r-th part of the sequence, and of the heads. Collective.
     """
     sent, each = torch.stack(x.chunk(ranks, dim=1 if to_heads else 2)), [1] * ranks
-    with TimedRange(MODEL_PARALLEL_RANGE, operation=EXCHANGE):
+    with TimedRange(EXCHANGE):
         if x.device.type == "cpu":
             received = exchange_directly(sent, group_of_name(group))
         else:
@@ -211,7 +209,7 @@ def exchange_heads(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:
 def reduce_over_ranks(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
     """Returns the sum, or the `maximum`, of `x` over ranks. Only the sum has a gradient. Collective."""
     reduced = x.clone()
-    with TimedRange(MODEL_PARALLEL_RANGE, operation=REDUCE_ALL):
+    with TimedRange(REDUCE_ALL):
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         dist.all_reduce(reduced, op=op, group=group_of_name(group))
     return reduced

@@ -29,7 +29,6 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
             f"all {job.plan.run.train.step_count} steps are done already; nothing was trained"
         )
     job.state.phase.enter(RunPhase.FINISHING)
-    job.observer.write_last()
     if interrupted:
         job.log.print_message(
             f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"

@@ -11,6 +11,7 @@ from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.prefetch import MicrobatchPrefetcher
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
+from fullshard.distributed.ranges import run_own_clock
 from fullshard.errors import PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.event_log import record_start
@@ -18,9 +19,10 @@ from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
 from fullshard.jobs.memory_watch import MemoryWatch
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
+from fullshard.jobs.profiles import StepProfiler
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
 from fullshard.jobs.run_log import RunLog, open_run_log
-from fullshard.jobs.step_observer import observe_steps
+from fullshard.jobs.straggler_watch import StragglerWatch
 from fullshard.jobs.train_job import TrainJob, flops_per_token
 from fullshard.models.build import build_model
 from fullshard.models.checks import check_sequence_length, check_vocabulary
@@ -95,8 +97,7 @@ def prepare_job(
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
-    first, root, every = state.step + 1, directory.root, run.log.trace_every
-    observed = observe_steps(model, where, log=log, directory=root, every=every, first_step=first)
+    first, where.clock = state.step + 1, stack.enter_context(run_own_clock())
     job = TrainJob(
         plan=plan,
         ranks=ranks,
@@ -109,7 +110,8 @@ def prepare_job(
         command_started=started,
         first_step=first,
         checkpoints=stack.enter_context(saver),
-        observer=stack.enter_context(observed),
+        profiler=_make_profiler(plan, directory, ranks=ranks, log=log, first_step=first),
+        stragglers=StragglerWatch(where.clock, log=log, device=ranks.device),
         pace=Throughput(warmup_steps=run.train.untimed_warmup_steps, trained_tokens=0),
         skipped_before=state.skipped,
         compiler=compiler,
@@ -168,6 +170,20 @@ def _open_log(
         after_step=state.step,
         peak_tokens_per_second=at_peak,
         where=state.phase,
+    )
+
+
+def _make_profiler(
+    plan: Plan, directory: RunDirectory, *, ranks: RankInfo, log: RunLog, first_step: int
+) -> StepProfiler:
+    return StepProfiler(
+        plan.run.log,
+        directory.root,
+        ranks=ranks,
+        attempt=all_gather_object(log.attempt)[0],
+        first_step=first_step,
+        last_step=plan.run.train.step_count,
+        say=log.print_message,
     )
 
 

@@ -13,13 +13,11 @@ from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.profiles import profile_if_chosen
 from fullshard.jobs.run_end import save_and_report_end
 from fullshard.jobs.run_start import plan_without_prediction, prepare_job
 from fullshard.jobs.train_job import TrainJob
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
-from fullshard.profiler.trace import profile_step
 from fullshard.quantities import format_seconds
 from fullshard.sharding.compile import find_compiled_forwards
 from fullshard.sharding.mesh import process_group
@@ -34,9 +32,8 @@ from fullshard.training.loop import Step, train
 from fullshard.training.resume import make_checkpoint_location, roll_back
 from fullshard.training.shard import close_offloaded_state
 
-# The first step allocates memory that later steps reuse. The second shows the steady peak. The third warms up
-# caches that the memory meter cooled, so steps are profiled from the fourth on.
-_METERED, _PROFILED_FROM = 1, 3
+# The first step allocates memory that later steps reuse. The second shows the steady peak.
+_METERED = 1
 
 
 def run_job(
@@ -44,7 +41,7 @@ def run_job(
 ) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    predicted_step: spans of the plan's predicted step, to be written beside the measured ones
+    predicted_step: spans of the plan's predicted step as JSON, to be written beside the measured ones
     After SIGTERM or SIGINT, ends within two steps, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
@@ -63,7 +60,7 @@ def run_job(
                 resume=resume,
                 started=command_started,
             )
-            job.observer.write_predicted(predicted_step)
+            job.profiler.write_predicted(predicted_step)
             interrupted = _train_and_save(job)
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
@@ -94,25 +91,20 @@ def _train_steps(job: TrainJob) -> bool:
 def _iterate_and_record_steps(job: TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
-    profiled = _profiled_step_indices(job)
-    section, root, say = job.plan.run.log, job.directory.root, job.log.print_message
-    job.slowed = {metered, *profiled, *section.profile}
+    job.slowed.add(metered)
     while True:
         index = state.step + 1
         if index == metered:
             with measure_peak_memory(job.ranks.device, model=state.model, optimizer=state.optimizer) as peak:
                 step = next(steps, None)
             job.peak_bytes = gather_highest_peak(peak, job.state.model, plan=job.plan)
-        elif index in profiled:
-            with profile_step(job.ranks.device) as traced:
+        elif job.profiler.is_due(index):
+            job.slowed.add(index)
+            with job.profiler.profile_step(index):
                 step = next(steps, None)
-            assert traced.seconds is not None, "the block has ended"
-            # Only the rank that waited least counts, because the other ranks waited for it.
-            every = all_gather_object(traced.seconds)
-            job.profiled.append(min(every, key=lambda seconds: seconds.exposed_collective_seconds))
+            _note_profiled(job)
         else:
-            with profile_if_chosen(section, index, rank=job.ranks.rank, directory=root, say=say):
-                step = next(steps, None)
+            step = next(steps, None)
         if step is None:
             return False
         if step.rollback and _try_roll_back(job, step):
@@ -121,6 +113,17 @@ def _iterate_and_record_steps(job: TrainJob) -> bool:
         _record_validate_and_save(job, step)
         if step.stopping and step.index < job.plan.run.train.step_count:
             return True
+
+
+def _note_profiled(job: TrainJob) -> None:
+    """Notes the seconds of the profiled step on the rank that waited least. Collective."""
+    own = job.profiler.last
+    if own is not None:
+        job.stragglers.note_profiled(own)
+    # Only the rank that waited least counts, because the other ranks waited for it.
+    every = [one for one in all_gather_object(None if own is None else own.terms()) if one is not None]
+    if every:
+        job.profiled.append(min(every, key=lambda seconds: seconds.exposed_collective_seconds))
 
 
 def _iterate_steps(job: TrainJob) -> Iterator[Step]:
@@ -141,7 +144,7 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
-    job.observer.forget_after(job.state.step)
+    job.stragglers.forget()
     job.memory.forget()
     job.log.record_skip(step)
     figures = {"loss": step.loss, "grad_norm": step.grad_norm}
@@ -151,19 +154,12 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
     return True
 
 
-def _profiled_step_indices(job: TrainJob) -> range:
-    """Returns the indices of the steps to profile; none, unless at least one more step follows them."""
-    first = job.first_step + _PROFILED_FROM
-    steps = range(first, first + job.plan.run.log.profile_steps)
-    return steps if steps.stop <= job.plan.run.train.step_count else range(0)
-
-
 def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     """Records the step before `step`, and validates and saves if due.
 
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
-    job.observer.observe_step(step)
+    job.stragglers.observe_step(step.index)
     memory = job.memory.observe_step(step.index)
     _record_last_step(job)
     job.unrecorded_memory = memory

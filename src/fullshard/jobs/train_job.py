@@ -8,9 +8,10 @@ from torch import nn
 from fullshard.data.batches import TrainingData
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.memory_watch import MemoryWatch
+from fullshard.jobs.profiles import StepProfiler
 from fullshard.jobs.run_directory import RunDirectory
 from fullshard.jobs.run_log import RunLog
-from fullshard.jobs.step_observer import NoObserver, StepObserver
+from fullshard.jobs.straggler_watch import StragglerWatch
 from fullshard.models.build import decoder_flops_per_token
 from fullshard.sharding.compile import CompilerTally
 from fullshard.sharding.mesh import RankInfo
@@ -37,7 +38,8 @@ class TrainJob:
     command_started: float
     first_step: int
     checkpoints: RunCheckpointSaver
-    observer: StepObserver | NoObserver
+    profiler: StepProfiler
+    stragglers: StragglerWatch
     pace: Throughput
     skipped_before: int
     compiler: CompilerTally

@@ -22,7 +22,7 @@ class LaunchRequest(FrozenModel):
     """A job for all ranks of a launch, with its arguments.
 
     command_started: start of the command, in seconds since the epoch
-    predicted_step: spans of the plan's predicted step (`StepSpans.to_line`), for a job that saves them
+    predicted_step: spans of the plan's predicted step (`spans_to_json`), for a job that saves them
     job: `module:function`, which each rank calls as `job(run, resume=..., plan=..., command_started=...)`,
         with `predicted_step=...` if there is one
 

@@ -16,7 +16,7 @@ from fullshard.planner.unit_costs import TICKS, UnitCost
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import Event, ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.step_span import StepSpan
+from fullshard.spec.step_spans import StepSpan
 
 _WAITS: dict[Cause, str] = {
     "all_gather": "wait for all-gather",

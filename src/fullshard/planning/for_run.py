@@ -25,13 +25,13 @@ from fullshard.planning.parallel_degrees import (
 )
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.run_checks import check_data_is_given
 from fullshard.spec.run_files import CHECKPOINTS
+from fullshard.spec.step_spans import spans_to_json
 from fullshard.spec.unused_settings import unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 
@@ -78,7 +78,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
-    update = {"run": plan.run, "plan": plan, "predicted_step": choice.predicted_step_line()}
+    update = {"run": plan.run, "plan": plan, "predicted_step": choice.predicted_step_text()}
     return request.model_copy(update=update)
 
 
@@ -89,8 +89,8 @@ class _PlanChoice(NamedTuple):
     spec: ModelSpec | None = None
     hardware: Hardware | None = None
 
-    def predicted_step_line(self) -> str | None:
-        """Returns the spans of the predicted step as a line of JSON; None if unknown or too many."""
+    def predicted_step_text(self) -> str | None:
+        """Returns the spans of the predicted step as JSON; None if unknown or too many."""
         spec, hardware, prediction = self.spec, self.hardware, self.plan.prediction
         if spec is None or hardware is None or prediction is None or not self.plan.run.log.trace_every:
             return None
@@ -99,7 +99,7 @@ class _PlanChoice(NamedTuple):
         from fullshard.planner.spans import predict_step_spans
 
         spans = predict_step_spans(spec, self.plan, hardware=hardware)
-        return StepSpans.of_prediction(spans, seconds=prediction.time.total).to_line()
+        return spans_to_json(spans)
 
 
 def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:

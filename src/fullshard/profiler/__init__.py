@@ -1,1 +1,1 @@
-"""Measurement of real runs: time and memory."""
+"""Measurement of memory, of the speed of matmuls, and of what this machine is."""

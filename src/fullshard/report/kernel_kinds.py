@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fullshard.report.kernel_trace import DeviceWork, HostOperation
 from fullshard.spec.hardware import ComputeDtype
+from fullshard.spec.step_spans import COLLECTIVES, RANGE_PREFIX
 
 
 class KernelKind(StrEnum):
@@ -37,15 +38,8 @@ class AttentionKernelUse(NamedTuple):
     dtype: ComputeDtype | None
 
 
-_COLLECTIVE_RANGES = (
-    "fullshard::all_",
-    "fullshard::reduce_",
-    "fullshard::model_",
-    "gloo:",
-    "nccl:",
-    "c10d::",
-)
-_OPTIMIZER_RANGES = ("fullshard::optimizer", "Optimizer.step")
+_COLLECTIVE_RANGES = (*(RANGE_PREFIX + kind for kind in COLLECTIVES), "gloo:", "nccl:", "c10d::")
+_OPTIMIZER_RANGES = (f"{RANGE_PREFIX}norm", f"{RANGE_PREFIX}update", "Optimizer.step")
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _ATTENTION = re.compile(r"scaled_?dot_?product|flash_?attention|flex_?attention|efficient_?attention", re.I)
 _NORM = re.compile(r"(layer|rms|batch|group|instance)_?norm", re.I)

@@ -3,12 +3,15 @@
 import gzip
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fullshard.errors import SpecError
 from fullshard.system.files import open_regular_file
+
+ATTEMPT = "fullshard_attempt"
+"""Name of the attempt among the metadata of a profile."""
 
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -21,6 +24,7 @@ class HostOperation:
     """An operation, a range or a call of the driver, on one thread of the host.
 
     begin, end: microseconds
+    is_range: whether it is a named range of work, which only marks what it contains
     dims: shapes of its tensors, by argument; types and values: those of its arguments, as text
     parent: the operation that called it; None if no operation did
     child_seconds: time in the operations that it called
@@ -31,6 +35,7 @@ class HostOperation:
     end: float
     thread: tuple[object, object]
     is_launch: bool = False
+    is_range: bool = False
     dims: list[Any] = field(default_factory=list[Any])
     types: list[str] = field(default_factory=list[str])
     values: list[str] = field(default_factory=list[str])
@@ -63,31 +68,48 @@ class DeviceWork:
 
 @dataclass(frozen=True)
 class KernelTrace:
-    """The operations of one profile. `device` is empty for a profile on the CPU."""
+    """The operations of one profile.
+
+    device: empty for a profile on the CPU
+    base_ns: moment 0 of the operations, in ns since the epoch
+    host_name, attempt: host of the rank, and number of the run's attempt
+    """
 
     host: list[HostOperation]
     device: list[DeviceWork]
+    base_ns: int = 0
+    host_name: str = ""
+    attempt: int = 1
 
 
 def read_kernel_trace(path: Path) -> KernelTrace:
-    """Reads a profile that `log.profile` wrote. Raises SpecError for any other file."""
+    """Reads the profile of a step. Raises SpecError for any other file."""
     try:
         with open(path, "rb", opener=open_regular_file) as file:
             packed = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             data = packed.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise SpecError(
-                f"{path} is too large to be read.", got="over 1 GiB", fix="fewer log.profile steps"
-            )
-        trace: Any = json.loads(data)
+            raise SpecError(f"{path} is too large to be read.", got="over 1 GiB")
     except OSError as error:
         raise SpecError(f"{path} cannot be read.", got=error.strerror or str(error)) from error
-    except (EOFError, ValueError, RecursionError) as error:
+    except EOFError as error:
         raise SpecError(f"{path} is not a profile.", got=str(error)) from error
-    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    return parse_profile(data, name=str(path))
+
+
+def parse_profile(data: bytes, *, name: str) -> KernelTrace:
+    """Returns the operations of a profile in JSON. Raises SpecError for any other text. `name`: its file."""
+    try:
+        trace: Any = json.loads(data)
+        known = cast(Mapping[str, Any], trace) if isinstance(trace, dict) else {}
+        base_ns, attempt = int(known.get("baseTimeNanoseconds", 0)), int(known.get(ATTEMPT, 1))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise SpecError(f"{name} is not a profile.", got=str(error)) from error
+    events = known.get("traceEvents")
     if not isinstance(events, list):
-        raise SpecError(f"{path} is not a profile.", got="no traceEvents")
-    return parse_kernel_trace(events)
+        raise SpecError(f"{name} is not a profile.", got="no traceEvents")
+    found, host_name = parse_kernel_trace(cast(list[Any], events)), str(known.get("host_name", ""))
+    return replace(found, base_ns=base_ns, host_name=host_name, attempt=attempt)
 
 
 def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
@@ -112,6 +134,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
                 begin + duration,
                 (event.get("pid"), event.get("tid")),
                 is_launch=kind in _LAUNCHES,
+                is_range=kind == "user_annotation",
                 dims=_list(arguments.get("Input Dims")),
                 types=_list(arguments.get("Input type")),
                 values=_list(arguments.get("Concrete Inputs")),

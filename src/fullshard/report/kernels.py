@@ -16,8 +16,8 @@ from fullshard.report.kernel_kinds import (
     host_kind,
 )
 from fullshard.report.kernel_trace import DeviceWork, HostOperation, KernelTrace, read_kernel_trace
+from fullshard.report.measured_steps import list_profiles
 from fullshard.spec.hardware import Rates, interpolate_rate
-from fullshard.spec.run_files import PROFILES
 
 _HALF = ("bf16", "fp16")
 
@@ -77,17 +77,12 @@ class KernelSummary:
     warnings: tuple[str, ...] = ()
 
 
-def list_profiles(directory: Path) -> list[Path]:
-    """Returns the profiles in a run's directory, in the order of steps and ranks."""
-    return sorted((directory / PROFILES).glob("step-*-rank-*.json.gz"))
-
-
 def summarise_last_profile(directory: Path, *, rates: Rates | None) -> KernelSummary | None:
     """Returns the summary of the last profiled step on its first rank; None without a readable profile."""
     profiles = list_profiles(directory)
     if not profiles:
         return None
-    last = [path for path in profiles if path.name.split("-")[1] == profiles[-1].name.split("-")[1]][0]
+    last = next(iter(profiles[max(profiles)].values()))
     try:
         return summarise_kernels(read_kernel_trace(last), name=last.name, rates=rates)
     except SpecError:

@@ -1,83 +1,88 @@
-"""Reads the spans that the ranks of a run wrote, and the planned step beside them."""
+"""Finds and reads the profiled steps of a run, and the planned step beside them."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.errors import SpecError
-from fullshard.spec.measured_step import StepSpans
-from fullshard.spec.run_files import METRICS, PREDICTED_STEP, SPANS
-from fullshard.spec.step_span import StepSpan
+from fullshard.report.kernel_trace import read_kernel_trace
+from fullshard.report.profiled_step import profiled_step
+from fullshard.spec.run_files import METRICS, PREDICTED_STEP, PROFILES
+from fullshard.spec.step_spans import ProfiledStep, StepSpan, parse_spans
 from fullshard.system.files import open_regular_file
 
-_LONGEST_LINE_BYTES = 16 << 20
+_PROFILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")
+_MOST_BYTES = 16 << 20  # of the planned step
 
 
-def find_steps(directory: Path) -> dict[int, set[str]]:
-    """Returns step -> names of the files that hold it, for the run in `directory`. Raises OSError."""
-    found: dict[int, set[str]] = {}
-    for path in _rank_files(directory):
-        with open(path, "rb", opener=open_regular_file) as file:
-            for line in file:
-                if (step := _step_of_line(line)) is not None:
-                    found.setdefault(step, set()).add(path.name)
+def list_profiles(directory: Path) -> dict[int, dict[int, Path]]:
+    """Returns step -> rank -> its profile, for the run in `directory`, in order."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted((directory / PROFILES).glob("step-*-rank-*.json.gz")):
+        if (name := _PROFILE.fullmatch(path.name)) is not None:
+            found.setdefault(int(name[1]), {})[int(name[2])] = path
     return found
 
 
-def read_step(directory: Path, step: int) -> list[StepSpans]:
-    """Returns the spans of `step` on each rank that wrote it, in the order of ranks. Raises OSError.
+def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> list[ProfiledStep]:
+    """Returns the spans of `step` on each rank whose profile can be read, in the order of ranks.
 
-    A step that was repeated counts as its last attempt ran it.
+    most_ranks: of more ranks than this, only so many are read, at equal distances; None: all
+
+    Files of an earlier attempt, which had more ranks, are left out.
     """
-    ranks: dict[int, StepSpans] = {}
-    for path in _rank_files(directory):
-        with open(path, "rb", opener=open_regular_file) as file:
-            lines = [line for line in file if _step_of_line(line) == step]
-        if lines and (measured := StepSpans.parse(lines[-1])) is not None:
-            ranks[measured.rank] = measured
-    last = max((one.attempt for one in ranks.values()), default=0)
-    return [one for _, one in sorted(ranks.items()) if one.attempt == last]
+    paths = list(list_profiles(directory).get(step, {}).items())
+    if most_ranks is not None and len(paths) > most_ranks:
+        paths = [paths[i * len(paths) // most_ranks] for i in range(most_ranks)]
+    read: list[ProfiledStep] = []
+    for rank, path in paths:
+        try:
+            read.append(profiled_step(read_kernel_trace(path), step=step, rank=rank))
+        except SpecError:
+            continue
+    last = max((one.attempt for one in read), default=0)
+    return [one for one in read if one.attempt == last]
 
 
-def read_predicted_step(directory: Path) -> StepSpans | None:
-    """Returns the planned step of the run; None if it was not recorded, or cannot be read."""
+def read_predicted_step(directory: Path) -> tuple[StepSpan, ...]:
+    """Returns the spans of the planned step; none if it was not recorded, or cannot be read."""
     try:
-        with open(directory / SPANS / PREDICTED_STEP, "rb", opener=open_regular_file) as file:
-            return StepSpans.parse(file.read(_LONGEST_LINE_BYTES))
+        with open(directory / PROFILES / PREDICTED_STEP, "rb", opener=open_regular_file) as file:
+            return parse_spans(file.read(_MOST_BYTES))
     except OSError:
-        return None
+        return ()
 
 
 def choose_step(directory: Path, step: int | None) -> int:
-    """Returns `step`, or the last sampled step. Raises SpecError if the run has no such spans."""
+    """Returns `step`, or the last profiled step. Raises SpecError if the run has no such profile."""
     if not directory.is_dir():
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
-    try:
-        found = find_steps(directory)
-    except OSError as error:
-        raise SpecError(f"{error.filename} cannot be read.", got=error.strerror) from error
+    found = list_profiles(directory)
     if not found:
         known = (directory / METRICS).exists()
         raise SpecError(
-            f"{directory} holds no spans.",
-            got=f"no {SPANS}/rank-*.jsonl" + ("" if known else f", and no {METRICS}"),
-            why="a run writes them from its tenth step on, unless log.trace_every = 0" if known else None,
+            f"{directory} holds no profiled steps.",
+            got=f"no {PROFILES}/step-*.json.gz" + ("" if known else f", and no {METRICS}"),
+            why="a run profiles its tenth step, unless log.trace_every = 0" if known else None,
             fix="log.trace_every = 100"
             if known
             else "the directory that run.dir names, such as runs/default",
         )
     if step is None:
-        most = max(len(files) for files in found.values())
-        return max(one for one, files in found.items() if len(files) == most)
+        most = max(len(ranks) for ranks in found.values())
+        return max(one for one, ranks in found.items() if len(ranks) == most)
     if step not in found:
         raise SpecError(
-            f"{directory} holds no spans of step {step}.",
-            got=f"spans of steps {_list_text(sorted(found))}",
-            fix="one of these with --step, or a smaller log.trace_every in the next run",
+            f"{directory} holds no profile of step {step}.",
+            got=f"profiles of steps {_list_text(list(found))}",
+            fix="one of these with --step, or the step in log.profile in the next run",
         )
     return step
 
 
-def trace_processes(measured: list[StepSpans], predicted: StepSpans | None) -> dict[str, list[StepSpan]]:
+def trace_processes(
+    measured: Sequence[ProfiledStep], predicted: Sequence[StepSpan]
+) -> dict[str, list[StepSpan]]:
     """Returns the processes of a trace: one for each rank, on one axis of time, and the planned step.
 
     The axis begins where the first rank begins; the planned step begins there, too.
@@ -89,21 +94,9 @@ def trace_processes(measured: list[StepSpans], predicted: StepSpans | None) -> d
         processes[f"rank {one.rank} on {one.host}"] = [
             span._replace(begin=span.begin + late, end=span.end + late) for span in one.spans
         ]
-    if predicted is not None:
-        processes["predicted: one rank"] = list(predicted.spans)
+    if predicted:
+        processes["predicted: one rank"] = list(predicted)
     return processes
-
-
-def _rank_files(directory: Path) -> Iterable[Path]:
-    return sorted((directory / SPANS).glob("rank-*.jsonl"))
-
-
-def _step_of_line(line: bytes) -> int | None:
-    """Returns the step of a whole line, which `StepSpans.to_line` begins with it."""
-    begin, _, rest = line.partition(b'{"step":')
-    digits, comma, _ = rest.partition(b",")
-    is_whole = not begin and comma and line.endswith(b"\n") and len(line) <= _LONGEST_LINE_BYTES
-    return int(digits) if is_whole and digits.isdigit() and len(digits) < 16 else None
 
 
 def _list_text(steps: list[int]) -> str:

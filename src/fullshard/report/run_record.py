@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import ValidationError
+
 from fullshard.errors import SpecError
 from fullshard.report.kernels import KernelSummary, summarise_last_profile
 from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
@@ -14,15 +16,17 @@ from fullshard.report.metrics import MetricsReader, StepColumns
 from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.hardware import Hardware, Rates
 from fullshard.spec.live_status import LiveStatus
-from fullshard.spec.measured_step import StepSpans
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
+from fullshard.spec.step_spans import ProfiledStep, StepSpan
 
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
 T = TypeVar("T")
 
+MOST_RANKS = 32
+"""Ranks whose profiles are read: each takes up to a second."""
 # A launcher starts ranks again within this time; later, it must have ended, too.
 _RESTART_SECONDS = 300.0
 
@@ -38,8 +42,8 @@ class RunRecord:
     measurement: what the last attempt measured; None if it has not ended, or ended without
     events: empty for a run of a version that did not write any
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
-    measured_steps: spans of the last sampled step on each rank that wrote it; empty for a run without spans
-    predicted_step: spans of the planned step; None if it is not known
+    measured_steps: the last profiled step on each rank, at most MOST_RANKS; empty for a run without profiles
+    predicted_step: spans of the planned step; empty if it is not known
     live: live.json of the last attempt; None if the run has no such file
     kernels: times by kind of kernel in the last profiled step; None without a profile
     unreadable: names of records that are there, and that this version cannot read
@@ -53,8 +57,8 @@ class RunRecord:
     events: list[RunEvent] = field(default_factory=list[RunEvent])
     saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
-    measured_steps: tuple[StepSpans, ...] = ()
-    predicted_step: StepSpans | None = None
+    measured_steps: tuple[ProfiledStep, ...] = ()
+    predicted_step: tuple[StepSpan, ...] = ()
     live: LiveStatus | None = None
     kernels: KernelSummary | None = None
 
@@ -137,7 +141,7 @@ def read_run(
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
         measured_steps=() if is_brief else _read_last_step(directory),
-        predicted_step=None if is_brief else read_predicted_step(directory),
+        predicted_step=() if is_brief else read_predicted_step(directory),
         live=live if live is not None and live.attempt == attempts else None,
         kernels=None if is_brief else summarise_last_profile(directory, rates=rates),
     )
@@ -150,10 +154,10 @@ def rates_of_run(plan: Plan | None, hardware: Hardware | None) -> Rates | None:
     return hardware.rates if is_same and hardware is not None else None
 
 
-def _read_last_step(directory: Path) -> tuple[StepSpans, ...]:
+def _read_last_step(directory: Path) -> tuple[ProfiledStep, ...]:
     try:
-        return tuple(read_step(directory, choose_step(directory, None)))
-    except (SpecError, OSError):
+        return tuple(read_step(directory, choose_step(directory, None), most_ranks=MOST_RANKS))
+    except SpecError:
         return ()
 
 
@@ -184,8 +188,8 @@ def _newest_planned(events: list[RunEvent]) -> Plan | None:
     if not plans or not isinstance(plans[-1], dict):
         return None
     try:
-        return Plan.parse(plans[-1], source=EVENTS)
-    except SpecError:
+        return Plan.model_validate(plans[-1], extra="ignore")
+    except ValidationError:
         return None
 
 

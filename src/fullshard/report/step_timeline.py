@@ -8,8 +8,7 @@ from fullshard.report.curves import axis_ticks
 from fullshard.report.markup import escape, percent_text, table
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.event import RunEvent
-from fullshard.spec.measured_step import COMPUTE, TERM_OF_SPAN, StepSpans
-from fullshard.spec.step_span import StepSpan
+from fullshard.spec.step_spans import COMPUTE, TERM_OF_SPAN, ProfiledStep, StepSpan
 
 MOST_ROWS = 8
 _WIDTH, _LABELS, _ROW, _BAR = 900, 76, 26, 17
@@ -51,14 +50,14 @@ class _Row:
 
 
 def step_timeline(run: RunRecord) -> str:
-    """Returns the timeline of the run's last sampled step; an empty text if no step was recorded."""
+    """Returns the timeline of the run's last profiled step; an empty text if no step was recorded."""
     steps, planned = run.measured_steps, run.predicted_step
     if not steps:
         return ""
     start = min(one.begin_ns for one in steps)
     rows = [_measured_row(one, start=start) for one in _most_different(steps)]
-    if planned is not None:
-        rows.append(_Row(_PLANNED, [one for one in planned.spans if one.track == COMPUTE]))
+    if planned:
+        rows.append(_Row(_PLANNED, [one for one in planned if one.track == COMPUTE]))
     end = max(span.end for row in rows for span in row.spans)
     drawn = "".join(_draw_row(row, top=index * _ROW, seconds=end) for index, row in enumerate(rows))
     height = len(rows) * _ROW + 18
@@ -66,7 +65,7 @@ def step_timeline(run: RunRecord) -> str:
         f'<svg class="step" viewBox="0 0 {_WIDTH + _LABELS} {height}" role="img">'
         f"<title>One step, rank by rank</title>{drawn}{_axis(end, top=len(rows) * _ROW)}</svg>"
     )
-    sentence = _sentence(steps, shown=len(rows) - (planned is not None))
+    sentence = _sentence(steps, shown=len(rows) - bool(planned))
     return f'<p class="dim">{escape(sentence)}</p><div class="scroll">{svg}</div>{_legend(rows)}'
 
 
@@ -106,7 +105,7 @@ def _straggler_pairs(events: Iterable[RunEvent]) -> Iterator[tuple[RunEvent, Run
     yield from ((one, None) for one in begun.values())
 
 
-def _most_different(steps: Sequence[StepSpans]) -> list[StepSpans]:
+def _most_different(steps: Sequence[ProfiledStep]) -> list[ProfiledStep]:
     """Returns at most MOST_ROWS ranks: those that waited least, for which others wait, and those most."""
     if len(steps) <= MOST_ROWS:
         return list(steps)
@@ -115,12 +114,12 @@ def _most_different(steps: Sequence[StepSpans]) -> list[StepSpans]:
     return sorted(chosen, key=lambda one: one.rank)
 
 
-def _measured_row(step: StepSpans, *, start: int) -> _Row:
+def _measured_row(step: ProfiledStep, *, start: int) -> _Row:
     late = (step.begin_ns - start) * 1e-9
     spans = [
-        span._replace(begin=span.begin + late, end=min(span.end, step.seconds) + late)
+        span._replace(begin=span.begin + late, end=span.end + late)
         for span in step.spans
-        if span.track == COMPUTE and span.begin < step.seconds
+        if span.track == COMPUTE
     ]
     return _Row(f"rank {step.rank}", spans)
 
@@ -190,20 +189,14 @@ def _legend(rows: Sequence[_Row]) -> str:
     return f'<p class="legend">{"".join(parts)}'
 
 
-def _sentence(steps: Sequence[StepSpans], *, shown: int) -> str:
+def _sentence(steps: Sequence[ProfiledStep], *, shown: int) -> str:
     least = min(steps, key=lambda one: one.terms().exposed_collective_seconds)
     text = f"Step {steps[0].step:,} of {len(steps):,} rank{'' if len(steps) == 1 else 's'}"
     text += f", {shown} of them shown. " if shown < len(steps) else ". "
     if len(steps) > 1:
         waited = least.terms().exposed_collective_seconds
         text += f"Rank {least.rank} waited least for others: {format_seconds(waited)}. "
-    errors = [one.clock_error_ns for one in steps]
-    if None in errors:
-        text += "The clocks of the hosts could not be compared. "
-    elif any(errors):
-        largest = max(one or 0 for one in errors) * 1e-9
-        text += f"The clocks of the hosts differ by at most {format_seconds(largest)}. "
-    return f"{text}fullshard trace opens any sampled step with all of its streams."
+    return f"{text}fullshard trace opens any profiled step with all of its streams."
 
 
 def _positive(value: object) -> float:

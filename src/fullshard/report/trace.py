@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fullshard.errors import SpecError
-from fullshard.spec.step_span import StepSpan
+from fullshard.spec.step_spans import StepSpan
 
 _PROGRAM = {"program": "fullshard"}
 _SIGN = json.dumps({"otherData": _PROGRAM})[:-2].encode()  # how a trace of fullshard's begins

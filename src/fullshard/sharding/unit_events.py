@@ -8,12 +8,14 @@ the values are compared in the first forward.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitNames, UnitOrder
 from fullshard.errors import ShardError, TrainError
 from fullshard.torch_private.fsdp import gathered_parameter, parameter_groups, pending_gather
@@ -134,7 +136,12 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
         order.note_reduction(unit, without=without)
         group.all_reduce_grads = sums_now or bool(without)
         sums_later = has_replicas and not group.all_reduce_grads
-        post_backward(*args)
+        # On the host, FSDP2 waits for the sum over replicas without a range of its own.
+        sums = (
+            TimedRange("all_reduce", name="reduction") if has_replicas and not sums_later else nullcontext()
+        )
+        with sums:
+            post_backward(*args)
         group.all_reduce_grads = sums_now
 
     group.post_backward = recorded_post_backward

@@ -35,7 +35,7 @@ class RunEvent(FrozenModel):
         skip         nothing was updated, since loss or norm was not finite: `loss`, `grad_norm`
         spike        nothing was updated, since loss or norm stood out: `loss`, `grad_norm`
         straggler    a rank holds the others up: `rank`, `cause`, `seconds` per step, `share` of a step,
-                     `from_step` (see `fullshard.spec.straggler`)
+                     `from_step` (see `fullshard.survival.stragglers`)
         leak         a rank's memory grows steadily: `rank`, `memory` (of the device or the host),
                      `bytes_per_step`
         allocator_retry  a rank's allocator freed its cache to serve a request: `rank`, `count`,

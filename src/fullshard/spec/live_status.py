@@ -29,7 +29,7 @@ class RankStatus(FrozenModel):
 
 
 class HeldUp(FrozenModel):
-    """A rank that holds the others up. See `fullshard.spec.straggler`."""
+    """A rank that holds the others up. See `fullshard.survival.stragglers`."""
 
     rank: NonNegativeInt
     cause: str

@@ -124,7 +124,7 @@ class Throughput(FrozenModel):
 
 
 class StepSeconds(SecondsByCause):
-    """Measured seconds of one step by cause. See `fullshard.profiler.trace`.
+    """Measured seconds of one step by cause. See `fullshard.report.profiled_step`.
 
     compute                 forward and backward (including recompute); on CUDA, while one of its kernels runs
     model_parallel          waiting for ranks that share sequences, while nothing is computed

@@ -265,21 +265,17 @@ class LogSection(FrozenModel):
     """Settings of logging, profiling and experiment trackers.
 
     `every`: steps between log lines
-    `profile_steps`: steps profiled for the table of where the time goes, from the fourth on; excluded from
-        speed figures. A shorter run has no table.
-    `profile`: steps that torch's profiler records, with shapes, stacks and kernels, on the ranks
-        `profile_ranks`; excluded from speed figures. See docs/trace.md.
-    `trace_every`: steps between those whose spans each rank writes, for `fullshard trace` and the report; 0
-        records no spans, and names no slow ranks
+    `trace_every`: steps between those that torch's profiler records on all ranks, besides the tenth and the
+        hundredth of an attempt; excluded from speed figures. From them come the table of where the time
+        goes, `fullshard trace` and kernels by kind. 0: none. See docs/trace.md.
+    `profile`: further steps to record, on rank 0 with Python stacks
     `trackers`: `tensorboard`, `wandb`, `mlflow` (each an extra), or the name of an entry point in the
         group `fullshard.trackers` of another package. See docs/trackers.md.
     """
 
     every: PositiveCount = 10
-    profile_steps: Count = 2
+    trace_every: Count = 1000
     profile: tuple[PositiveCount, ...] = ()
-    profile_ranks: tuple[Count, ...] = (0,)
-    trace_every: Count = 100
     trackers: tuple[str, ...] = ()
     sample_tokens: Count = 160
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+
+from fullshard.distributed.ranges import OwnClock
 
 
 class RunPhase(StrEnum):
@@ -50,24 +51,10 @@ class Heartbeat:
     at: float
 
 
-class PhaseObserver(Protocol):
-    """An object that is informed about the phases of this rank."""
-
-    def note_phase(self, phase: RunPhase, step: int, /) -> object:
-        """Notes that the rank enters `phase`, after `step` finished steps."""
-
-    def current_wait(self) -> str:
-        """Returns the name of the collective for which the rank waits, as in a trace, or an empty text."""
-        ...
-
-    def note_hang(self) -> object:
-        """Notes that the run hangs. Called by the watchdog's thread, before it ends the process."""
-
-
 class PhaseTracker:
     """The current phase of this rank, and its number of finished steps.
 
-    observer: informed about each phase; None for no one
+    clock: counts the rank's own seconds in each phase; None for no one
     changes: number of times that a phase was entered; the watchdog takes an increase as progress
     heartbeats: the newest heartbeat of each rank, which the watchdog of rank 0 reads, if this is not None
     last_unit: returns the name of the unit that the rank gathered or reduced last, or an empty text
@@ -77,15 +64,15 @@ class PhaseTracker:
     def __init__(self) -> None:
         self.step, self.phase = 0, RunPhase.STARTING
         self.changes, self.has_finished_step = 0, False
-        self.observer: PhaseObserver | None = None
+        self.clock: OwnClock | None = None
         self.last_unit: Callable[[], str] = str
         self.heartbeats: Mapping[int, Heartbeat] | None = None
 
     def enter(self, phase: RunPhase) -> None:
         self.phase = phase
         self.changes += 1
-        if self.observer is not None:
-            self.observer.note_phase(phase, self.step)
+        if self.clock is not None:
+            self.clock.enter_phase(phase)
 
     def finish_step(self, step: int) -> None:
         self.step, self.has_finished_step = step, True

@@ -1,8 +1,8 @@
 """Names the ranks that hold the others up, and why, from what each rank measured over a window of steps.
 
 [Note: the test of a straggler]
-In synchronous training, all ranks take equally long: what differs is their own time (see
-`profiler/recorded_step.py`). Rank r holds the others up by cause c if
+In synchronous training, all ranks take equally long: what differs is their own time (see [Note: own seconds]
+in `distributed/ranges.py`). Rank r holds the others up by cause c if
 
     low(r, c) - m  >  max(FLOOR_SECONDS, SHARE · step)        it is worth a message
     low(r, c) - m  >  SCORE · (spread + NOISE_SECONDS)        it stands out
@@ -15,17 +15,23 @@ the one with the largest excess.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median, quantiles
 
-from fullshard.spec.straggler import StragglerCause
-
 FLOOR_SECONDS, SHARE, SCORE, NOISE_SECONDS = 0.030, 0.01, 4.0, 0.004
-MEASURED = tuple(cause for cause in StragglerCause if cause is not StragglerCause.LINK)
-"""The causes that a rank measures about itself; a slow link is found by a probe."""
 _LEAST_STEPS = 3
 _PER_CAUSE = 3
-FIGURES = 3 + _PER_CAUSE * len(MEASURED)
-"""Number of figures of a rank in `RankWindow.to_figures`."""
+
+
+class StragglerCause(StrEnum):
+    """Work of a rank while the others wait for it. The first five are phases of a run."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    SAVING = "saving"
+    GARBAGE = "garbage collection"
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class RankWindow:
         return sum(middle for _, middle, _ in self.own.values())
 
     def to_figures(self) -> list[float]:
-        """Returns the window as FIGURES numbers, for the other ranks."""
-        own = [value for cause in MEASURED for value in self.own.get(cause, (0.0,) * _PER_CAUSE)]
+        """Returns the window as numbers, for the other ranks."""
+        own = [value for cause in StragglerCause for value in self.own.get(cause, (0.0,) * _PER_CAUSE)]
         return [float(self.steps), self.step_seconds, self.waiting_seconds, *own]
 
     @classmethod
@@ -72,7 +78,7 @@ class RankWindow:
         steps, step_seconds, waiting_seconds, *rest = figures
         own = {
             cause: (rest[i], rest[i + 1], rest[i + 2])
-            for cause, i in zip(MEASURED, range(0, len(rest), _PER_CAUSE), strict=True)
+            for cause, i in zip(StragglerCause, range(0, len(rest), _PER_CAUSE), strict=True)
         }
         return cls(int(steps), step_seconds, waiting_seconds, own)
 
@@ -96,7 +102,7 @@ def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
         return []
     step = median(one.step_seconds for one in windows)
     largest: dict[int, tuple[float, StragglerCause]] = {}
-    for cause in MEASURED:
+    for cause in StragglerCause:
         for rank, excess in _excesses([one.own[cause] for one in windows], step=step):
             largest[rank] = max(largest.get(rank, (0.0, cause)), (excess, cause))
     return [

@@ -275,7 +275,7 @@ class _Watchdog:
     def _make_report(self) -> RankReport:
         # With a GPU, backward runs on autograd's own threads.
         threads = stacks.other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
-        observer = self._where.observer
+        clock = self._where.clock
         return RankReport(
             seen=self._make_heartbeat(),
             # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
@@ -283,15 +283,13 @@ class _Watchdog:
             place=stacks.user_frame_text(self._trainer),
             collective=stacks.last_collective_text(),
             stacks=stacks.all_stacks_text(),
-            wait="" if observer is None else observer.current_wait(),
+            wait="" if clock is None else clock.current_wait(),
             unit=self._where.last_unit(),
         )
 
     def _report_and_exit(self) -> None:
         """Publishes this rank's report, diagnoses the hang or waits for another rank's verdict, and exits."""
         own, first = self._make_report(), True
-        if self._where.observer is not None:
-            self._where.observer.note_hang()
         with suppress(RuntimeError):
             self._board.publish_report(own)
             first = self._board.request_reports()

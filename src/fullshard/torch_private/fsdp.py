@@ -24,11 +24,7 @@ _GROUP = f"{_PACKAGE}._fsdp_param_group.FSDPParamGroup"
 _PARAMETER = f"{_PACKAGE}._fsdp_param.FSDPParam"
 _PARTS = "finds the parts of a unit"
 _SHARD = "gathers offloaded and fp8 shards"
-_TRACE = "names the ranges of a trace"
-_TRACED = (
-    *("pre_forward", "post_forward", "pre_backward", "unshard", "wait_for_unshard", "finalize_backward"),
-    *("_all_gather_comm", "_reduce_scatter_comm"),
-)
+_SUMS = "completes sums over replicas"
 
 NAMES = require(
     PrivateName(f"{_MODULE}._get_fsdp_state", _PARTS),
@@ -41,9 +37,9 @@ NAMES = require(
     PrivateName(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
     PrivateName(f"{_GROUP}.post_backward", "reduces experts that no token reached"),
     PrivateName(f"{_GROUP}.reduce_grads", "reduces experts that no token reached"),
-    PrivateName(f"{_GROUP}.all_reduce_grads", _TRACE),
-    PrivateName(f"{_GROUP}.mesh_info", _TRACE),
-    *(PrivateName(f"{_GROUP}.{name}", _TRACE, is_optional=True) for name in _TRACED),
+    PrivateName(f"{_GROUP}.all_reduce_grads", _SUMS),
+    PrivateName(f"{_GROUP}.mesh_info", _SUMS),
+    PrivateName(f"{_GROUP}.unshard", "compares the units that ranks run"),
     PrivateName(f"{_PARAMETER}.sharded_param", _PARTS),
     PrivateName(f"{_PARAMETER}._sharded_param_data", _SHARD),
     PrivateName(f"{_PARAMETER}.sharded_size", _SHARD),

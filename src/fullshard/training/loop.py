@@ -34,7 +34,7 @@ from fullshard.training.step import count_computed_tokens, run_step
 
 logger = logging.getLogger("fullshard")
 
-_DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
+_DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.report.profiled_step`
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -104,7 +104,7 @@ class OptimizerInBackward:
     def _update_parameters(self, parameters: Sequence[Tensor]) -> None:
         if not parameters:
             return
-        with TimedRange("optimizer"):
+        with TimedRange("update"):
             gradients = [p.grad for p in parameters if p.grad is not None]
             sum_gradients_over_tensor_axis(gradients)
             self._norms.update(zip(parameters, local_gradient_norms(gradients), strict=True))

@@ -130,7 +130,7 @@ def run_step(
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(gradients)
     sum_gradients_over_tensor_axis(gradients if in_backward is None else ())
-    with TimedRange("optimizer"):  # see `fullshard.profiler.trace`
+    with TimedRange("norm"):
         sums[2] = local_share_of_squared_norm(_counted_norms(gradients, in_backward))
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = agree(nominal)
@@ -139,7 +139,7 @@ def run_step(
     result = _copy_result_to_host(decision, totals)
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
         result.read()
-    with TimedRange("optimizer"):
+    with TimedRange("update"):
         if not result.is_read:
             update_as_device_decides(state.optimizer, decision)
         elif in_backward is not None:
@@ -277,7 +277,7 @@ def _run_microbatches(
     for index, batch in enumerate(expected):
         if engine is not None and plan.accumulation > 1:
             _set_gradient_sync(engine, plan, last=index == plan.accumulation - 1)
-        with record_function("fullshard::compute"):
+        with record_function("fullshard::forward"):  # see `fullshard.report.profiled_step`
             state.phase.enter(RunPhase.FORWARD)
             torch.clear_autocast_cache()  # else autocast around the loop has casts of earlier weights
             tokens = count_computed_tokens(batch, plan)
@@ -295,7 +295,7 @@ def _run_microbatches(
             sums[1] += count
             sums[3] += tokens
             sums[4] += count if is_sum else math.nan  # a mean does not say over how many
-        with updates(nominal), record_function("fullshard::compute"), _explain_freed_parameters():
+        with updates(nominal), record_function("fullshard::backward"), _explain_freed_parameters():
             state.phase.enter(RunPhase.BACKWARD)
             (_require_gradient(total) * (state.loss_scale.scale / nominal)).backward()
     return nominal

@@ -1,0 +1,245 @@
+"""The spans of a profiled step: which work each stream of a rank did, for which unit.
+
+[Note: what counts as what]
+Ranges of the profile named `fullshard::<kind>` mark the parts of a step and the collectives that fullshard
+makes, and `FSDP::<method> (<unit>)` marks FSDP2's work for a unit. Between the range that starts a unit's
+forward or backward and the one that ends it, the unit computes. Each moment of the step has one kind of work.
+
+CPU    Of the thread that trains, whether it works or waits: the innermost range. An all-reduce that has no
+       range lasts from its call to the thread's next operation.
+CUDA   Of the device: first its kernels of the model, then those of the optimizer, then those of FSDP2, then
+       collectives, which are thus waiting only while no other kernel runs. A kernel is of the work in which
+       the host launched it. A device without work waits for data, or else for launches.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+from fullshard.errors import SpecError
+from fullshard.report.kernel_trace import DeviceWork, HostOperation, KernelTrace
+from fullshard.spec.step_spans import COLLECTIVES, COMPUTE, RANGE_PREFIX, ProfiledStep, StepSpan
+
+STEP_RANGE = "fullshard::step"
+"""Name of the range of the whole step."""
+_PHASES, _OTHER_PARTS = ("forward", "backward"), ("data", "norm", "update")
+_ENGINE, _CASTS = "FSDP::", "FSDP::cast_"  # activations that FSDP2 casts belong to the model
+_ENGINE_RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\)| for (?P<next>.*))?$")
+_COPY, _OTHER, _ROOT = "copy", "other kernels", "(root)"
+_ALL_REDUCE = "c10d::allreduce_"
+_NCCL = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
+# On a device: which of several kinds of work at one moment counts; others are of the model.
+_RANKS = {"norm": 4, "update": 4, _COPY: 3, "data": 1}
+_COMPUTING, _COMMUNICATING = 5, 2
+
+
+class _Work(NamedTuple):
+    """Work from `begin` to `end` in µs. Of several at one moment, the highest rank counts, then the last."""
+
+    begin: float
+    end: float
+    name: str
+    unit: str | None = None
+    rank: int = 0
+
+
+def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
+    """Returns the spans of a profiled step. Raises SpecError if the profile is not of a whole step."""
+    whole = next((one for one in trace.host if one.is_range and one.name == STEP_RANGE), None)
+    if whole is None:
+        raise SpecError("the profile is not of a step.", got=f"no range {STEP_RANGE}")
+    parts = _find_parts(trace.host, thread=whole.thread)
+    if trace.device:
+        end = max(whole.end, *(one.end for one in trace.device))
+        compute, others = _device_works(trace, whole, parts=parts)
+        spans = _disjoint(compute, begin=whole.begin, end=end, idle="wait for launches")
+    else:
+        end = whole.end
+        works = _host_works([one for one in trace.host if one.thread == whole.thread], parts=parts)
+        spans = _disjoint(works, begin=whole.begin, end=end, idle="host's work")
+        waits = {wait: track for track, wait in COLLECTIVES.values()}
+        others = [(waits[one.name], one) for one in works if one.name in waits]
+    tracks = [(COMPUTE, one) for one in spans] + others + [("phases", one) for one in parts]
+    forwards = [one.begin for one in parts if one.name == "forward"]
+    made = (_span(track, one, start=whole.begin, forwards=forwards) for track, one in tracks)
+    return ProfiledStep(
+        step=step,
+        attempt=trace.attempt,
+        rank=rank,
+        host=trace.host_name,
+        begin_ns=trace.base_ns + round(whole.begin * 1000),
+        spans=tuple(sorted(made, key=lambda span: (span.begin, -span.end))),
+    )
+
+
+def _find_parts(host: Iterable[HostOperation], *, thread: object) -> list[_Work]:
+    names = {RANGE_PREFIX + part: part for part in (*_PHASES, *_OTHER_PARTS)}
+    return [
+        _Work(one.begin, one.end, names[one.name])
+        for one in host
+        if one.thread == thread and one.is_range and one.name in names
+    ]
+
+
+def _host_works(host: Sequence[HostOperation], *, parts: Sequence[_Work]) -> list[_Work]:
+    """Returns the named work of one thread, in which the innermost is that which began last."""
+    works = [one for one in parts if one.name in _PHASES]  # also of a thread that computes for another one
+    works += _unit_works(host, parts=parts)
+    for index, one in enumerate(host):
+        name, unit, end = *_label(one), one.end
+        if one.name == _ALL_REDUCE and not _is_in_collective(one):
+            name, unit = COLLECTIVES["all_reduce"][1], _unit_of(one)
+            later = (each.begin for each in host[index + 1 :] if each.begin >= one.end)
+            end = min(next(later, one.end if one.parent is None else one.parent.end), _end_around(one))
+        if name is not None:
+            works.append(_Work(one.begin, end, name, unit))
+    return works
+
+
+def _end_around(one: HostOperation) -> float:
+    return float("inf") if one.parent is None else one.parent.end
+
+
+def _unit_works(host: Iterable[HostOperation], *, parts: Sequence[_Work]) -> Iterator[_Work]:
+    """Yields the times between the ranges that start and that end a unit's forward or backward."""
+    phases = [one for one in parts if one.name in _PHASES]
+    begins = [one.begin for one in phases]
+    running: dict[str | None, list[tuple[float, _Work]]] = {}
+    for one in host:
+        found = _ENGINE_RANGE.match(one.name) if one.is_range else None
+        if found is None:
+            continue
+        act, unit = found["act"], _unit_of(one)
+        if act in ("pre_forward", "pre_backward") and (index := bisect_right(begins, one.begin)):
+            running.setdefault(unit, []).append((one.end, phases[index - 1]))
+        elif act.startswith(("post_forward", "post_backward")):
+            for begin, phase in running.pop(unit, ()):
+                yield _Work(begin, min(one.begin, phase.end), phase.name, unit)
+    # A unit whose inputs need no gradient ends its backward with the whole backward.
+    for unit, left in running.items():
+        for begin, phase in left:
+            yield _Work(begin, phase.end, phase.name, unit)
+
+
+def _device_works(
+    trace: KernelTrace, whole: HostOperation, *, parts: Sequence[_Work]
+) -> tuple[list[_Work], list[tuple[str, _Work]]]:
+    """Returns the works that count for the compute track, and (track, work) of collectives."""
+    compute = [one._replace(rank=_RANKS["data"]) for one in parts if one.name == "data"]
+    collectives: list[tuple[str, _Work]] = []
+    threads = {one.launch.thread for one in trace.device if one.launch is not None}
+    timelines = {
+        thread: _disjoint(
+            _host_works([one for one in trace.host if one.thread == thread], parts=parts),
+            begin=whole.begin,
+            end=whole.end,
+            idle=_OTHER,
+        )
+        for thread in threads
+    }
+    begins = {thread: [one.begin for one in timeline] for thread, timeline in timelines.items()}
+    for one in trace.device:
+        launched = _Work(one.begin, one.end, _OTHER)
+        if one.launch is not None:
+            thread = one.launch.thread
+            launched = timelines[thread][max(0, bisect_right(begins[thread], one.launch.begin) - 1)]
+        kind = _collective_kind(one)
+        if kind is not None:
+            track, wait = COLLECTIVES[kind]
+            work = _Work(one.begin, one.end, wait, launched.unit, _COMMUNICATING)
+            collectives.append((track, work))
+        else:
+            name = _COPY if launched.name == "FSDP2" else launched.name
+            name = _phase_at(parts, one) if name.startswith("wait for ") or name == _OTHER else name
+            work = _Work(one.begin, one.end, name, launched.unit, _RANKS.get(name, _COMPUTING))
+        compute.append(work)
+    return compute, collectives
+
+
+def _phase_at(parts: Sequence[_Work], work: DeviceWork) -> str:
+    at = work.begin if work.launch is None else work.launch.begin
+    return next((one.name for one in parts if one.begin <= at < one.end and one.name in _PHASES), _OTHER)
+
+
+def _collective_kind(work: DeviceWork) -> str | None:
+    """Returns the key of `COLLECTIVES` of a kernel; None if it is none."""
+    if "nccl" not in work.name.lower():
+        return None
+    chain = [] if work.launch is None else [one.name for one in work.launch.chain() if one.is_range]
+    own = [kind for name in reversed(chain) if (kind := name.removeprefix(RANGE_PREFIX)) in COLLECTIVES]
+    named = [kind for part, kind in _NCCL.items() if part in work.name]
+    # Names of generic kernels do not identify the collective.
+    is_gather = any(name.startswith("FSDP::all_gather") for name in chain)
+    is_engine = any(name.startswith(_ENGINE) for name in chain)
+    return [*own, *named, "all_gather" if is_gather else "reduce_scatter" if is_engine else "all_reduce"][0]
+
+
+def _label(one: HostOperation) -> tuple[str | None, str | None]:
+    """Returns the name of a range's work, and its unit; (None, None) for any other operation."""
+    if not one.is_range or one.name.startswith(_CASTS):
+        return None, None
+    if one.name.startswith(_ENGINE):
+        return (_COPY if "copy_out" in one.name else "FSDP2"), _unit_of(one)
+    kind = one.name.removeprefix(RANGE_PREFIX)
+    if kind == one.name:
+        return None, None
+    if kind in COLLECTIVES:
+        return (None if _is_in_collective(one) else COLLECTIVES[kind][1]), _unit_of(one)
+    return (kind if kind in _OTHER_PARTS else None), None
+
+
+def _is_in_collective(one: HostOperation) -> bool:
+    return any(
+        each is not one and each.is_range and each.name.removeprefix(RANGE_PREFIX) in COLLECTIVES
+        for each in one.chain()
+    )
+
+
+def _unit_of(one: HostOperation) -> str | None:
+    """Returns the unit of FSDP2's innermost range around an operation; None outside of one."""
+    for each in one.chain():
+        found = _ENGINE_RANGE.match(each.name) if each.is_range else None
+        if found is not None:
+            return (found["unit"] or found["next"] or _ROOT).replace(", ", "+")
+    return None
+
+
+def _disjoint(works: Iterable[_Work], *, begin: float, end: float, idle: str) -> list[_Work]:
+    """Returns disjoint works that fill the time from `begin` to `end`; `idle` where there is none."""
+    kept = [
+        one._replace(begin=max(one.begin, begin), end=min(one.end, end)) for one in works if one.end > begin
+    ]
+    kept = sorted((one for one in kept if one.begin < one.end), key=lambda one: one.begin)
+    edges = sorted({begin, end, *(one.begin for one in kept), *(one.end for one in kept)})
+    active: list[tuple[int, int, _Work]] = []  # (-rank, -index, work): the first counts, if it has not ended
+    spans: list[_Work] = []
+    following = 0
+    for at, until in pairwise(edges):
+        while following < len(kept) and kept[following].begin <= at:
+            heappush(active, (-kept[following].rank, -following, kept[following]))
+            following += 1
+        while active and active[0][2].end <= at:
+            heappop(active)
+        current = active[0][2] if active else _Work(at, until, idle)
+        last = spans[-1] if spans else None
+        if last is not None and (last.name, last.unit) == (current.name, current.unit):
+            spans[-1] = last._replace(end=until)
+        else:
+            spans.append(current._replace(begin=at, end=until))
+    return spans
+
+
+def _span(track: str, one: _Work, *, start: float, forwards: Sequence[float]) -> StepSpan:
+    name = one.name.removeprefix("wait for ") if track != COMPUTE else one.name
+    microbatch = bisect_right(forwards, one.begin) if one.name in _PHASES or one.unit is not None else 0
+    return StepSpan(
+        track,
+        name,
+        (one.begin - start) * 1e-6,
+        (one.end - start) * 1e-6,
+        unit=one.unit,
+        microbatch=microbatch or None,
+    )
