@@ -13,6 +13,8 @@ from fullshard.system.files import open_regular_file
 ATTEMPT = "fullshard_attempt"
 """Name of the attempt among the metadata of a profile."""
 
+ALL_REDUCE = "c10d::allreduce_"
+"""Name of the operation of an all-reduce."""
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -143,6 +145,8 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
             if made.is_launch and "correlation" in arguments:
                 launches[arguments["correlation"]] = made
     _find_parents(host)
+    if not device:
+        _extend_all_reduces(host)
     works = [
         DeviceWork(
             str(event.get("name")),
@@ -167,6 +171,19 @@ def _find_parents(host: list[HostOperation]) -> None:
             one.parent = around[-1]
             one.parent.child_seconds += (one.end - one.begin) * 1e-6
         around.append(one)
+
+
+def _extend_all_reduces(host: list[HostOperation]) -> None:
+    """Lets each all-reduce last to its thread's next operation, or to the end of the one around it.
+
+    On the host, its own end is that of the call, and the caller waits afterwards.
+    """
+    for index, one in enumerate(host):
+        if one.name == ALL_REDUCE and one.parent is not None:
+            later = (each.begin for each in host[index + 1 :] if each.begin >= one.end)
+            end = min(next(later, one.parent.end), one.parent.end)
+            one.parent.child_seconds += (end - one.end) * 1e-6
+            one.end = end
 
 
 def _list(value: object) -> list[Any]:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fullshard.errors import SpecError
-from fullshard.report.kernel_trace import DeviceWork, HostOperation, KernelTrace
+from fullshard.report.kernel_trace import ALL_REDUCE, DeviceWork, HostOperation, KernelTrace
 from fullshard.spec.step_spans import COLLECTIVES, COMPUTE, RANGE_PREFIX, ProfiledStep, StepSpan
 
 STEP_RANGE = "fullshard::step"
@@ -29,7 +29,6 @@ _PHASES, _OTHER_PARTS = ("forward", "backward"), ("data", "norm", "update")
 _ENGINE, _CASTS = "FSDP::", "FSDP::cast_"  # activations that FSDP2 casts belong to the model
 _ENGINE_RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\)| for (?P<next>.*))?$")
 _COPY, _OTHER, _ROOT = "copy", "other kernels", "(root)"
-_ALL_REDUCE = "c10d::allreduce_"
 _NCCL = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
 # On a device: which of several kinds of work at one moment counts; others are of the model.
 _RANKS = {"norm": 4, "update": 4, _COPY: 3, "data": 1}
@@ -88,19 +87,11 @@ def _host_works(host: Sequence[HostOperation], *, parts: Sequence[_Work]) -> lis
     """Returns the named work of one thread, in which the innermost is that which began last."""
     works = [one for one in parts if one.name in _PHASES]  # also of a thread that computes for another one
     works += _unit_works(host, parts=parts)
-    for index, one in enumerate(host):
-        name, unit, end = *_label(one), one.end
-        if one.name == _ALL_REDUCE and not _is_in_collective(one):
-            name, unit = COLLECTIVES["all_reduce"][1], _unit_of(one)
-            later = (each.begin for each in host[index + 1 :] if each.begin >= one.end)
-            end = min(next(later, one.end if one.parent is None else one.parent.end), _end_around(one))
+    for one in host:
+        name, unit = _label(one)
         if name is not None:
-            works.append(_Work(one.begin, end, name, unit))
+            works.append(_Work(one.begin, one.end, name, unit))
     return works
-
-
-def _end_around(one: HostOperation) -> float:
-    return float("inf") if one.parent is None else one.parent.end
 
 
 def _unit_works(host: Iterable[HostOperation], *, parts: Sequence[_Work]) -> Iterator[_Work]:
@@ -178,7 +169,9 @@ def _collective_kind(work: DeviceWork) -> str | None:
 
 
 def _label(one: HostOperation) -> tuple[str | None, str | None]:
-    """Returns the name of a range's work, and its unit; (None, None) for any other operation."""
+    """Returns the name of the work of a range, or of an all-reduce, and its unit; (None, None) for others."""
+    if one.name == ALL_REDUCE and not _is_in_collective(one):
+        return COLLECTIVES["all_reduce"][1], _unit_of(one)
     if not one.is_range or one.name.startswith(_CASTS):
         return None, None
     if one.name.startswith(_ENGINE):
