@@ -12,9 +12,14 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from fullshard.errors import SpecError
-from fullshard.report.kernel_tables import kernel_section, kernel_sentences, kernel_table
 from fullshard.report.kernel_trace import parse_kernel_trace, read_kernel_trace
-from fullshard.report.kernels import KernelSummary, summarise_kernels
+from fullshard.report.kernels import (
+    KernelSummary,
+    kernel_section,
+    kernel_sentences,
+    kernel_table,
+    summarise_kernels,
+)
 from fullshard.spec.hardware import RatePoint
 from fullshard.spec.rates import default_cpu_rates
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile

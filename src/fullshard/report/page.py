@@ -13,9 +13,8 @@ from pathlib import Path
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.bars import memory_table, seconds_table
 from fullshard.report.event_table import event_table
-from fullshard.report.kernel_tables import kernel_section
+from fullshard.report.kernels import kernel_section
 from fullshard.report.markup import escape, percent_text, table
-from fullshard.report.memory_section import rank_memory_table
 from fullshard.report.page_charts import draw_charts
 from fullshard.report.plan import settings_rows
 from fullshard.report.run_comparison import comparison_verdict, figures_table, settings_table
@@ -23,9 +22,18 @@ from fullshard.report.run_record import RunRecord
 from fullshard.report.settings import changed_settings
 from fullshard.report.step_timeline import step_timeline, straggler_table
 from fullshard.report.verdict import circumstances, verdict
+from fullshard.spec.live_status import RankStatus
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
+_MOST_MEMORY_ROWS = 16
+_MEMORY_NAMES = {
+    "allocated_bytes": "live",
+    "peak_allocated_bytes": "peak of a step",
+    "peak_reserved_bytes": "reserved",
+    "host_bytes": "live, host",
+    "resident_bytes": "resident, host",
+}
 _GENERATOR = '<meta name="generator" content="fullshard report">'
 
 
@@ -39,7 +47,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         found = [
             ("Memory at the peak of the fullest rank", memory_table(run)),
             ("Seconds of a step", seconds_table(run)),
-            ("Memory of the ranks", rank_memory_table(run)),
+            ("Memory of the ranks", _rank_memory_table(run)),
             ("Kernels of a profiled step", kernel_section(run.kernels)),
             ("One step, rank by rank: colour is waiting", step_timeline(run)),
             ("Ranks that held the others up", straggler_table(run)),
@@ -57,6 +65,37 @@ def is_page(path: Path) -> bool:
     """Returns whether the file at `path` is a page that `render_page` made, and which may be replaced."""
     with path.open("rb") as file:
         return _GENERATOR.encode() in file.read(1000)
+
+
+def _rank_memory_table(run: RunRecord) -> str:
+    """Returns a table of the ranks' memory as live.json has it; "" if it has none.
+
+    If there are many ranks, those with the most memory are shown.
+    """
+    ranks = [] if run.live is None else [one for one in run.live.ranks if one.memory]
+    names = [name for name in _MEMORY_NAMES if any(name in one.memory for one in ranks)]
+    if not names:
+        return ""
+    shown = sorted(ranks, key=lambda one: -one.memory.get(names[0], 0.0))[:_MOST_MEMORY_ROWS]
+    has_device = "peak_allocated_bytes" in names
+    header = [
+        "rank",
+        "host",
+        *(_MEMORY_NAMES[name] for name in names),
+        *(["fragmented", "retries"] * has_device),
+    ]
+    rows = [_memory_row(one, names, has_device=has_device) for one in sorted(shown, key=lambda one: one.rank)]
+    note = "" if len(rows) == len(ranks) else f"<p class=dim>{len(rows)} of {len(ranks)} ranks."
+    return f'<div class="scroll">{table(header, rows)}</div>{note}'
+
+
+def _memory_row(one: RankStatus, names: list[str], *, has_device: bool) -> list[str]:
+    values = [one.memory.get(name) for name in names]
+    row = [str(one.rank), escape(one.host), *("–" if v is None else format_bytes(v) for v in values)]
+    if has_device:
+        row += [f"{100 * one.memory.get('fragmentation', 0.0):.0f} %"]
+        row += [f"{one.memory.get('allocator_retries', 0.0):,.0f}"]
+    return row
 
 
 def _plan_section(plan: Plan) -> str:
