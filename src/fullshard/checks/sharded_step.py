@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checks.model_trial import ModelTrial, build_model_trial, plain_run
 from fullshard.checks.ranks import ShardedComparison
-from fullshard.distributed.agreement import ErrorCapture, all_gather_object
+from fullshard.distributed.agreement import ErrorCapture, all_gather_object, rank
 from fullshard.errors import FullshardError
 from fullshard.models.build import build_model
 from fullshard.spec.finding import Finding
@@ -109,7 +109,7 @@ def optimizer_state_dtypes(run: Run, *, world_size: int) -> dict[str, str] | str
         own = _plan_of_steps(trial, world_size=world_size, settings=("train.steps=1",))
         model = shard(build_model(trial.run), own)
         optimizer = build_optimizer(model, own)
-        for _ in train(TrainState(model, optimizer, data=[trial.batches(0)]), own, loss=trial.loss):
+        for _ in train(TrainState(model, optimizer, data=[trial.batches(rank())]), own, loss=trial.loss):
             pass
         for parameter in model.parameters():
             for name, value in cast(dict[str, Any], optimizer.state.get(parameter, {})).items():
@@ -133,7 +133,9 @@ def _plan_of_steps(trial: ModelTrial, *, world_size: int, settings: Sequence[str
     tensors = [one for one in tree_leaves(trial.batches(0)) if isinstance(one, Tensor) and one.ndim]
     rows = len(tensors[0]) if tensors else 1
     run = plain_run(trial.run, rows=rows * world_size, microbatch=rows)
-    return Plan.from_run(run.with_overrides(list(settings)), world_size=world_size)
+    lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
+    length = [f"data.sequence_length={lengths[0]}"] if lengths else []
+    return Plan.from_run(run.with_overrides([*length, *settings]), world_size=world_size)
 
 
 def _iterate_unsharded_losses(
