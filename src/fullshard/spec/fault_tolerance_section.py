@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveScalar, Seconds
-from fullshard.system.object_store import ANSWER_SECONDS
+from fullshard.system.deadlines import ANSWER_SECONDS
 
 
 class CheckpointSection(FrozenModel):

@@ -29,10 +29,9 @@ from typing import Any
 
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.quantities import format_seconds
+from fullshard.system.deadlines import ANSWER_SECONDS
 from fullshard.system.disk import ExplainedOSError
 
-ANSWER_SECONDS = 60.0
-"""Deadline of a request to an object store, with all its tries."""
 _BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
