@@ -289,3 +289,6 @@ def test_a_split_that_is_not_there_is_told_with_those_that_are(tmp_path: Path):
         store_of(tmp_path, **settings, split="dev")
     with pytest.raises(DataError, match="cannot be loaded"):
         store_of(tmp_path, source="datasets", paths=(str(tmp_path),))
+    rows.save_to_disk(tmp_path / "rows")
+    with pytest.raises(DataError, match="without splits"):
+        store_of(tmp_path, source="datasets", paths=(f"{tmp_path}/rows",), split="train[:50%]")

@@ -166,6 +166,7 @@ def test_adapters_begin_as_nothing_and_modules_may_be_trained_beside() -> None:
         (['adapter.targets=["q_projection"]'], "has no module 'q_projection'"),
         (["adapter.options={use_dora = true}"], "norms of the whole base weights"),
         (["adapter.options={alora_invocation_tokens = [1]}"], "add nothing outside of peft's own model"),
+        (["adapter.options={layer_replication = [[0, 1], [0, 1]]}"], "get_peft_model"),
         (["adapter.options={no_such = 1}"], "no_such"),
     ],
 )

@@ -113,6 +113,15 @@ def test_options_stand_in_for_values_of_the_config(tmp_path: Path) -> None:
 
 
 @needs_transformers
+def test_scaling_of_positions_keeps_the_base_of_the_rotation(tmp_path: Path) -> None:
+    built = section("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    build_hf_model(built).config.save_pretrained(tmp_path)
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = build_hf_model(HuggingFaceModel(hf=str(tmp_path), options=scaled)).config
+    assert (config.rope_parameters["rope_theta"], config.rope_parameters["factor"]) == (5e5, 2.0)
+
+
+@needs_transformers
 def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:
     model = build_hf_model(section("clip", tmp_path, text_config={"num_hidden_layers": 1}))
     layers = [len(tower.encoder.layers) for tower in (model.text_model, model.vision_model)]

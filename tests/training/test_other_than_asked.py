@@ -164,6 +164,31 @@ def parameters_after_a_hooked_step() -> dict[str, Tensor]:
     return whole(state.model)
 
 
+def changed_after_a_validation(strategy: str, validates: bool) -> dict[str, Tensor]:
+    """Parameters after a step, a validation, changes of one parameter, and a step."""
+    settings = (f"sharding.strategy={strategy}", "train.microbatch=6", "train.steps=2")
+    state, plan = sharded(run_of(*settings))
+    for step in train(state, plan, loss=mean_square):
+        if step.index == 1:
+            if validates:
+                state.model.eval()
+                with torch.no_grad():
+                    state.model(pairs(0)[0])
+                state.model.train()
+            with torch.no_grad():
+                state.model.get_parameter("head.weight").mul_(0.5)
+            state.model.get_parameter("layers.0.linear.weight").requires_grad_(False)
+    return whole(state.model)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_what_a_loop_changes_after_a_validation_is_kept(strategy: str, ranks: Any) -> None:
+    (expected, _), (found, _) = (
+        ranks(2).run(changed_after_a_validation, strategy, own) for own in (False, True)
+    )
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 class Lookahead(torch.optim.Optimizer):
     """Averages with the weights of an optimizer inside."""
 

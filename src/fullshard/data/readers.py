@@ -179,6 +179,13 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
             fix="a directory that save_to_disk wrote" if path else "data.split, or a download beforehand",
         ) from error
     if not isinstance(found, datasets.DatasetDict):
+        if fields.split not in ("train", str(found.split)):
+            raise DataError(
+                f"{path} is a dataset without splits.",
+                got=f"data.split = {fields.split!r}",
+                why="it would be read whole",
+                fix="data.split left out, or a directory that DatasetDict.save_to_disk wrote",
+            )
         return found
     if fields.split not in found:
         raise DataError(

@@ -171,6 +171,14 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
             inner = section.model_copy(update={"options": dict(value)})
             changed[key] = _merged_config_dict(changed.get(key) or part.to_dict(), inner, config=part)
             continue
+        if option in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping):
+            # A config of transformers 5 keeps the base of the rotation here, where scaling replaces the rest.
+            bases = {
+                name: one
+                for name, one in (part or {}).items()
+                if name in ("rope_theta", "partial_rotary_factor")
+            }
+            value = {**bases, **value}
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
             changed = _resize_per_layer_lists(changed, before=part, now=value)
         changed[key] = value

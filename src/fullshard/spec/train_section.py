@@ -180,6 +180,7 @@ class PlanSection(FrozenModel):
 # LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the
 # layers, that import a module, or that have their own key.
 _REFUSED = {
+    "layer_replication": "it is a part of peft's get_peft_model, which also names the copied layers",
     "use_dora": "its magnitudes are norms of the whole base weights",
     "loftq_config": "it rewrites the base weights",
     "kasa_config": "it begins with singular vectors of the base weights",
