@@ -1,4 +1,4 @@
-"""A file with an array of objects gives its objects; what is none is refused."""
+"""A file with an array of objects gives its objects; another file is refused."""
 
 import gzip
 import json

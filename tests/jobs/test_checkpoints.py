@@ -18,7 +18,7 @@ from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bit
 
 
 def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str], bool]:
-    """What was said; whether each step loads as it was."""
+    """Returns the messages, and whether each saved step loads with the same bits."""
     run = run_of(*settings)
     state, plan = sharded(run)
     said: list[str] = []

@@ -16,12 +16,12 @@ from fullshard.planner.unit_costs import TICKS, UnitCost
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import Event, ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.step_spans import StepSpan
+from fullshard.spec.step_spans import COLLECTIVES, StepSpan
 
 _WAITS: dict[Cause, str] = {
-    "all_gather": "wait for all-gather",
-    "reduce_scatter": "wait for reduce-scatter",
-    "all_reduce": "wait for all-reduce",
+    "all_gather": COLLECTIVES["all_gather"][1],
+    "reduce_scatter": COLLECTIVES["reduce_scatter"][1],
+    "all_reduce": COLLECTIVES["all_reduce"][1],
     "copy": "wait for copies of gradients",
     "host": "wait for host memory or drive",
 }

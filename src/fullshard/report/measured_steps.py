@@ -27,7 +27,7 @@ def list_profiles(directory: Path) -> dict[int, dict[int, Path]]:
 def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> list[ProfiledStep]:
     """Returns the spans of `step` on each rank whose profile can be read, in the order of ranks.
 
-    most_ranks: of more ranks than this, only so many are read, at equal distances; None: all
+    most_ranks: largest number of ranks to read; if there are more, ranks at equal distances. None: all
 
     Files of an earlier attempt, which had more ranks, are left out.
     """

@@ -156,7 +156,7 @@ def _phase_at(parts: Sequence[_Work], work: DeviceWork) -> str:
 
 
 def _collective_kind(work: DeviceWork) -> str | None:
-    """Returns the key of `COLLECTIVES` of a kernel; None if it is none."""
+    """Returns the key of `COLLECTIVES` for a kernel; None for a kernel that is not a collective."""
     if "nccl" not in work.name.lower():
         return None
     chain = [] if work.launch is None else [one.name for one in work.launch.chain() if one.is_range]
@@ -201,7 +201,7 @@ def _unit_of(one: HostOperation) -> str | None:
 
 
 def _disjoint(works: Iterable[_Work], *, begin: float, end: float, idle: str) -> list[_Work]:
-    """Returns disjoint works that fill the time from `begin` to `end`; `idle` where there is none."""
+    """Returns disjoint works that fill the time from `begin` to `end`. Gaps get a work of the name `idle`."""
     kept = [
         one._replace(begin=max(one.begin, begin), end=min(one.end, end)) for one in works if one.end > begin
     ]

@@ -44,7 +44,7 @@ from fullshard.sharding.mesh import (
     share_post_forward_mesh,
     split_inner_axis,
 )
-from fullshard.sharding.model_parameters import CarriedOver
+from fullshard.sharding.model_parameters import CarriedOver, join_names
 from fullshard.sharding.precision import (
     cast_buffers,
     fsdp_mixed_precision_policy,
@@ -393,12 +393,11 @@ def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) 
         result = forward(*args, **kwargs)
         now = persistent_buffers(model).items()
         if changed := [name for name, one in now if before.get(name) != (id(one), version(one))]:
-            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             logger.warning(
                 "forward changes %d buffers, on each rank by its own batch, and a checkpoint has one rank's: "
                 "%s. All-reduce what they follow; torch.nn.SyncBatchNorm does so on GPUs",
                 len(changed),
-                ", ".join(changed[:4]) + more,
+                join_names(changed),
             )
         return result
 

@@ -34,14 +34,14 @@ def check_parameters(model: nn.Module) -> None:
         raise ShardError(f"{type(model).__name__} has no parameters.", why="there is nothing to shard")
     for kind, (is_refused, why, fix) in _REFUSED.items():
         if names := [name for name, parameter in parameters.items() if is_refused(parameter)]:
-            raise ShardError(f"{kind} cannot be sharded.", got=_join(names), why=why, fix=fix)
+            raise ShardError(f"{kind} cannot be sharded.", got=join_names(names), why=why, fix=fix)
     _check_memory_is_not_shared(parameters)
     _check_attributes_hold_no_parameters(model, parameters)
     _check_embeddings(model)
     double = [name for name, one in parameters.items() if one.dtype == torch.float64 and one.requires_grad]
     if double and rank() == 0:
         logger.warning(
-            "%d parameters in float64 are trained in the run's dtype: %s", len(double), _join(double)
+            "%d parameters in float64 are trained in the run's dtype: %s", len(double), join_names(double)
         )
 
 
@@ -203,6 +203,7 @@ class CarriedOver:
                 parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _join(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
+    """Returns the first names, and how many more there are, as a text."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more

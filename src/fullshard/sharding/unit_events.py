@@ -30,14 +30,13 @@ def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, or
     unit, name: the unit's number and name
     """
     own = {id(p): key for module in modules for key, p in module.named_parameters()}
-    groups = parameter_groups(cast(FSDPModule, modules[0]))
-    for group in groups:
+    parameters: list[str] = []
+    for group in parameter_groups(cast(FSDPModule, modules[0])):
+        names = [own.get(id(one.sharded_param), str(i)) for i, one in enumerate(group.fsdp_params)]
+        parameters += names
         _record_gathers(group, unit=unit, order=order)
         _record_reductions(group, unit=unit, order=order)
-        _refuse_changes_in_forward(group, [own.get(id(one.sharded_param), "") for one in group.fsdp_params])
-    parameters = [
-        own.get(id(one.sharded_param), str(i)) for g in groups for i, one in enumerate(g.fsdp_params)
-    ]
+        _refuse_changes_in_forward(group, names)
     return UnitNames(name, parameters)
 
 

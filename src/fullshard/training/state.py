@@ -283,9 +283,7 @@ class TrainState:
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
         small = (
-            {f"model.{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
-            | _optimizer_tensors(self.model, self.optimizer)
-            | generator_states()
+            _saved_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer) | generator_states()
         )
         return NonOffloadedState(self.values(), scalars | small)
 
@@ -368,7 +366,11 @@ def _model_tensors(model: nn.Module, *, frozen: bool) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or frozen
     }
-    return tensors | {f"model.{name}": buffer for name, buffer in persistent_buffers(model).items()}
+    return tensors | _saved_buffers(model)
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": buffer for name, buffer in persistent_buffers(model).items()}
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

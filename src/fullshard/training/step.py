@@ -329,7 +329,7 @@ def _explain_freed_parameters() -> Generator[None]:
             why="FSDP2 gathers a unit again when a gradient comes to a tensor that its forward returned. "
             "It sees no tensors in objects of other classes than tuples, dicts and dataclasses, none that a "
             "module kept as an attribute, and none that was changed in place (y = block(x); y += x)",
-            fix="y = y + x; tensors in a tuple, dict or dataclass; what is kept returned, too; or "
+            fix="y = y + x; return tensors in a tuple, dict or dataclass, also those that a module keeps; or "
             "sharding.strategy = shard_grad_op, which keeps parameters gathered until backward",
         ) from error
 
