@@ -5,27 +5,33 @@ and the byte range behind the header); the tensors' bytes, row-major and little-
 https://github.com/huggingface/safetensors#format
 """
 
+import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import ForeignErrorTranslator, parse_json, read_bytes
+from fullshard.weights.strided import StridedCopy, split_copy
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _INDEX_BYTES = 64 << 20
 _ALIGNMENT = 8
 _COMPARED_BYTES = 8 << 20  # of each of two tensors at a time
+_BUFFER_BYTES = 8 << 20
 _LENGTH_BYTES = 8
 _MOST_DIMS = 64  # limit of torch tensors
 
@@ -128,6 +134,66 @@ class PretrainedFiles:
                     return False
                 left -= len(first)
         return True
+
+
+def copy_from_files(moves: Iterable[StridedCopy], files: PretrainedFiles) -> int:
+    """Fills the targets of `moves` from `files`. Returns the number of bytes read.
+
+    Uses two buffers of 8 MiB. Raises DamagedCheckpointError for a file that ends early; OSError.
+    """
+    moves, read_bytes = list(moves), 0
+    pieces = _read_pieces(moves, files)
+    # The next piece is read on the thread while this one is converted.
+    with torch.no_grad(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read") as thread:
+        coming = thread.submit(next, pieces, None)
+        while (found := coming.result()) is not None:
+            coming = thread.submit(next, pieces, None)
+            piece, elements = found
+            piece.fill_target(elements)
+            read_bytes += elements.nbytes
+    return read_bytes
+
+
+def _read_pieces(
+    moves: Sequence[StridedCopy], files: PretrainedFiles
+) -> Iterator[tuple[StridedCopy, Tensor]]:
+    """Yields pieces of `moves` with their elements, in the order of the bytes.
+
+    The elements are valid until the piece after the next one is read.
+    """
+
+    def place(move: StridedCopy) -> tuple[str, int]:
+        tensor = files.tensors[move.source]
+        return tensor.file, tensor.begin + move.begin * tensor.dtype.itemsize
+
+    pinned = any(move.target.is_cuda for move in moves)
+    buffers = cycle([torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)])
+    in_order = sorted(moves, key=place)
+    for file, inside in groupby(in_order, key=lambda move: files.tensors[move.source].file):
+        path = files.directory / file
+        with path.open("rb", buffering=0) as opened:
+            for move in inside:
+                dtype = files.tensors[move.source].dtype
+                most = _BUFFER_BYTES // dtype.itemsize
+                for piece in split_copy(move, most=most, itemsize=dtype.itemsize):
+                    elements = next(buffers)[: piece.span_length * dtype.itemsize]
+                    _read_fully(opened, path, begin=place(piece)[1], into=elements)
+                    yield piece, elements.view(dtype)
+
+
+def _read_fully(opened: io.FileIO, path: Path, *, begin: int, into: Tensor) -> None:
+    """Fills `into` with the bytes of the file from `begin` on."""
+    opened.seek(begin)
+    left = memoryview(cast(bytearray, into.numpy()))
+    while left.nbytes:
+        count = opened.readinto(left)
+        if not count:
+            raise DamagedCheckpointError(
+                f"{path} ends early.",
+                got=f"{opened.tell()} bytes",
+                why="it was whole when its header was read: something else writes it",
+            )
+        left = left[count:]
 
 
 def find_weights_file(directory: Path) -> Path | None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.shard_file import shard_offsets
-from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_zero, world_size
+from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
@@ -26,9 +26,8 @@ from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.weight_map import WeightMap
-from fullshard.weights.files import PretrainedFiles, open_pretrained_files
+from fullshard.weights.files import PretrainedFiles, copy_from_files, open_pretrained_files
 from fullshard.weights.names import map_file_tensors_to_model
-from fullshard.weights.read_ahead import copy_from_files
 from fullshard.weights.strided import iterate_copies_into
 from fullshard.weights.tensor_source import ADDED
 
@@ -45,7 +44,6 @@ _WRAPPER_PARTS = (
     ".base_layer.",
     ADDED,
 )
-_COPIES = 1.5  # copies of the model over all ranks; above this, reads use the page cache
 _FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
 
 
@@ -216,9 +214,7 @@ class _TensorAssignments:
             for name, shard in shards.items()
             for move in iterate_copies_into(shard, self.map.parts[name], offsets=shard_offsets(filled[name]))
         )
-        held = sum(shard.numel() for shard in shards.values())
-        every = sum(tensor.numel() for tensor in filled.values())
-        return copy_from_files(moves, self.files, cached=held * world_size() > _COPIES * every)
+        return copy_from_files(moves, self.files)
 
     def check_tied_tensors(self, wanted: Callable[[Tensor], bool]) -> None:
         """Raises CheckpointError if the files have different values for a wanted tensor of several names.
