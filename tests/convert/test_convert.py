@@ -13,10 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.convert.conversion import Conversion, convert_config
+from fullshard.convert.conversion import Conversion, convert_config, parse_config
 from fullshard.convert.reader import ConfigFormat, KeyVerdict, default_run_setting
 from fullshard.convert.rules import load_rules
-from fullshard.convert.source import parse_config
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.spec.plan import Plan

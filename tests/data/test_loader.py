@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.prefetch import MicrobatchPrefetcher
+from fullshard.data.batches import MicrobatchPrefetcher
 from fullshard.errors import DataError
 from fullshard.spec.plan import Plan
 from tests.data.samples import plan_of

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.sampling import LONGEST_PERIOD, build_source_interleaving
+from fullshard.data.packing import LONGEST_PERIOD, build_source_interleaving
 
 laws = settings(max_examples=50)
 weights = st.lists(st.integers(1, 50).map(lambda n: n / 10), min_size=1, max_size=5)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fullshard.data.row_fields import UntokenizableRecordError
-from fullshard.data.row_marks import check_unused_marks, is_message_trained
+from fullshard.data.token_rows import check_unused_marks, is_message_trained
 from fullshard.errors import DataError
 from tests.data.samples import write_rows
 from tests.data.test_corpus import store_of

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.sampling import permute_pseudorandomly, shuffled_rows_at
+from fullshard.data.packing import permute_pseudorandomly, shuffled_rows_at
 
 laws = settings(max_examples=50)
 lengths = st.one_of(st.integers(1, 70), st.integers(71, 2000))

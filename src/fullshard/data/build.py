@@ -15,12 +15,12 @@ from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, no_he
 from fullshard.data.packed import PackedData, ShufflePool
 from fullshard.data.packing import (
     build_rows_from_arrays,
+    build_source_interleaving,
     count_tokens_in_row_arrays,
     pack_spans_into_rows,
     shuffle_spans,
     split_training_and_held_out,
 )
-from fullshard.data.sampling import build_source_interleaving
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import Integers, TokenStore, TokenStream, memory_map_npy
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer

@@ -19,7 +19,7 @@ from fullshard.data.row_fields import (
     role_names,
     sharegpt_role_lines,
 )
-from fullshard.data.row_marks import is_message_trained
+from fullshard.data.token_rows import is_message_trained
 from fullshard.spec.data_section import DataSourceFields
 from fullshard.spec.small_files import parse_json
 

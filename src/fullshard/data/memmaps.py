@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, read_manifest, source_file_digests
 from fullshard.data.files import (
+    PAUSES_SECONDS,
     SourceFile,
     find_source_file,
     list_matching_files,
     open_source_file,
     unreadable_path_error,
 )
-from fullshard.data.remote_files import PAUSES_SECONDS
 from fullshard.data.token_store import (
     Integers,
     SlicedTokens,

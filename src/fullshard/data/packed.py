@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
 from fullshard.data.cache import cache_key
-from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows
-from fullshard.data.sampling import SourceInterleaving, shuffled_rows_at
+from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream
 from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count

@@ -12,11 +12,11 @@ from fullshard.data.conversation import drop_null_members
 from fullshard.data.files import (
     SourceFile,
     is_compressed,
+    open_remote_file,
     open_source_file,
     path_of_content,
     unreadable_path_error,
 )
-from fullshard.data.remote_files import open_remote_file
 from fullshard.data.row_fields import (
     MEDIA,
     FieldNames,
@@ -25,8 +25,7 @@ from fullshard.data.row_fields import (
     unused_content_names,
     used_field_names,
 )
-from fullshard.data.row_marks import mark_names
-from fullshard.data.token_rows import iterate_list_rows
+from fullshard.data.token_rows import iterate_list_rows, mark_names
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import DataSourceFields
 from fullshard.spec.small_files import ForeignErrorTranslator

@@ -2,13 +2,14 @@
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, sourc
 from fullshard.data.chat_template import read_chat_template
 from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
 from fullshard.data.memmaps import open_memmap_stores
-from fullshard.data.progress import TokenizationProgress
 from fullshard.data.readers import (
     SHARD_BYTES,
     FilePart,
@@ -35,9 +35,11 @@ from fullshard.data.tokenizer import (
     read_tokenizer_text,
 )
 from fullshard.errors import DataError
+from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.data_section import DataSection, DataSource, DataSourceFields
 from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.process import count_usable_cores
+from fullshard.system.terminal import escape_control_characters
 
 IN_MEMORY_BYTES = 64 << 20
 """Text files of at most this size together are encoded as bytes in memory, and not cached."""
@@ -46,6 +48,7 @@ IN_MEMORY_BYTES = 64 << 20
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
+_LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -293,3 +296,41 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
             beside = sorted(locate_tokenizer_file(settings.tokenizer).parent.glob("*.py"))
             facts["code"] = [cache_key({"text": file.read_text(encoding="utf-8")}) for file in beside]
     return facts
+
+
+class TokenizationProgress:
+    """Counts the finished part of a tokenization, and prints it to `file` every few seconds.
+
+    name: name of the source
+    total_bytes: size of the source
+    """
+
+    def __init__(self, name: str, total_bytes: int, *, file: TextIO) -> None:
+        self._name, self._total_bytes, self._file = name, total_bytes, file
+        self._bytes = self._tokens = self._skipped = 0
+        self._started = self._printed = time.monotonic()
+
+    def add_finished_work(self, size: int, *, tokens: int, skipped: int) -> None:
+        """Adds a finished part: `size` bytes of the source, its tokens, and the records `skipped` in it."""
+        self._bytes += size
+        self._tokens += tokens
+        self._skipped += skipped
+        now = time.monotonic()
+        if now - self._printed >= _LINE_SECONDS:
+            self._printed = now
+            left = (self._total_bytes - self._bytes) * (now - self._started) / max(self._bytes, 1)
+            self._print_counts(f"{format_seconds(max(left, 1.0))} left")
+
+    def print_end(self) -> None:
+        """Prints the counts with the seconds that the tokenization took."""
+        self._print_counts(f"in {format_seconds(time.monotonic() - self._started)}")
+
+    def _print_counts(self, end: str) -> None:
+        """Prints the counts and the rate, and then `end`; nothing if the reader has closed the pipe."""
+        seconds = time.monotonic() - self._started
+        rate = f", {format_count(self._tokens / seconds)} tokens/s" if seconds > 0 else ""
+        skipped = f", {self._skipped} records left out" if self._skipped else ""
+        of = f"{format_bytes(self._bytes)} of {format_bytes(self._total_bytes)}"
+        text = f"{self._name}: {format_count(self._tokens)} tokens from {of}{rate}{skipped}, {end}"
+        with suppress(OSError):
+            print(escape_control_characters(text), file=self._file, flush=True)

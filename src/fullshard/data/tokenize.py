@@ -36,8 +36,7 @@ from fullshard.data.row_fields import (
     unused_content_names,
     used_field_names,
 )
-from fullshard.data.row_marks import check_unused_marks
-from fullshard.data.token_rows import TOKEN_LIMIT, read_token_row
+from fullshard.data.token_rows import TOKEN_LIMIT, check_unused_marks, read_token_row
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import DataSourceFields

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.location import iterate_complete_checkpoints
-from fullshard.data.batches import TrainingData
+from fullshard.data.batches import MicrobatchPrefetcher, TrainingData
 from fullshard.data.build import build_data
-from fullshard.data.prefetch import MicrobatchPrefetcher
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.ranges import run_own_clock
 from fullshard.errors import PlanError

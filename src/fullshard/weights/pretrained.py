@@ -26,9 +26,13 @@ from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.weight_map import WeightMap
-from fullshard.weights.files import PretrainedFiles, copy_from_files, open_pretrained_files
+from fullshard.weights.files import (
+    PretrainedFiles,
+    copy_from_files,
+    iterate_copies_into,
+    open_pretrained_files,
+)
 from fullshard.weights.names import map_file_tensors_to_model
-from fullshard.weights.strided import iterate_copies_into
 from fullshard.weights.tensor_source import ADDED
 
 logger = logging.getLogger("fullshard")

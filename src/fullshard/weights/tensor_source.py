@@ -13,7 +13,7 @@ from fullshard.checkpoint.shard_file import SUFFIX, ShardRecord
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
-from fullshard.weights.strided import iterate_copies_into
+from fullshard.weights.files import iterate_copies_into
 
 # Parts of the names that peft gives to the base module and to the adapter.
 BASE, ADDED = ".base_layer.", ".lora_"
