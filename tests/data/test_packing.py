@@ -6,14 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.data.packing import (
+    LONGEST_PERIOD,
     NO_LABEL,
     Packing,
     Rows,
     TokenSpans,
     build_rows_from_arrays,
+    build_source_interleaving,
     count_tokens_in_row_arrays,
     pack_best_fit_decreasing,
     pack_spans_into_rows,
+    permute_pseudorandomly,
+    shuffled_rows_at,
     split_long_spans,
     split_training_and_held_out,
 )
@@ -143,3 +147,96 @@ def test_one_document_has_its_tail_held_out():
     training, held_out = split_training_and_held_out(np.array([7]), np.array([100]), fraction=0.25)
     assert (training.begins.tolist(), training.lengths.tolist()) == ([7], [75])
     assert (held_out.begins.tolist(), held_out.lengths.tolist()) == ([82], [25])
+
+
+weights = st.lists(st.integers(1, 50).map(lambda n: n / 10), min_size=1, max_size=5)
+
+
+@laws
+@given(weights, st.integers(0, 10**6))
+def test_any_sample_is_found_alone_and_each_source_counts_on(weights: list[float], first: int):
+    pattern = build_source_interleaving(weights)
+    numbers = np.arange(first, first + 2 * len(pattern.sources))
+    sources, own = pattern.locate_samples(numbers)
+    alone = [
+        tuple(int(x[0]) for x in pattern.locate_samples(numbers[i : i + 1]))
+        for i in range(0, len(numbers), 7)
+    ]
+    assert alone == list(zip(sources.tolist(), own.tolist(), strict=True))[::7]
+    for source in range(len(weights)):
+        counted = own[sources == source]
+        assert counted.tolist() == list(range(counted[0], counted[0] + len(counted)))
+    assert len(set(zip(sources.tolist(), own.tolist(), strict=True))) == len(numbers)
+
+
+@laws
+@given(weights)
+def test_proportions_are_exact_in_a_period_and_even_within(weights: list[float]):
+    pattern = build_source_interleaving(weights)
+    shares = np.array(weights) / sum(weights)
+    assert pattern.counts / len(pattern.sources) == pytest.approx(shares, rel=1e-12)
+    seen = np.cumsum(pattern.sources[:, None] == np.arange(len(weights)), axis=0)
+    wanted = np.arange(1, len(seen) + 1)[:, None] * shares
+    assert np.abs(seen - wanted).max() <= (len(weights) + 1) / 2
+
+
+def test_weights_that_need_a_long_period_are_rounded_to_the_longest():
+    pattern = build_source_interleaving([0.123456789, 1 / 3])
+    assert len(pattern.sources) == pytest.approx(LONGEST_PERIOD, abs=1)
+    assert pattern.counts[0] / pattern.counts[1] == pytest.approx(0.123456789 * 3, rel=1e-4)
+
+
+def test_mixture_is_the_same_on_every_machine():
+    assert build_source_interleaving([0.5, 0.25, 0.25]).sources.tolist() == [0, 1, 2, 0]
+    assert build_source_interleaving([0.7, 0.3]).sources.tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+
+
+lengths = st.one_of(st.integers(1, 70), st.integers(71, 2000))
+seeds = st.integers(0, 2**64)
+
+
+@laws
+@given(lengths, st.text(max_size=8))
+def test_permute_is_a_permutation(length: int, key: str):
+    assert np.array_equal(
+        np.sort(permute_pseudorandomly(np.arange(length), length=length, key=key)), np.arange(length)
+    )
+
+
+@laws
+@given(st.integers(1, 300), seeds, st.integers(0, 10**6))
+def test_every_epoch_shows_every_window_once(windows: int, seed: int, epoch: int):
+    samples = np.arange(epoch * windows, (epoch + 1) * windows)
+    assert np.array_equal(np.sort(shuffled_rows_at(samples, rows=windows, seed=seed)), np.arange(windows))
+
+
+@laws
+@given(st.integers(1, 300), seeds, st.integers(0, 10**9), st.integers(1, 700))
+def test_a_sample_does_not_depend_on_the_samples_beside_it(windows: int, seed: int, first: int, count: int):
+    samples = np.arange(first, first + count)
+    together = shuffled_rows_at(samples, rows=windows, seed=seed)
+    some = samples[:: max(count // 5, 1)]
+    alone = [int(shuffled_rows_at(np.array([i]), rows=windows, seed=seed)[0]) for i in some]
+    assert together[:: max(count // 5, 1)].tolist() == alone
+
+
+def test_order_is_the_same_on_every_machine():
+    assert shuffled_rows_at(np.arange(10), rows=10, seed=0).tolist() == [3, 6, 0, 1, 9, 7, 4, 2, 5, 8]
+
+
+def test_epochs_and_seeds_differ():
+    first, second = shuffled_rows_at(np.arange(200), rows=100, seed=0).reshape(2, 100)
+    other = shuffled_rows_at(np.arange(100), rows=100, seed=1)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, other)
+
+
+def test_every_place_is_as_likely():
+    """Chi-square over 2,000 keys, 40 × 40 (position, place): 1,521 degrees of freedom, 6 sigma allowed."""
+    keys, length = 2000, 40
+    counts = np.zeros((length, length))
+    for key in range(keys):
+        counts[np.arange(length), permute_pseudorandomly(np.arange(length), length=length, key=str(key))] += 1
+    freedom = (length - 1) ** 2
+    chi_square = ((counts - keys / length) ** 2 / (keys / length)).sum()
+    assert abs(chi_square - freedom) < 6 * (2 * freedom) ** 0.5
