@@ -264,7 +264,7 @@ class CheckpointSaver:
 
         def prepare_on_disk() -> None:
             # Disks of nodes have different writers, so their manifest names none.
-            writer = {WRITER: small_file_entry(draft, draft.read_file(WRITER))} if disk.node is None else {}
+            writer = {WRITER: small_file_entry(draft.read_file(WRITER))} if disk.node is None else {}
             manifest = self._build_manifest(mine, disk, content=(files | writer, tensors))
             if index is not None and SHARDS not in draft.file_sizes_bytes():
                 write_file(draft, SHARDS, data=index)

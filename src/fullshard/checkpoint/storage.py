@@ -154,7 +154,7 @@ def write_shards(
         return (), {}
     with (
         draft.create_file(name) as file,
-        ShardFileWriter(file, strong=draft.key is not None) as pieces,
+        ShardFileWriter(file) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
-from fullshard.offload.generation_manifest import digest_mismatch_error, xxh3_digest
+from fullshard.offload.generation_manifest import digest_mismatch_error
 from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
 from fullshard.offload.unit_buffers import UnitBuffer, UnitBuffers
 from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
+from fullshard.system.files import xxh3_digest
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 
 

@@ -48,9 +48,8 @@ from fullshard.offload.generation_manifest import (
     payload_path,
     read_manifest,
     read_payload,
-    xxh3_digest,
 )
-from fullshard.system.files import fsync_path
+from fullshard.system.files import fsync_path, xxh3_digest
 
 logger = logging.getLogger("fullshard")
 

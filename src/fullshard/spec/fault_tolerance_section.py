@@ -19,7 +19,6 @@ class CheckpointSection(FrozenModel):
     `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
     `layout`: any ranks can load `sharded`; `ranks` is a file per rank, which only the same ranks can load
     `store_seconds`: limit on a request to an object store with its retries; 1 s more per MiB it carries
-    `key_file`: path of a secret key that signs checkpoints; only signed ones are loaded (docs/security.md)
     `export`: adds safetensors at the end
     """
 
@@ -31,7 +30,6 @@ class CheckpointSection(FrozenModel):
     storage: Literal["shared", "per_node"] = "shared"
     layout: Literal["sharded", "ranks"] = "sharded"
     store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = ANSWER_SECONDS
-    key_file: PathText | None = None
     export: bool = False
 
     @model_validator(mode="after")

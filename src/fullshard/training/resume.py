@@ -18,11 +18,11 @@ from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
 def make_checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
-    """Returns `directory` as a location, with the plan's settings for checkpoints (key, storage, timeout)."""
+    """Returns `directory` as a location, with the plan's settings for checkpoints (storage, timeout)."""
     section = plan.run.checkpoint
-    found = location_of(directory, key_file=section.key_file)
+    found = location_of(directory)
     if section.storage == "per_node":
-        return NodeLocalDirectory(Path(directory), key=found.key)
+        return NodeLocalDirectory(Path(directory))
     if isinstance(found, ObjectLocation):
         return replace(found, answer_seconds=section.store_seconds)
     return found
