@@ -26,7 +26,6 @@ from fullshard.offload.fsdp_params import master_dtype
 from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, read_world_size
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.gradients import DeviceGradients, GradientStore, HostGradients
-from fullshard.offload.malloc import fix_malloc_thresholds
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import (
     OffloadedState,
@@ -77,8 +76,6 @@ def shard(
     split = divide_model(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
-    if plan.run.offload.is_on_drive and plan.run.offload.host_bytes and plan.device == "cpu":
-        fix_malloc_thresholds()
     keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, keeper=keeper, split=split)
     if keeper is not None:
