@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
-from fullshard.offload.generation_manifest import digest_mismatch_error
 from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
 from fullshard.offload.unit_buffers import UnitBuffer, UnitBuffers
 from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
-from fullshard.system.files import xxh3_digest
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 
 
@@ -27,14 +25,12 @@ class _UnitFileRegion:
 
     elements: elements that an update writes
     parts: slice of the region's bytes, by parameter
-    digests: digest of these bytes, by parameter
     """
 
     offset: int = 0
     size_bytes: int = 0
     elements: int = 0
     parts: dict[str, slice] = field(default_factory=dict[str, slice])
-    digests: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class DriveShards:
@@ -46,7 +42,6 @@ class DriveShards:
     engine: FSDP2's object of each parameter, by name
     units: number of the unit that gathers each parameter, by name, counted from 0
     dtype_of: returns the dtype of a parameter in the file
-    verify: whether each read is checked against the digest of the written bytes
     """
 
     def __init__(
@@ -57,10 +52,9 @@ class DriveShards:
         path: Path,
         device: torch.device,
         dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
-        verify: bool = False,
         system: DriveSystemCalls = SYSTEM,
     ) -> None:
-        self._engine, self._unit_of, self._device, self._verify = engine, units, device, verify
+        self._engine, self._unit_of, self._device = engine, units, device
         self._dtype_of = dtype_of
         self._units: dict[int, _UnitFileRegion] = {}
         for name, one in engine.items():
@@ -151,32 +145,17 @@ class DriveShards:
         return self._writer.submit(self._write_unit, buffer, self._units[unit])
 
     def _read_unit(self, buffer: UnitBuffer, unit: _UnitFileRegion) -> None:
-        data = as_memoryview(buffer.memory[: unit.size_bytes])
-        self._file.read(data, unit.offset)
-        for name in unit.digests:
-            _check_shard_digest(self._file, unit, name=name, data=data[unit.parts[name]])
+        self._file.read(as_memoryview(buffer.memory[: unit.size_bytes]), unit.offset)
 
     def _read_flat_shard(self, name: str) -> Tensor:
         one, unit = self._engine[name], self._units[self._unit_of[name]]
         part, dtype = unit.parts[name], self._dtype_of(one)
         memory = allocate_host_memory(part.stop - part.start, pinned=False)
-        data = as_memoryview(memory)[: part.stop - part.start]
-        self._file.read(data, unit.offset + part.start)
-        if name in unit.digests:
-            _check_shard_digest(self._file, unit, name=name, data=data)
+        self._file.read(as_memoryview(memory)[: part.stop - part.start], unit.offset + part.start)
         return memory[: shard_shape(one).numel() * dtype.itemsize].view(dtype)
 
     def _write_unit(self, buffer: UnitBuffer, unit: _UnitFileRegion) -> None:
-        data = as_memoryview(buffer.memory[: unit.size_bytes])
-        if self._verify:
-            unit.digests = {name: xxh3_digest(data[part]) for name, part in unit.parts.items()}
-        self._file.write(data, unit.offset)
-
-
-def _check_shard_digest(file: DriveFile, unit: _UnitFileRegion, *, name: str, data: memoryview) -> None:
-    if xxh3_digest(data) != unit.digests[name]:
-        begin = unit.offset + unit.parts[name].start
-        raise digest_mismatch_error(file.path, f"bytes {begin} to {begin + data.nbytes} ({name})")
+        self._file.write(as_memoryview(buffer.memory[: unit.size_bytes]), unit.offset)
 
 
 class NextUnitPredictor:

@@ -164,12 +164,9 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: DriveSystemCalls
 ) -> DriveShards:
     path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
-    device, verify = local_device(plan), plan.run.offload.verify_reads
-    dtype_of = master_dtype if frozen else compute_dtype
+    device, dtype_of = local_device(plan), master_dtype if frozen else compute_dtype
     return _open_on_all_ranks(
-        lambda: DriveShards(
-            engine, units, path=path, device=device, dtype_of=dtype_of, verify=verify, system=system
-        ),
+        lambda: DriveShards(engine, units, path=path, device=device, dtype_of=dtype_of, system=system),
         close=lambda one: one.make_close_function()(),
     )
 
@@ -190,11 +187,10 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
         world_size=plan.world_size,
         layout=hashlib.sha256(json.dumps([plan.run.offload.moments, layouts]).encode()).hexdigest()[:32],
     )
-    check = "always" if plan.run.offload.verify_reads else "asked"
 
     def open_generations() -> GenerationFiles:
         try:
-            return GenerationFiles(directory, records, identity=identity, check=check, system=system)
+            return GenerationFiles(directory, records, identity=identity, system=system)
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
@@ -202,7 +198,7 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
             what = error.what.removesuffix(".")
             logger.warning("%s: it was kept by another number of ranks, and is removed", what)
             discard_rank_directory(directory)
-            return GenerationFiles(directory, records, identity=identity, check=check, system=system)
+            return GenerationFiles(directory, records, identity=identity, system=system)
 
     generations = _open_on_all_ranks(open_generations, close=GenerationFiles.close)
     with ExitStack() as unless_whole:
