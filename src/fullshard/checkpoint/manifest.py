@@ -103,7 +103,7 @@ class Manifest(FrozenModel):
     format: version of this format
     step: number of finished steps
     values: small values of the state
-    layout: `sharded` (DCP's, for any ranks) or `ranks` (a file per rank, for the same ranks only)
+    layout: `sharded` (DCP's, for any ranks), or `ranks` of an earlier version (for the same ranks only)
     tensors: saved tensors, by name
     files: every file except the manifest itself
     world_size: number of ranks that saved it
