@@ -18,8 +18,7 @@ from fullshard.models.model_parallel import divide_model
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
 from fullshard.offload.directories import rank_directory, remove_empty_parents
-from fullshard.offload.drive import SYSTEM, DriveSystemCalls
-from fullshard.offload.drive_counters import DriveCounters
+from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore, check_generation
 from fullshard.offload.fsdp_params import master_dtype
