@@ -12,8 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from fullshard.checkpoint.files import MANIFEST
 from fullshard.spec.small_files import parse_json
-from fullshard.system.deadlines import ANSWER_SECONDS
-from fullshard.system.object_store import ObjectRangeReader, ObjectStore
+from fullshard.system.object_store import ANSWER_SECONDS, ObjectRangeReader, ObjectStore
 
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20

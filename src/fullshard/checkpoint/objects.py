@@ -34,8 +34,7 @@ from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_i
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError
 from fullshard.spec.small_files import parse_json
-from fullshard.system.deadlines import ANSWER_SECONDS
-from fullshard.system.object_store import ObjectSizeAndTime, ObjectStore, PrefixListing
+from fullshard.system.object_store import ANSWER_SECONDS, ObjectSizeAndTime, ObjectStore, PrefixListing
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)

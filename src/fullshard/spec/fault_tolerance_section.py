@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveScalar, Seconds
-from fullshard.system.deadlines import ANSWER_SECONDS
 
 
 class CheckpointSection(FrozenModel):
@@ -17,7 +16,6 @@ class CheckpointSection(FrozenModel):
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
     `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
-    `store_seconds`: limit on a request to an object store with its retries; 1 s more per MiB it carries
     `export`: adds safetensors at the end
     """
 
@@ -27,7 +25,6 @@ class CheckpointSection(FrozenModel):
     keep_every: Count = 0
     mode: Literal["sync", "async"] = "sync"
     storage: Literal["shared", "per_node"] = "shared"
-    store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = ANSWER_SECONDS
     export: bool = False
 
     @model_validator(mode="after")
