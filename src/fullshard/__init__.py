@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
-    from fullshard.checkpoint import KeyFile as KeyFile
     from fullshard.checkpoint import NodeLocalDirectory as NodeLocalDirectory
     from fullshard.checkpoint import latest_checkpoint as latest_checkpoint
     from fullshard.checkpoint import load as load
@@ -65,7 +64,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BackgroundSaver": "checkpoint",
-    "KeyFile": "checkpoint",
     "NodeLocalDirectory": "checkpoint",
     "export": "weights.export",
     "full_state": "weights.export",

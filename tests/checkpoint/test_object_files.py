@@ -99,7 +99,6 @@ def test_a_save_to_a_store_that_falls_silent_ends(store, what):
     with pytest.raises(CheckpointError, match="the store does not answer") as raised:
         save(large(2), ObjectLocation(URL, part_bytes=PART_BYTES, answer_seconds=0.3))
     assert "no answer within" in str(raised.value)
-    assert "checkpoint.store_seconds" in str(raised.value)
     store.hear = silent("nothing")
     assert_loads(URL, 1)
 

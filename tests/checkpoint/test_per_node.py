@@ -12,7 +12,7 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.per_node import NodeLocalDirectory, merge_node_checkpoints
-from fullshard.checkpoint.save import Layout, save
+from fullshard.checkpoint.save import save
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
@@ -47,11 +47,9 @@ def test_ranks_that_see_each_others_files_share_a_disk(ranks, tmp_path):
     assert not list(tmp_path.rglob(".seat-*"))
 
 
-def save_on_nodes(
-    directory: Path, step: int, mesh_shape: tuple[int, ...], layout: Layout = "sharded", ranks_a_node: int = 2
-) -> None:
+def save_on_nodes(directory: Path, step: int, mesh_shape: tuple[int, ...], ranks_a_node: int = 2) -> None:
     state = State(step, sharded(step, mesh_shape), {"tokens": step * 100})
-    save(state, disks_of(directory, ranks_a_node), layout=layout, keep=2)
+    save(state, disks_of(directory, ranks_a_node), keep=2)
 
 
 def load_on_nodes(directory: Path, mesh_shape: tuple[int, ...], ranks_a_node: int = 2) -> tuple[Any, Any]:
@@ -67,10 +65,9 @@ def assert_loaded(found: list[tuple[Any, Any]], step: int) -> None:
         assert_same(whole, numbers(step) | {f"random.rank{rank}": ones_own(step, rank)})
 
 
-@pytest.mark.parametrize("layout", ["sharded", "ranks"])
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_path, layout, mesh_shape):
-    ranks(4).run(save_on_nodes, tmp_path, 3, mesh_shape, layout)
+def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_path, mesh_shape):
+    ranks(4).run(save_on_nodes, tmp_path, 3, mesh_shape)
     for node in (0, 1):
         path = tmp_path / f"node-{node}" / STEP
         manifest = read_manifest(path)
@@ -83,9 +80,8 @@ def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_pa
     path = merge_node_checkpoints([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")
     assert path == tmp_path / "all" / STEP
     assert not list(iterate_damage(path))
-    if layout == "sharded":
-        for _, whole in ranks(3).run(loaded_sharded, tmp_path / "all", (3,)):
-            assert_same({n: t for n, t in whole.items() if ".rank" not in n}, numbers(3))
+    for _, whole in ranks(3).run(loaded_sharded, tmp_path / "all", (3,)):
+        assert_same({n: t for n, t in whole.items() if ".rank" not in n}, numbers(3))
 
 
 def refused(directory: Path, mesh_shape: tuple[int, ...], ranks_a_node: int) -> str:

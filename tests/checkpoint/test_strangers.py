@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.digests import xxh3_or_blake2b
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
 from fullshard.checkpoint.per_node import merge_node_checkpoints
 from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.checkpoint.verify import iterate_damage, iterate_differences
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved
 
@@ -58,8 +58,8 @@ def replace(path: Path, contents: dict[str, bytes]) -> None:
     files = dict(manifest.files)
     for name, data in contents.items():
         (path / name).write_bytes(data)
-        files[name] = SavedFile(size_bytes=len(data), digest=xxh3_or_blake2b(data))
-    (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encode_and_sign())
+        files[name] = SavedFile(size_bytes=len(data), digest=xxh3_digest(data))
+    (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encode())
 
 
 @pytest.mark.filterwarnings(
@@ -86,7 +86,7 @@ def rewritten_manifest(path: Path, change: Callable[[str], str]) -> None:
     manifest = read_manifest(path)
     blank = manifest.model_copy(update={"digest": "0" * 32}).model_dump_json(indent=1) + "\n"
     blank = change(blank)
-    (path / MANIFEST).write_text(blank.replace("0" * 32, xxh3_or_blake2b(blank.encode())))
+    (path / MANIFEST).write_text(blank.replace("0" * 32, xxh3_digest(blank.encode())))
 
 
 OUTSIDE = [
@@ -112,7 +112,7 @@ def test_a_name_that_is_not_a_file_of_the_directory_is_damage(tmp_path, name):
 
 def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
     paths = [saved(tmp_path / node / "deep", 1) for node in ("one", "two")]
-    digest = xxh3_or_blake2b(b"bytes")
+    digest = xxh3_digest(b"bytes")
     entry = f'"../../payload": {{"size_bytes": 5, "digest": "{digest}", "node": 1}}, "writer.json"'
     for number, path in enumerate(paths):
         (path.parents[1] / "payload").write_text("bytes")

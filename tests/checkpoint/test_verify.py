@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import BLOCK_BYTES, ShardFileTable
 from fullshard.checkpoint.verify import iterate_damage, iterate_differences
@@ -17,12 +16,11 @@ from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
     State,
     assert_same,
+    into_a_file_per_rank,
     loaded,
-    loaded_sharded,
     numbers,
     saved,
     saved_sharded,
-    sharded,
 )
 
 FILES = ["__0_0.distcp", "__0_0.distcp.pieces", "shards.json", ".metadata", "writer.json", "manifest.json"]
@@ -159,27 +157,17 @@ def test_differences_are_named_and_measured(tmp_path):
     ]
 
 
-def saved_by_ranks(directory: Path, mesh_shape: tuple[int, ...]) -> None:
-    save(State(4, sharded(4, mesh_shape), {"tokens": 400}), directory, layout="ranks")
-
-
-def refused_by_ranks(directory: Path, mesh_shape: tuple[int, ...]) -> str:
+def refused_by_two(directory: Path) -> str:
     with pytest.raises(CheckpointError) as raised:
-        loaded_sharded(directory, mesh_shape)
+        load(State(0, numbers(0)), directory)
     return str(raised.value)
 
 
-def test_each_ranks_own_file_loads_on_the_same_ranks_alone(ranks, tmp_path):
-    ranks(2).run(saved_by_ranks, tmp_path, (2,))
-    (path,) = tmp_path.glob("step-*")
-    assert sorted(read_manifest(path).data_file_names_on_this_disk) == ["rank-0.shards", "rank-1.shards"]
-    for rank, (state, whole) in enumerate(ranks(2).run(loaded_sharded, tmp_path, (2,))):
-        assert state.step == 4
-        own = {f"random.rank{rank}": torch.full((16,), 40 + rank, dtype=torch.uint8)}
-        assert_same(whole, numbers(4) | own)
-    (message, *_) = ranks(3).run(refused_by_ranks, tmp_path, (3,))
-    assert "saved by 2 ranks, loaded by 3" in message
-    (message, *_) = ranks(2).run(refused_by_ranks, tmp_path, (2, 1))
-    assert "sharded as those that saved it" in message
-    flip(path / "rank-1.shards", 8 * 5000)
-    assert [damage.file for damage in iterate_damage(path)] == ["rank-1.shards"]
+def test_a_file_per_rank_of_an_earlier_version_loads_on_as_many_ranks_alone(ranks, tmp_path):
+    path = saved(tmp_path, 4)
+    into_a_file_per_rank(path)
+    assert not list(iterate_damage(path))
+    assert_same(loaded(tmp_path).held, numbers(4))
+    assert all("saved by 1 ranks, loaded by 2" in one for one in ranks(2).run(refused_by_two, tmp_path))
+    flip(path / "rank-0.shards", 8 * 1000)
+    assert [damage.file for damage in iterate_damage(path)] == ["rank-0.shards"]

@@ -75,7 +75,7 @@ class Kill:
 @dataclass(frozen=True)
 class Course:
     """`directory`: of checkpoints. `record`: where the lines go, which no fault touches. `every`: steps from
-    a save to the next. `settings`: of the run, besides its own; `tier`: which of its state is where."""
+    a save to the next. `tier`: which of its state is where."""
 
     directory: Path
     record: Path
@@ -85,7 +85,6 @@ class Course:
     largest_disk: bool = False  # the space check is passed over, so that the disk itself must refuse
     every: int = 1
     tier: str = "none"
-    settings: tuple[str, ...] = ()
     fault: Callable[[], None] | None = None  # strikes once, on rank 0, when two saves are acknowledged
     drive: Callable[[], DriveSystemCalls] | None = None  # what rank 1 reaches it by; of the others it is well
 
@@ -137,7 +136,6 @@ def _begun(course: Course) -> tuple[TrainState, Plan]:
         f"offload.tier={course.tier}",
         f"run.dir={course.record.parent / 'run'}",
         GROUPS,
-        *course.settings,
     )
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     system = course.drive() if course.drive and dist.get_rank() == 1 else SYSTEM

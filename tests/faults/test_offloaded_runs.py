@@ -1,7 +1,6 @@
 """`fullshard train` with state on a drive that is full, fails or is damaged: exit codes, and what follows."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -107,32 +106,6 @@ def test_a_full_drive_is_told_with_its_exit_code_and_costs_nothing(ranks, tmp_pa
     ranks(2).run(trained, str(tmp_path / "undisturbed"), (FEW_STEPS,), False)
     assert len(losses(run)) == 10
     assert losses(run) == losses(tmp_path / "undisturbed")
-
-
-@pytest.mark.long
-def test_state_that_is_changed_under_a_run_is_not_trained_on_and_a_restart_mends_it(
-    tmp_path: Path, curve: Any
-) -> None:
-    run = tmp_path / "run"
-    hit = Command(run, "offload.tier=optimizer:nvme", "offload.verify_reads=true", "run.restarts=1")
-    hit.until(lambda: len(losses(run)) >= 7)
-    while "DamagedOffloadError" not in hit.said:  # until it is read: what is changed may be written over
-        known = len(losses(run))
-        for path in (run / "offload" / "state" / "rank-00001").glob("state-*.data"):
-            change_each_block(path)
-        hit.until(lambda known=known: len(losses(run)) > known or "DamagedOffloadError" in hit.said)
-    assert hit.ended() == 0, hit.said
-    assert "other bytes than were written" in hit.said
-    assert "restart 1 of 1" in hit.said
-    assert losses(run) == curve
-
-
-def change_each_block(path: Path) -> None:
-    with path.open("r+b") as file:
-        for at in range(20, path.stat().st_size, 4096):
-            byte = os.pread(file.fileno(), 1, at)[0]
-            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
-        os.fsync(file.fileno())
 
 
 @pytest.mark.long

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.digests import xxh3_or_blake2b
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
 from fullshard.checkpoint.verify import iterate_damage
@@ -39,6 +38,7 @@ from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import approximate_by_decoder, find_decoder_incompatibility, read_config
 from fullshard.spec.run import Run
+from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export
 from fullshard.weights.files import open_pretrained_files
 from tests.checkpoint.states import saved
@@ -188,13 +188,13 @@ def sign(path: Path, contents: dict[str, bytes]) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, data in contents.items():
-            manifest["files"][name] |= {"size_bytes": len(data), "digest": xxh3_or_blake2b(data)}
+            manifest["files"][name] |= {"size_bytes": len(data), "digest": xxh3_digest(data)}
     except (ValueError, RecursionError, TypeError, KeyError):
         return
     if isinstance(manifest, dict):
         blank = json.dumps({**manifest, "digest": "0" * 32})
         text = blank.replace(
-            '"digest": "' + "0" * 32 + '"}', f'"digest": "{xxh3_or_blake2b(blank.encode())}"' + "}"
+            '"digest": "' + "0" * 32 + '"}', f'"digest": "{xxh3_digest(blank.encode())}"' + "}"
         )
         (path / MANIFEST).write_text(text)
 

@@ -87,10 +87,10 @@ def failing(name: str, number: int) -> DriveSystemCalls:
 
 
 def turning_bad(  # signature: what a test says of a fault
-    call: str, number: int | None, *, file: str, after: int, times: int = 1 << 30
+    call: str, number: int, *, file: str, after: int, times: int = 1 << 30
 ) -> DriveSystemCalls:
     """All is well until `after` generations are committed; then calls of this name on files whose name has
-    `file` in it fail with `number`, so many `times`; or, for None, a bit of what they read is another."""
+    `file` in it fail with `number`, this many `times`."""
     names: dict[int, str] = {}
     committed, failed = itertools.count(1), itertools.count()
     ill = threading.Event()
@@ -110,11 +110,7 @@ def turning_bad(  # signature: what a test says of a fault
     def bad(descriptor: int, *arguments: Any) -> Any:
         if not ill.is_set() or file not in names.get(descriptor, "") or next(failed) >= times:
             return getattr(SYSTEM, call)(descriptor, *arguments)
-        if number is not None:
-            raise OSError(number, os.strerror(number))
-        count = getattr(SYSTEM, call)(descriptor, *arguments)
-        arguments[0][0].cast("B")[count // 2] ^= 1
-        return count
+        raise OSError(number, os.strerror(number))
 
     return replace(SYSTEM, **{"open": open_, call: bad, "pwritev": pwritev})
 

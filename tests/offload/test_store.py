@@ -21,7 +21,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_store import GROUP_BUFFERS, DriveStore
 from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
-from fullshard.offload.generations import Check, GenerationFiles
+from fullshard.offload.generations import GenerationFiles
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments
 from fullshard.planner.offload import slot_bytes_at_update_start
@@ -43,7 +43,6 @@ def drive_store(
     groups: Sequence[OffloadGroup] = GROUPS,
     *,
     moments: torch.dtype | None = None,
-    check: Check = "asked",
     system: DriveSystemCalls = SYSTEM,
 ) -> Iterator[DriveStore]:
     records: list[DataFileRegion] = []
@@ -54,7 +53,7 @@ def drive_store(
         end += size
     identity = RunRankIdentity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
     generations = GenerationFiles(
-        directory / "rank", records, identity=identity, check=check, payload_bytes=4096, system=system
+        directory / "rank", records, identity=identity, payload_bytes=4096, system=system
     )
     with closing(DriveStore(groups, generations, moments=moments, pinned=False)) as store:
         yield store
@@ -161,16 +160,14 @@ def test_what_was_streamed_is_what_is_there_next_in_memory(moments: torch.dtype 
     check()
 
 
-@pytest.mark.parametrize(("moments", "check"), [(None, "asked"), (BF16, "always")])
-def test_what_was_streamed_is_what_is_there_next_on_a_drive(
-    moments: torch.dtype | None, check: Check
-) -> None:
+@pytest.mark.parametrize("moments", [None, BF16])
+def test_what_was_streamed_is_what_is_there_next_on_a_drive(moments: torch.dtype | None) -> None:
     @given(PASSES)
     @settings(max_examples=10)
     def check_passes(passes: list[str]) -> None:
         with (
             tempfile.TemporaryDirectory() as directory,
-            drive_store(Path(directory), moments=moments, check=check) as store,
+            drive_store(Path(directory), moments=moments) as store,
         ):
             run(store, passes)
 

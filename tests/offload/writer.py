@@ -11,7 +11,7 @@ from pathlib import Path
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
-from fullshard.offload.generations import Check, Generation, GenerationFiles
+from fullshard.offload.generations import Generation, GenerationFiles
 from tests.offload.systems import without_direct
 
 IDENTITY = RunRankIdentity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
@@ -28,12 +28,9 @@ def opened(
     *,
     records: Sequence[DataFileRegion] = RECORDS,
     identity: RunRankIdentity = IDENTITY,
-    check: Check = "asked",
     system: DriveSystemCalls = SYSTEM,
 ) -> GenerationFiles:
-    return GenerationFiles(
-        directory, records, identity=identity, check=check, payload_bytes=PAYLOAD_BYTES, system=system
-    )
+    return GenerationFiles(directory, records, identity=identity, payload_bytes=PAYLOAD_BYTES, system=system)
 
 
 def content(step: int, name: str, *, length: int) -> bytes:
@@ -59,20 +56,20 @@ def check_all_records(generations: GenerationFiles, generation: Generation) -> N
         generations.read_record(record.name, target, slot=generation.slot, verify=True)
 
 
-def holds(generations: GenerationFiles, generation: Generation, *, verify: bool = True) -> bool:
+def holds(generations: GenerationFiles, generation: Generation) -> bool:
     """Whether it is, byte for byte, the state of its step. Raises OffloadError where it says it is not."""
     for record in generations.records.values():
         target = memoryview(bytearray(record.length_bytes))
-        generations.read_record(record.name, target, slot=generation.slot, verify=verify)
+        generations.read_record(record.name, target, slot=generation.slot, verify=True)
         if target != content(generation.step, record.name, length=record.length_bytes):
             return False
     return generations.read_generation_payload(generation) == payload(generation.step)
 
 
-def usable(directory: Path, *, check: Check = "asked") -> list[int]:
+def usable(directory: Path) -> list[int]:
     """The steps of the whole generations that pass `verify`, newest first; all hold what they say."""
     found: list[int] = []
-    with opened(directory, check=check) as generations:
+    with opened(directory) as generations:
         for generation in generations.list_complete_generations():
             try:
                 check_all_records(generations, generation)

@@ -179,7 +179,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
 
 
 def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
-    made = runs.plan(f"checkpoint.key_file={HOSTILE}")
+    made = runs.plan(f"checkpoint.dir={HOSTILE}")
     directory = runs.finished(tmp_path / 'x"><script>alert(1)<' / "script>")
     told: list[runs.Told] = [
         (

@@ -36,7 +36,7 @@ NO_CODE = {
     "optimizer": ("options",),
     "sharding": ("tensor_parallel_styles", "units.names", "units.overrides.match"),
     "offload": ("path",),
-    "checkpoint": ("dir", "key_file"),
+    "checkpoint": ("dir",),
 }
 
 

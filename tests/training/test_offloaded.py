@@ -142,7 +142,7 @@ SAMPLE = {
     1: [Case("odd", ("train.microbatch=6", LAST))],
     2: [
         Case("odd", ("precision.mode=bf16", "sharding.strategy=shard_grad_op", "train.microbatch=3", LAST)),
-        Case("spoilt", ("precision.mode=bf16_reduce", "offload.verify_reads=true", ON_DEVICE), WHOLE),
+        Case("spoilt", ("precision.mode=bf16_reduce", ON_DEVICE), WHOLE),
         Case("regression", ("sharding.strategy=no_shard", "recompute.mode=full", ON_DEVICE)),
     ],
     3: [

@@ -73,11 +73,11 @@ def undisturbed_curve() -> list[float]:
     return advance(*state_on("none", "none"), to=STEPS)
 
 
-def after_loading(tier: str, directory: str, at: int, layout: Any, *more: str) -> list[Bits]:
+def after_loading(tier: str, directory: str, at: int, *more: str) -> list[Bits]:
     """This rank's bits when saved, when loaded by another state, which had come further, and two steps on."""
     state, plan = state_on(tier, f"{directory}/first", *more)
     advance(state, plan, to=at)
-    save(state, f"{directory}/checkpoints", layout=layout)
+    save(state, f"{directory}/checkpoints")
     bits = [local_bits(state)]
     other, _ = state_on(tier, f"{directory}/second", *more)
     advance(other, plan, to=5)
@@ -90,7 +90,7 @@ def after_loading(tier: str, directory: str, at: int, layout: Any, *more: str) -
     return bits
 
 
-BEFORE, AMID = (0, "sharded"), (3, "ranks", "offload.moments=bf16")
+BEFORE, AMID = (0,), (3, "offload.moments=bf16")
 QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:nvme", AMID)]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
-from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError, ShardError
+from fullshard.errors import OffloadError, ShardError
 from fullshard.offload.drive import SYSTEM
 from fullshard.offload.state import OffloadedState, find_offloaded_state, set_offload_attribute
 from fullshard.profiler.memory import storage_bytes_of_tensors
@@ -276,25 +276,6 @@ def test_a_base_that_is_loaded_in_part_is_not_computed_with(
     tier: str, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     assert ranks(1).run(broken_off, tier, str(tmp_path)) == [True]
-
-
-def changed(directory: str) -> tuple[str, str]:
-    """What a step and a save say of a base whose bytes have changed on the drive."""
-    state, plan = state_on(DRIVE, directory, "offload.verify_reads=true")
-    advance(state, plan, to=1)
-    (path,) = Path(directory).glob("offload/*/*/frozen.data")
-    damage(path)
-    said: list[str] = []
-    for use in (lambda: save(state, f"{directory}/checkpoints"), lambda: advance(state, plan, to=2)):
-        with pytest.raises((DamagedOffloadError, CheckpointError)) as info:
-            use()
-        said.append(str(info.value))
-    return said[0], said[1]
-
-
-def test_a_base_that_changes_on_its_drive_is_told(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    (said,) = ranks(1).run(changed, str(tmp_path))
-    assert all("other bytes than were written" in one for one in said)
 
 
 def without_values(tier: str, directory: str) -> tuple[int, list[str]]:

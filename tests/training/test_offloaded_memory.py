@@ -73,7 +73,8 @@ def start(
         settings += ["train.steps=4", "train.validate_every=0", "train.validate_sequences=4"]
         settings += ["log.sample_tokens=0", "log.trace_every=0"]
     # Address space, unlike memory, is also what each thread's arena would reserve.
-    own = os.environ | {"MALLOC_ARENA_MAX": "1"} | ({} if limit is None else {"RESIDENT_LIMIT": str(limit)})
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    own = os.environ | malloc | ({} if limit is None else {"RESIDENT_LIMIT": str(limit)})
     command = [sys.executable, "-m", "tests.training.resident", job, str(directory / "run"), *settings]
     return subprocess.run(command, capture_output=True, text=True, env=own, timeout=400)
 

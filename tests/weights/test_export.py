@@ -12,7 +12,16 @@ from safetensors.torch import load_file
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.weights.export import export, full_state
-from tests.checkpoint.states import State, assert_same, numbers, ones_own, saved, saved_sharded, sharded
+from tests.checkpoint.states import (
+    State,
+    assert_same,
+    into_a_file_per_rank,
+    numbers,
+    ones_own,
+    saved,
+    saved_sharded,
+    sharded,
+)
 
 EVERY_DTYPE = {
     f"model.{dtype}": torch.arange(3).to(dtype)
@@ -158,6 +167,7 @@ def test_a_model_is_no_state():
 
 
 def test_parts_of_ranks_are_refused(tmp_path):
-    path = saved(tmp_path, 1, layout="ranks")
+    path = saved(tmp_path, 1)
+    into_a_file_per_rank(path)
     with pytest.raises(CheckpointError, match="cannot be exported"):
         export(path, tmp_path / "model.safetensors")

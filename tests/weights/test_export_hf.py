@@ -194,7 +194,7 @@ HOSTILE = [
 def test_a_manifest_that_describes_no_model_is_refused(tmp_path, changed):
     path = saved_numbers(tmp_path / "run", 1)
     manifest = read_manifest(path).model_copy(update=changed)
-    (path / "manifest.json").write_bytes(manifest.encode_and_sign())
+    (path / "manifest.json").write_bytes(manifest.encode())
     with pytest.raises(FullshardError):
         export_hf(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

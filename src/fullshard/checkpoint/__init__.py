@@ -2,7 +2,6 @@
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, check_same_tensors, read_manifest
@@ -12,7 +11,6 @@ from fullshard.checkpoint.save import save
 __all__ = [
     "BackgroundSaver",
     "Checkpointable",
-    "KeyFile",
     "Manifest",
     "NodeLocalDirectory",
     "SavedTensor",

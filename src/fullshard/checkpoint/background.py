@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.location import CheckpointLocation, location_of
-from fullshard.checkpoint.save import CheckpointSaver, Layout, Snapshot, take_snapshot
+from fullshard.checkpoint.save import CheckpointSaver, Snapshot, take_snapshot
 from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import CheckpointError
@@ -89,11 +89,10 @@ class BackgroundSaver:
         *,
         keep: int = 0,
         keep_every: int = 0,
-        layout: Layout = "sharded",
         plan: Plan | None = None,
     ) -> None:
         place = location_of(directory)
-        self._saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+        self._saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, plan=plan)
         self._group = cast(Group, dist.new_group(backend="gloo") if is_distributed() else None)
         self._staging = _StagingBuffers()
         self._running: Future[SaveResult] | None = None

@@ -11,7 +11,6 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self, TypeVar, cast
 
-from fullshard.checkpoint.digests import KeyFile
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
@@ -42,11 +41,6 @@ class CheckpointFiles(Protocol):
     @property
     def name(self) -> str:
         """Last part of the checkpoint's path or URL."""
-        ...
-
-    @property
-    def key(self) -> KeyFile | None:
-        """Key that signs a saved manifest and must have signed a loaded one, or None for no signatures."""
         ...
 
     def file_sizes_bytes(self) -> dict[str, int]:
@@ -136,7 +130,6 @@ class LocalFiles:
     """A directory on a file system."""
 
     path: Path
-    key: KeyFile | None = None
 
     @property
     def name(self) -> str:

@@ -18,7 +18,6 @@ from typing import ClassVar, Protocol
 
 from pydantic import ValidationError
 
-from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import (
     WRITER,
     CheckpointFiles,
@@ -59,11 +58,6 @@ class CheckpointLocation(Protocol):
     """
 
     is_local: ClassVar[bool]
-
-    @property
-    def key(self) -> KeyFile | None:
-        """Key that signs the checkpoints of this location, or None."""
-        ...
 
     def __str__(self) -> str: ...
 
@@ -125,7 +119,6 @@ class LocalLocation:
 
     path: Path
     free_bytes: Callable[[Path], int] = disk.free_disk_bytes
-    key: KeyFile | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -139,7 +132,7 @@ class LocalLocation:
         return self.path.is_dir()
 
     def root_as_checkpoint(self) -> CheckpointFiles:
-        return LocalFiles(self.path, self.key)
+        return LocalFiles(self.path)
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         if not self.path.is_dir():
@@ -148,7 +141,7 @@ class LocalLocation:
         own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
         paths = {parse_step_name(path.name): path for path in own}
         steps = sorted((step for step in paths if step is not None), reverse=True)
-        return [(step, LocalFiles(paths[step], self.key)) for step in steps]
+        return [(step, LocalFiles(paths[step])) for step in steps]
 
     def list_drafts(self) -> list[str]:
         return [str(path) for path in list_directories(self.path, ".tmp-*")]
@@ -177,7 +170,7 @@ class LocalLocation:
             logger.warning("%s is not a checkpoint; renamed to %s", target, aside)
         _remove_leftovers(self.path)
         disk.check_disk_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
-        draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
+        draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}")
         draft.path.mkdir()
         try:
             write_file(draft, WRITER, data=WriterProcess.current().model_dump_json().encode())
@@ -187,10 +180,10 @@ class LocalLocation:
         return draft
 
     def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
-        write_file(draft, MANIFEST, data=manifest.encode_and_sign(self.key))
+        write_file(draft, MANIFEST, data=manifest.encode())
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
-        target = LocalFiles(self.path / step_name(manifest.step), self.key)
+        target = LocalFiles(self.path / step_name(manifest.step))
         _path_of_local_files(draft).rename(target.path)
         fsync_path(self.path)
         return target
@@ -216,28 +209,17 @@ class LocalLocation:
         _rmtree_or_warn(condemned)
 
 
-def location_of(
-    directory: str | Path | CheckpointLocation, *, key_file: str | Path | None = None
-) -> CheckpointLocation:
+def location_of(directory: str | Path | CheckpointLocation) -> CheckpointLocation:
     """Returns the location that a path or a URL names; returns a location unchanged.
 
-    key_file: file of a key (`KeyFile`) that signs the checkpoints; with a key, only signed ones are loaded
-
     Raises MissingExtraError for a URL whose package is not installed, and SpecError for an unusable URL.
-    Raises CheckpointError for a path that was a URL before `Path` removed one of its slashes, and for an
-    unusable key file.
+    Raises CheckpointError for a path that was a URL before `Path` removed one of its slashes.
 
-    >>> signed = fs.location_of("signed", key_file="checkpoints.key")
-    >>> fs.save(state, signed, plan=plan)
-    PosixPath('signed/step-00000003')
+    >>> place = fs.location_of("checkpoints")
+    >>> fs.save(state, place, plan=plan)
+    PosixPath('checkpoints/step-00000003')
     """
-    key = None if key_file is None else KeyFile(Path(key_file))
-    if key is not None:
-        key.check_usable()
-        key.warn_if_others_can_read()
     if not isinstance(directory, str | Path):
-        if key != directory.key and key is not None:
-            raise CheckpointError(f"{directory} has a key of its own.", got=f"{key.path} besides")
         return directory
     if cut := _CUT_URL.match(str(directory)):
         raise CheckpointError(
@@ -249,8 +231,8 @@ def location_of(
         from fullshard.checkpoint.objects import ObjectLocation
 
         ObjectStore(directory).check_url_and_package()
-        return ObjectLocation(directory.rstrip("/"), key=key)
-    return LocalLocation(Path(str(directory).removeprefix("file://")), key=key)
+        return ObjectLocation(directory.rstrip("/"))
+    return LocalLocation(Path(str(directory).removeprefix("file://")))
 
 
 def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:

@@ -11,7 +11,6 @@ manifest states. The manifest also has the digests of small files, and tables ha
 is no `latest` file: the newest checkpoint is the complete one of the highest step.
 """
 
-import hmac
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
-from fullshard.checkpoint.digests import KeyFile, is_blake2b_digest, xxh3_or_blake2b
 from fullshard.checkpoint.files import (
     MANIFEST,
     CheckpointFiles,
@@ -30,12 +28,13 @@ from fullshard.checkpoint.files import (
     is_data_loss_error,
     write_file,
 )
-from fullshard.checkpoint.shard_file import SUFFIX
+from fullshard.checkpoint.shard_file import SUFFIX, new_hash_for
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import parse_json
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.system.files import xxh3_digest
 from fullshard.system.object_store import is_remote_url
 
 FORMAT = 2
@@ -46,7 +45,6 @@ SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
 _NAMES_SHOWN = 3
 _NO_DIGEST = "0" * 32
-_NO_SIGNATURE = "0" * 64
 
 logger = logging.getLogger("fullshard")
 
@@ -105,7 +103,7 @@ class Manifest(FrozenModel):
     format: version of this format
     step: number of finished steps
     values: small values of the state
-    layout: `sharded` (DCP's, for any ranks) or `ranks` (a file per rank, for the same ranks only)
+    layout: `sharded` (DCP's, for any ranks), or `ranks` of an earlier version (for the same ranks only)
     tensors: saved tensors, by name
     files: every file except the manifest itself
     world_size: number of ranks that saved it
@@ -115,7 +113,6 @@ class Manifest(FrozenModel):
     attempt: id of the save, if it is a prefix in an object store or shared by nodes; else None
     nodes: number of disks that hold the checkpoint
     node: index of the disk that holds this manifest
-    signature: signature by a KeyFile, with zeros in place of itself and the digest; None without a key
     digest: digest of the manifest's own bytes, with zeros in its place
     """
 
@@ -132,7 +129,6 @@ class Manifest(FrozenModel):
     attempt: FileName | None = None
     nodes: PositiveInt = 1
     node: NonNegativeInt = 0
-    signature: str | None = None
     digest: str = _NO_DIGEST
 
     @model_validator(mode="after")
@@ -192,13 +188,10 @@ class Manifest(FrozenModel):
                 fix="the fullshard that wrote it; --format safetensors does without",
             ) from error
 
-    def encode_and_sign(self, key: KeyFile | None = None) -> bytes:
-        """Returns the bytes of `manifest.json`, with their own digest and, given a `key`, its signature."""
-        unsigned = {"digest": _NO_DIGEST, "signature": None if key is None else _NO_SIGNATURE}
-        text = self.model_copy(update=unsigned).model_dump_json(indent=1).encode() + b"\n"
-        if key is not None:
-            text = _replace_last_json_string(text, before=_NO_SIGNATURE, after=key.sign(text))
-        return _replace_last_json_string(text, before=_NO_DIGEST, after=xxh3_or_blake2b(text))
+    def encode(self) -> bytes:
+        """Returns the bytes of `manifest.json`, with their own digest."""
+        text = self.model_copy(update={"digest": _NO_DIGEST}).model_dump_json(indent=1).encode() + b"\n"
+        return _replace_last_json_string(text, before=_NO_DIGEST, after=xxh3_digest(text))
 
 
 def skipped_in_a_row(values: Mapping[str, JsonValue]) -> int:
@@ -211,8 +204,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     """Returns the manifest of a checkpoint, after checking its digest.
 
     Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than that in the
-    directory's name. Raises CheckpointError if it has another format, or lacks the signature by
-    `CheckpointFiles.key`.
+    directory's name. Raises CheckpointError if it has another format.
     """
     files = checkpoint_files_at(checkpoint)
     try:
@@ -227,8 +219,6 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
         raise read_failure_error(error, f"{files} cannot be read.", name=MANIFEST) from error
     where = f"{files}/{MANIFEST}"
     data = _verify_and_parse_manifest(text, where)
-    if files.key is not None:
-        _check_signature(text, data, key=files.key, where=where)
     if data.get("format") != FORMAT:
         raise CheckpointError(
             f"{where} cannot be read by this fullshard.",
@@ -289,7 +279,7 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
     except OSError as error:
         raise read_failure_error(error, f"{files} is not whole.", name=name) from error
     saved = manifest.files[name].digest if name in manifest.files else None
-    if saved is None or xxh3_or_blake2b(data, strong=is_blake2b_digest(saved)) != saved:
+    if saved is None or new_hash_for(saved, data).hexdigest() != saved:
         other = f"{files}/{name} holds other bytes than were saved."
         raise DamagedCheckpointError(other, got="its digest is another")
     return data
@@ -298,12 +288,12 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
 def write_small_file(draft: CheckpointFiles, name: str, *, data: bytes) -> SavedFile:
     """Writes a small file, and returns its entry for the manifest."""
     write_file(draft, name, data=data)
-    return small_file_entry(draft, data)
+    return small_file_entry(data)
 
 
-def small_file_entry(draft: CheckpointFiles, data: bytes) -> SavedFile:
-    """Returns the manifest's entry (size and digest) for a small file of `draft` with the content `data`."""
-    return SavedFile(size_bytes=len(data), digest=xxh3_or_blake2b(data, strong=draft.key is not None))
+def small_file_entry(data: bytes) -> SavedFile:
+    """Returns the manifest's entry (size and digest) for a small file with the content `data`."""
+    return SavedFile(size_bytes=len(data), digest=xxh3_digest(data))
 
 
 def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointError:
@@ -345,28 +335,10 @@ def _verify_and_parse_manifest(text: bytes, where: str) -> dict[str, Any]:
     fields = cast(dict[str, Any], data)
     stated = str(fields.get("digest"))
     digested = _replace_last_json_string(text, before=stated, after=_NO_DIGEST)
-    if fields.get("format") != 1 and xxh3_or_blake2b(digested) != stated:  # format 1 had no digest
+    if fields.get("format") != 1 and xxh3_digest(digested) != stated:  # format 1 had no digest
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
+    fields.pop("signature", None)  # of an earlier version
     return fields
-
-
-def _check_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
-    """Raises CheckpointError if the manifest is not signed with `key`.
-
-    A DamagedCheckpointError would be wrong: `load` would then use an older checkpoint without asking.
-    """
-    stated = str(data.get("signature"))
-    unsigned = _replace_last_json_string(text, before=str(data.get("digest")), after=_NO_DIGEST)
-    unsigned = _replace_last_json_string(unsigned, before=stated, after=_NO_SIGNATURE)
-    if not hmac.compare_digest(key.sign(unsigned), stated):
-        raise CheckpointError(
-            f"{where} is not signed with the key of {key.path}.",
-            got="no signature"
-            if data.get("signature") is None
-            else "a signature that does not fit: another key, or the manifest was changed since",
-            why="only somebody who has the key can have written what it signs",
-            fix="the key that it was saved with, or a checkpoint that this key signed",
-        )
 
 
 def _replace_last_json_string(text: bytes, *, before: str, after: str) -> bytes:

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO, cast
 
-from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
 from fullshard.spec.small_files import parse_json
-from fullshard.system.deadlines import ANSWER_SECONDS
-from fullshard.system.object_store import ObjectRangeReader, ObjectStore
+from fullshard.system.object_store import ANSWER_SECONDS, ObjectRangeReader, ObjectStore
 
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20
@@ -28,14 +26,12 @@ class ObjectFiles:
     attempt: id of the attempt; None for the committed checkpoint
     part_bytes: bytes sent per request; a part and a copy of it are in memory while a file is written
     answer_seconds: see `ObjectStore`
-    key: see `CheckpointFiles`
     """
 
     url: str
     attempt: str | None = None
     part_bytes: int = PART_BYTES
     answer_seconds: float = ANSWER_SECONDS
-    key: KeyFile | None = None
 
     @property
     def name(self) -> str:

@@ -21,7 +21,6 @@ from typing import ClassVar
 
 from pydantic import ValidationError
 
-from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import (
     MANIFEST,
     WRITER,
@@ -35,8 +34,7 @@ from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_i
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError
 from fullshard.spec.small_files import parse_json
-from fullshard.system.deadlines import ANSWER_SECONDS
-from fullshard.system.object_store import ObjectSizeAndTime, ObjectStore, PrefixListing
+from fullshard.system.object_store import ANSWER_SECONDS, ObjectSizeAndTime, ObjectStore, PrefixListing
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)
@@ -52,7 +50,6 @@ class ObjectLocation:
     url: prefix of the steps
     part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
     answer_seconds: see `ObjectStore`
-    key: key that signs the checkpoints
     """
 
     is_local: ClassVar[bool] = False
@@ -60,7 +57,6 @@ class ObjectLocation:
     url: str
     part_bytes: int = PART_BYTES
     answer_seconds: float = ANSWER_SECONDS
-    key: KeyFile | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -73,7 +69,7 @@ class ObjectLocation:
         return bool(found.objects or found.prefixes)
 
     def root_as_checkpoint(self) -> ObjectFiles:
-        return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
+        return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds)
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         """Returns (step, files) of every step that has a manifest, which uncommitted attempts do not have."""
@@ -121,8 +117,7 @@ class ObjectLocation:
         """Puts the manifest. Raises CheckpointError if a file is missing or another job saved the step."""
         draft = _as_object_files(draft)
         _check_files_stored(draft, manifest)
-        signed = manifest.model_copy(update={"attempt": draft.attempt}).encode_and_sign(draft.key)
-        _put_manifest(draft, data=signed)
+        _put_manifest(draft, data=manifest.model_copy(update={"attempt": draft.attempt}).encode())
         return self._step_files(manifest.step)
 
     def discard_draft(self, draft: CheckpointFiles) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import WRITER, LocalFiles, RanksSharingDisk
 from fullshard.checkpoint.location import LocalLocation, list_directories
 from fullshard.checkpoint.manifest import (
@@ -99,7 +98,7 @@ def list_node_checkpoints(own: LocalLocation) -> list[NodeCheckpoint]:
         if not (directory / MANIFEST).exists():
             continue
         try:
-            manifest = read_manifest_and_check_sizes(LocalFiles(directory, own.key))
+            manifest = read_manifest_and_check_sizes(LocalFiles(directory))
         except CheckpointError as error:
             logger.warning("passing over %s: %s", directory, error.got or error.what)
             continue
@@ -121,17 +120,14 @@ def steps_on_all_disks(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
     return [(step, attempt) for _, step, attempt, _ in sorted(found, reverse=True)]
 
 
-def merge_node_checkpoints(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
+def merge_node_checkpoints(sources: Sequence[Path], target: Path) -> Path:
     """Copies the newest step that all its nodes have into `target`, as one complete checkpoint.
 
     sources: directory of checkpoints of each node, in any order
-    key_file: see `location_of`
 
     Returns the path of the copy. Raises CheckpointError if no step is complete, or if a byte is damaged.
     """
-    key = None if key_file is None else KeyFile(key_file)
-    disks = [LocalLocation(source, key=key) for source in sources]
-    one_disk = LocalLocation(target, key=key)
+    disks, one_disk = [LocalLocation(source) for source in sources], LocalLocation(target)
     return run_alone_or_raise(lambda: _merge_newest_step(disks, one_disk), doing=f"gathering into {target}")
 
 
@@ -144,7 +140,7 @@ def _merge_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) ->
             "no step is there of all its nodes.", got=found or "nothing", fix="the directories of all nodes"
         )
     parts = {
-        step.node: LocalFiles(one.path / step.name, one.key)
+        step.node: LocalFiles(one.path / step.name)
         for one, step in held
         if (step.step, step.attempt) == known[0]
     }
@@ -161,7 +157,7 @@ def _merge_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) ->
                 with parts[file.node or 0].open_file(name) as source, draft.create_file(name) as copy:
                     shutil.copyfileobj(source, copy, length=16 << 20)
                 copied[name] = file.model_copy(update={"node": None})
-        copied[WRITER] = small_file_entry(draft, draft.read_file(WRITER))
+        copied[WRITER] = small_file_entry(draft.read_file(WRITER))
         whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
         target.write_manifest_into_draft(draft, whole)
         return Path(str(target.commit(draft, whole)))

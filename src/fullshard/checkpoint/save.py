@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -46,7 +46,6 @@ from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 
-Layout: TypeAlias = Literal["sharded", "ranks"]
 Content: TypeAlias = tuple[dict[str, SavedFile], dict[str, SavedTensor]]  # files and tensors of a manifest
 
 # Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
@@ -66,7 +65,6 @@ def save(
     *,
     keep: int = 0,
     keep_every: int = 0,
-    layout: Layout = "sharded",
     plan: Plan | None = None,
 ) -> Path | str:
     """Saves `state` as `directory/step-00000123` and returns that path. Collective: every rank calls it.
@@ -87,14 +85,13 @@ def save(
     directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
     keep_every: also keeps the steps that are multiples of it; 0 for none
-    layout: see `Manifest`
     plan: recorded in the manifest
 
     >>> fs.save(state, "checkpoints", plan=plan, keep=2)
     PosixPath('checkpoints/step-00000003')
     """
     place = location_of(directory)
-    saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+    saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, plan=plan)
     with raise_on_all_ranks("taking the state to save"):
         snapshot = take_snapshot(state)
     return saving.save_snapshot(snapshot)
@@ -134,7 +131,6 @@ class CheckpointSaver:
     place: CheckpointLocation
     keep: int = 0
     keep_every: int = 0
-    layout: Layout = "sharded"
     plan: Plan | None = None
 
     def __post_init__(self) -> None:
@@ -234,20 +230,11 @@ class CheckpointSaver:
             _check_shared_directory(draft)
         metadata: Metadata | None = None
         with raise_on_all_ranks(doing, group=group):
-            if self.layout == "ranks":
-                own = storage.write_rank_shard_file(mine.tensors, draft, check=mine.check_numbers)
-            else:
-                own, metadata = storage.write_with_dcp(
-                    mine.tensors,
-                    draft,
-                    check=mine.check_numbers,
-                    every_copy=disk.node is not None,
-                    group=group,
-                )
+            own, metadata = storage.write_with_dcp(
+                mine.tensors, draft, check=mine.check_numbers, every_copy=disk.node is not None, group=group
+            )
         own = {n: f if n == SHARDS else f.model_copy(update={"node": disk.node}) for n, f in own.items()}
         files = {name: file for part in all_gather_object(own, group=group) for name, file in part.items()}
-        if self.layout == "ranks":
-            return files, _gather_saved_tensors(mine, group)
         return files, run_on_rank_zero(
             lambda: _check_and_list_written_tensors(metadata, files), doing=doing, group=group
         )
@@ -259,12 +246,12 @@ class CheckpointSaver:
         doing, index = self._action_text(mine), None
         files, tensors = saved
         manifests: list[Manifest] = []  # a leader's: too large to be sent to all ranks
-        if disk.nodes > 1 and SHARDS in files:
+        if disk.nodes > 1:
             index = run_on_rank_zero(lambda: draft.read_file(SHARDS), doing=doing, group=group)
 
         def prepare_on_disk() -> None:
             # Disks of nodes have different writers, so their manifest names none.
-            writer = {WRITER: small_file_entry(draft, draft.read_file(WRITER))} if disk.node is None else {}
+            writer = {WRITER: small_file_entry(draft.read_file(WRITER))} if disk.node is None else {}
             manifest = self._build_manifest(mine, disk, content=(files | writer, tensors))
             if index is not None and SHARDS not in draft.file_sizes_bytes():
                 write_file(draft, SHARDS, data=index)
@@ -286,7 +273,6 @@ class CheckpointSaver:
         return Manifest(
             step=mine.step,
             values=mine.values,
-            layout=self.layout,
             tensors=tensors,
             files=dict(sorted(files.items())),
             world_size=world_size(),
@@ -389,13 +375,6 @@ def _check_shared_directory(draft: CheckpointFiles) -> None:
             got=f"no {draft} there, which rank 0 has just made",
             fix="a directory on a file system that all machines share",
         )
-
-
-def _gather_saved_tensors(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
-    """Returns the tensors of all ranks by name. Ranks send only names that rank 0 lacks. Collective."""
-    common = set(run_on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group))
-    own = {n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if rank() == 0 or n not in common}
-    return {name: one for part in all_gather_object(own, group=group) for name, one in sorted(part.items())}
 
 
 def _check_and_list_written_tensors(

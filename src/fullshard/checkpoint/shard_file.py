@@ -6,21 +6,23 @@
 The elements of a large shard begin at a page of the file (4096 bytes), so that they can be written without a
 copy from a buffer that does, too; zeros precede their piece. See [Note: past the page cache].
 
-Digests (see `digests`) are computed of the bytes in memory, before they are written. Blocks are counted from
-the start of each piece, so that a part of a large piece can be verified without reading all of it.
+Digests are XXH3 of 128 bits (https://xxhash.com), which detect accidental damage, not tampering. They are
+computed of the bytes in memory, before they are written. Blocks are counted from the start of each piece, so
+that a part of a large piece can be verified without reading all of it.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, BinaryIO, Self, TypeVar, cast
 
 import torch
+import xxhash
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.digests import is_blake2b_digest, new_xxh3_or_blake2b
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
@@ -30,6 +32,12 @@ M = TypeVar("M", bound=FrozenModel)
 
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
+_XXH3_DIGITS = 32
+
+
+def new_hash_for(digest: str, data: bytes = b"") -> hashlib.blake2b | xxhash.xxh3_128:
+    """Returns a hash object of `data` of the kind of `digest`: XXH3, or BLAKE2b of an earlier version."""
+    return xxhash.xxh3_128(data) if len(digest) == _XXH3_DIGITS else hashlib.blake2b(data, digest_size=32)
 
 
 def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
@@ -102,16 +110,13 @@ def _dtype_item_bytes(dtype: str) -> int:
 
 
 class ShardFileWriter:
-    """Writes tensors to a data file, and records their positions and digests.
+    """Writes tensors to a data file, and records their positions and digests."""
 
-    strong: whether digests are BLAKE2b; see `digests`
-    """
-
-    def __init__(self, file: BinaryIO, *, strong: bool = False) -> None:
-        self._file, self._strong = file, strong
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._position = self._start = self._data_offset = 0
         self._pieces: list[ShardRecord] = []
-        self._blocks = _BlockDigester(strong=strong)
+        self._blocks = _BlockDigester()
         self._elements: tuple[int, int] = (0, 0)  # address and bytes of the tensor being written
         self._around = bytearray()  # bytes that torch.save puts before or after them
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
@@ -125,7 +130,7 @@ class ShardFileWriter:
     def write_tensor(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> ShardRecord:
         """Writes a CPU shard, whose position in its tensor is `index`, as `torch.save` does."""
         tensor = _without_unused_storage(tensor)
-        self._start, self._data_offset, self._blocks = self._position, 0, _BlockDigester(strong=self._strong)
+        self._start, self._data_offset, self._blocks = self._position, 0, _BlockDigester()
         self._elements = (tensor.data_ptr(), tensor.nbytes)
         torch.save(tensor, cast(BinaryIO, self))
         self._write_torch_save_overhead()
@@ -200,10 +205,9 @@ def _without_unused_storage(tensor: Tensor) -> Tensor:
 class _BlockDigester:
     """Digests of a stream of bytes, one per BLOCK_BYTES."""
 
-    def __init__(self, *, strong: bool) -> None:
-        self._strong = strong
+    def __init__(self) -> None:
         self._digests: list[str] = []
-        self._hash = new_xxh3_or_blake2b(strong=strong)
+        self._hash = xxhash.xxh3_128()
         self._room = BLOCK_BYTES
 
     def update_digests(self, data: memoryview) -> None:
@@ -222,7 +226,7 @@ class _BlockDigester:
 
     def _finish_block(self) -> None:
         self._digests.append(self._hash.hexdigest())
-        self._hash = new_xxh3_or_blake2b(strong=self._strong)
+        self._hash = xxhash.xxh3_128()
         self._room = BLOCK_BYTES
 
 
@@ -284,7 +288,7 @@ def _read_verified_block_into(
 ) -> None:
     """Reads block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = new_xxh3_or_blake2b(strong=is_blake2b_digest(expected))
+    found = new_hash_for(expected)
     for part in parts:
         got = _read_until_full_or_end(file, part)
         if got < part.nbytes:

@@ -65,11 +65,6 @@ Check = Callable[[str, Tensor], None]
 GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
 
 
-def rank_shard_file_name(rank: int) -> str:
-    """Returns the name of a rank's file in the layout `ranks`."""
-    return f"rank-{rank}.shards"
-
-
 def dcp_data_file_name(rank: int) -> str:
     """Returns the name that DCP gives to a rank's first file."""
     return f"__{rank}_0.distcp"
@@ -154,7 +149,7 @@ def write_shards(
         return (), {}
     with (
         draft.create_file(name) as file,
-        ShardFileWriter(file, strong=draft.key is not None) as pieces,
+        ShardFileWriter(file) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
@@ -305,16 +300,6 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
     reader.attempt.raise_captured()
 
 
-def write_rank_shard_file(
-    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, check: Check
-) -> dict[str, SavedFile]:
-    """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
-    shards = ((name, (), detached_local_tensor(tensor)) for name, tensor in tensors.items())
-    name = rank_shard_file_name(rank())
-    _, written = write_shards(draft, name, shards=shards, check=check)
-    return written
-
-
 def check_rank_count(files: CheckpointFiles, manifest: Manifest) -> None:
     """Raises CheckpointError unless the number of ranks is the one that saved the checkpoint."""
     if manifest.world_size != world_size():
@@ -322,13 +307,13 @@ def check_rank_count(files: CheckpointFiles, manifest: Manifest) -> None:
             f"{files} can only be loaded by the ranks that saved it.",
             got=f"saved by {manifest.world_size} ranks, loaded by {world_size()}",
             why='its layout is "ranks": a file for each rank\'s own shards',
-            fix=f'{manifest.world_size} ranks; any number loads what checkpoint.layout = "sharded" saves',
+            fix=f"{manifest.world_size} ranks, which save it again for any number",
         )
 
 
 def fill_from_rank_shard_file(receivers: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
-    """Fills this rank's shards from its own file: the layout `ranks`. Raises CheckpointError."""
-    name = rank_shard_file_name(rank())
+    """Fills this rank's shards from its own file, which an earlier version saved. Raises CheckpointError."""
+    name = f"rank-{rank()}.shards"
     table = reader.read_table(name)
     pieces = {piece.name: piece for piece in table.pieces}
     with reader.open_data_file(name) as file:

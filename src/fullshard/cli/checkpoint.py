@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import AsJson, KeyFile
+from fullshard.cli.options import AsJson
 from fullshard.system.terminal import escape_to_single_line
 
 if TYPE_CHECKING:
@@ -23,12 +23,9 @@ def list_checkpoints(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or its checkpoints.")],
     *,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
 ) -> None:
-    """List the checkpoints of a run, and which are complete. Exits with 6 if --key-file does not fit all."""
-    from fullshard.errors import CheckpointError
-
-    place = _find_checkpoints_root(directory, key_file)
+    """List the checkpoints of a run, and which are complete."""
+    place = _find_checkpoints_root(directory)
     rows = [_checkpoint_row(files) for _, files in reversed(place.list_checkpoints())]
     rejected = place.list_quarantined()
     if rejected:
@@ -39,8 +36,6 @@ def list_checkpoints(
         typer.echo(_format_checkpoint_table(rows))
     else:
         typer.echo(escape_to_single_line(f"no checkpoint in {place}"), err=True)
-    if key_file is not None and any(row["problem"] for row in rows):
-        raise typer.Exit(CheckpointError.exit_code)
 
 
 def verify_checkpoints(
@@ -50,7 +45,6 @@ def verify_checkpoints(
     ],
     *,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
 ) -> None:
     """Read every byte of checkpoints, and list the damage.
 
@@ -59,7 +53,7 @@ def verify_checkpoints(
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
-    place = _find_checkpoints_root(directory, key_file)
+    place = _find_checkpoints_root(directory)
     one = place.root_as_checkpoint()
     is_single = MANIFEST in one.file_sizes_bytes()
     checkpoints = [one] if is_single else [files for _, files in reversed(place.list_checkpoints())]
@@ -87,7 +81,7 @@ def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]
 
     try:
         found = list(iterate_damage(files))
-    except CheckpointError as error:  # another key, another format, no permission
+    except CheckpointError as error:  # another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
     return ("DAMAGED" if found else "whole"), found
 
@@ -95,14 +89,12 @@ def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]
 def diff_checkpoints(
     one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
     other: Annotated[str, typer.Argument(metavar="OTHER", help="Another, also of other ranks or strategy.")],
-    *,
-    key_file: KeyFile = None,
 ) -> None:
     """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
     from fullshard.checkpoint.load import resolve_checkpoint
     from fullshard.checkpoint.verify import iterate_differences
 
-    first, second = (resolve_checkpoint(_find_checkpoints_root(path, key_file))[0] for path in (one, other))
+    first, second = (resolve_checkpoint(_find_checkpoints_root(path))[0] for path in (one, other))
     differs = False
     for line in iterate_differences(first, second):
         typer.echo(escape_to_single_line(line))
@@ -156,7 +148,6 @@ def export_checkpoint(
     force: Annotated[
         bool, typer.Option("--force", help="Replace other files, or write beside them.")
     ] = False,
-    key_file: KeyFile = None,
 ) -> None:
     """Write the model of a checkpoint as safetensors.
 
@@ -170,7 +161,7 @@ def export_checkpoint(
         fix = "--format hf, or neither"
         raise SpecError("--format peft takes neither --shard-size nor --dtype.", fix=fix)
     _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
-    place = _find_checkpoints_root(source, key_file)
+    place = _find_checkpoints_root(source)
     if form is ExportFormat.HF:
         from fullshard.weights.export_hf import SHARD_BYTES, export_hf
 
@@ -217,8 +208,6 @@ def gather_checkpoint(
     target: Annotated[
         Path, typer.Option("--to", metavar="OUT", help="The directory of checkpoints to write into.")
     ],
-    *,
-    key_file: KeyFile = None,
 ) -> None:
     """Combine the parts that nodes saved on their own disks.
 
@@ -229,10 +218,10 @@ def gather_checkpoint(
 
     check_not_checkpoint_or_run_record(target)
     nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]
-    typer.echo(f"{merge_node_checkpoints(nodes, target, key_file=key_file)}")
+    typer.echo(f"{merge_node_checkpoints(nodes, target)}")
 
 
-def _find_checkpoints_root(directory: str, key_file: Path | None) -> "CheckpointLocation":
+def _find_checkpoints_root(directory: str) -> "CheckpointLocation":
     """Returns the location `<directory>/checkpoints` if it exists, else `directory`.
 
     Raises CheckpointError if neither exists.
@@ -242,9 +231,9 @@ def _find_checkpoints_root(directory: str, key_file: Path | None) -> "Checkpoint
     from fullshard.errors import CheckpointError
 
     inner = directory if "://" in directory else Path(directory) / "checkpoints"
-    place = location_of(inner, key_file=key_file)
+    place = location_of(inner)
     if not run_alone_or_raise(place.exists, doing=f"looking at {place}"):
-        place = location_of(directory, key_file=key_file)
+        place = location_of(directory)
         if not run_alone_or_raise(place.exists, doing=f"looking at {place}"):
             fix = "the run's directory, such as runs/default"
             raise CheckpointError(f"{place} is not a directory.", fix=fix)

@@ -65,7 +65,7 @@ fullshard ckpt list runs/default
 """,
     "ckpt verify": """
 fullshard ckpt verify runs/default
-fullshard ckpt verify runs/default/checkpoints/step-00000200 --key-file signing.key
+fullshard ckpt verify runs/default/checkpoints/step-00000200
 """,
     "ckpt diff": """
 fullshard ckpt diff runs/a/checkpoints/step-00000200 runs/b/checkpoints/step-00000200

@@ -45,9 +45,6 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-KeyFile = Annotated[
-    Path | None, typer.Option("--key-file", help="Accept only checkpoints that are signed with this key.")
-]
 
 
 class SettingsCommand(TyperCommand):

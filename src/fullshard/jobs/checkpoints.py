@@ -42,7 +42,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         self._directory, self._plan = make_checkpoint_location(directory, plan), plan
         self._say, self._record = say, record
         section = plan.run.checkpoint
-        options = section.model_dump(include={"keep", "keep_every", "layout"})
+        options = section.model_dump(include={"keep", "keep_every"})
         self._save_now = partial(save, directory=self._directory, plan=plan, **options)
         in_background = section.mode == "async"
         self._background = BackgroundSaver(self._directory, plan=plan, **options) if in_background else None

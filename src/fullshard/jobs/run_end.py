@@ -43,7 +43,7 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
         write_file_atomically(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
         _make_measurement(job).save(root / MEASUREMENT)
         if job.plan.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
-            saved = location_of(job.checkpoints.last, key_file=job.plan.run.checkpoint.key_file)
+            saved = location_of(job.checkpoints.last)
             export(saved, root / EXPORT)
             job.log.print_message(f"exported {root / EXPORT}")
     _record_end(job, interrupted=interrupted)

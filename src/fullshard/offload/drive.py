@@ -13,17 +13,20 @@ import mmap
 import os
 import shutil
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+from statistics import median_low
 from typing import Self
 
 import numpy as np
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
+from fullshard.spec.measurement import DriveTrafficBytes
 from fullshard.system.direct_io import ALIGNMENT, clear_o_direct_flag, has_o_direct_flag, open_direct
 from fullshard.system.disk import os_error_reason_and_fix
 from fullshard.system.files import atomic_replace_context
@@ -32,6 +35,7 @@ logger = logging.getLogger("fullshard")
 
 _SCRATCH_BYTES = 1 << 20
 _CACHED_BYTES = 256 << 10
+_COUNTED_STEPS = 1000
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 CHECK_DRIVE = "another drive for offload.path, and a look at the system's log"
 _SETTING = "offload.path = a directory"
@@ -64,6 +68,52 @@ class DriveSystemCalls:
 
 
 SYSTEM = DriveSystemCalls()
+
+
+class DriveCounters:
+    """Counts the bytes read and written per step in files opened with `wrap_system_calls(system)`.
+
+    steps: bytes of each of the last thousand steps, counted from the step's update to the next update
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._moved: Counter[str] | None = None  # None: before the first update
+        self.steps: deque[DriveTrafficBytes] = deque(maxlen=_COUNTED_STEPS)
+
+    def wrap_system_calls(self, system: DriveSystemCalls) -> DriveSystemCalls:
+        """Returns `system` with `preadv` and `pwritev` that count the bytes they transfer."""
+        read = partial(self._transfer_and_count_bytes, system.preadv, "read")
+        write = partial(self._transfer_and_count_bytes, system.pwritev, "written")
+        return replace(system, preadv=read, pwritev=write)
+
+    def mark_update_start(self) -> None:
+        """Marks the start of an update. All reads and writes of the previous update must have finished."""
+        with self._lock:
+            if self._moved is not None:
+                self.steps.append(DriveTrafficBytes(read=self._moved["read"], written=self._moved["written"]))
+            self._moved = Counter()
+
+    def median_step_bytes(self) -> DriveTrafficBytes | None:
+        """Returns the medians of bytes read and written per step; None before the second update."""
+        if not self.steps:
+            return None
+        read, written = (median_low(getattr(one, kind) for one in self.steps) for kind in ("read", "written"))
+        return DriveTrafficBytes(read=read, written=written)
+
+    def _transfer_and_count_bytes(  # signature: the system call's, after the bound arguments
+        self,
+        transfer: Callable[[int, Sequence[memoryview], int], int],
+        kind: str,
+        descriptor: int,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> int:
+        count = transfer(descriptor, buffers, offset)
+        with self._lock:
+            if self._moved is not None:
+                self._moved[kind] += count
+        return count
 
 
 def offload_error_from_os_error(

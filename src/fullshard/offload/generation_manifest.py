@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import xxhash
 from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
@@ -30,7 +29,7 @@ from fullshard.offload.drive import CHECK_DRIVE, DriveSystemCalls, round_up_to_b
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
-from fullshard.system.files import open_regular_file
+from fullshard.system.files import open_regular_file, xxh3_digest
 
 SLOTS = (0, 1)
 _MOST_BYTES = 256 << 20
@@ -99,13 +98,6 @@ def check_aligned_and_disjoint(records: Sequence[DataFileRegion]) -> None:
         assert record.offset_bytes % ALIGNMENT == 0, f"{record.name} does not begin at a block"
         assert record.offset_bytes >= end, f"{record.name} begins in another record"
         end = record.offset_bytes + record.length_bytes
-
-
-def xxh3_digest(data: bytes | bytearray | memoryview) -> str:
-    """Returns the 128-bit XXH3 digest as 32 hexadecimal digits. It detects corruption, not tampering."""
-    found = xxhash.xxh3_128()
-    found.update(data)  # releases the GIL
-    return found.hexdigest()
 
 
 def json_with_digest(value: FrozenModel) -> bytes:

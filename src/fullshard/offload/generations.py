@@ -11,15 +11,14 @@ next. To resume, the ranks agree on a step that all have, and each drops newer g
 
 import errno
 import logging
-import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import xxhash
 
@@ -48,9 +47,8 @@ from fullshard.offload.generation_manifest import (
     payload_path,
     read_manifest,
     read_payload,
-    xxh3_digest,
 )
-from fullshard.system.files import fsync_path
+from fullshard.system.files import fsync_path, xxh3_digest
 
 logger = logging.getLogger("fullshard")
 
@@ -59,7 +57,6 @@ _MARGIN_BYTES = 1 << 20  # manifests and file system metadata
 # Files of a rank's directory, and drafts of them, except the lock.
 _OWN_FILE = re.compile(r"\.?(state-[01]|identity|parameters|frozen)\.(data|payload|json)(\.tmp)?")
 _PIECE_BYTES = 16 << 20  # read while the previous piece is digested
-Check = Literal["asked", "always"]  # records are checked against their digests if `verify` is set, or always
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ class GenerationFiles:
         records: Sequence[DataFileRegion],
         *,
         identity: RunRankIdentity,
-        check: Check = "asked",
         payload_bytes: int = PAYLOAD_BYTES,
         system: DriveSystemCalls = SYSTEM,
     ) -> None:
@@ -95,11 +91,10 @@ class GenerationFiles:
         directory, or the drive has no room.
         """
         check_aligned_and_disjoint(records)
-        self.directory, self.identity, self.check = directory, identity, check
+        self.directory, self.identity = directory, identity
         self.records = {record.name: record for record in records}
         self._system = system
         self._digests: tuple[dict[str, str], ...] = ({}, {})  # of each slot's records
-        self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
         self._begun: int | None = None  # the slot
         with ExitStack() as stack:
             stack.enter_context(lock_directory(directory))
@@ -144,7 +139,6 @@ class GenerationFiles:
         """Removes the generation in a slot, if there is one, and flushes the removal of its manifest."""
         self._whole.pop(slot, None)
         self._digests[slot].clear()
-        self._verified[slot].clear()
         path = manifest_path(self.directory, slot)
         with translate_os_errors(f"{path} cannot be removed."):
             remove_file_and_flush(path, system=self._system)
@@ -176,7 +170,6 @@ class GenerationFiles:
         assert slot is not None, "no generation was begun"
         assert data.nbytes == record.length_bytes, "a record is written whole"
         self._digests[slot].pop(name, None)
-        self._verified[slot].discard(name)
         hashing = self._hashing.submit(xxh3_digest, data)
         try:
             self._files[slot].write(data, record.offset_bytes)
@@ -187,25 +180,29 @@ class GenerationFiles:
     def read_record(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
         """Fills `target` with the record `name` of a complete generation, or of the started one.
 
-        Checks its digest if `verify` is set, or if `check` is "always". Raises DamagedOffloadError.
+        If `verify`, checks its digest. Raises DamagedOffloadError.
         """
         record, file = self.records[name], self._files[slot]
         assert target.nbytes == record.length_bytes, "a record is read whole"
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
-        if not (verify or self.check == "always"):
+        if not verify:
             file.read(target, record.offset_bytes)
             return
-        pieces = (target[begin : begin + _PIECE_BYTES] for begin in range(0, target.nbytes, _PIECE_BYTES))
-        self._check_digest(record, slot, pieces=pieces)
+        found, end = xxhash.xxh3_128(), record.offset_bytes + target.nbytes
+        with ExitStack() as last:  # waits for the last digest, also after an error
+            for begin in range(0, target.nbytes, _PIECE_BYTES):
+                piece = target[begin : begin + _PIECE_BYTES]
+                file.read(piece, record.offset_bytes + begin)
+                last.close()
+                last.callback(self._hashing.submit(found.update, piece).result)
+        if found.hexdigest() != self._digests[slot][name]:
+            raise digest_mismatch_error(file.path, f"{name}, bytes {record.offset_bytes} to {end}")
 
     def read_record_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Fills `target` from `offset` of a record on. If `check` is "always", verifies the record once."""
+        """Fills `target` from `offset` of a record on, without checking its digest."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
-        if self.check == "always" and name not in self._verified[slot]:
-            self._check_digest(record, slot, pieces=_alternate_read_buffers(record))
-            self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
 
     def commit_generation(self, step: int, payload: bytes) -> Generation:
@@ -235,18 +232,6 @@ class GenerationFiles:
             replace_file_atomically(path, text, system=self._system)
         self._whole[slot] = manifest
         return Generation(step, slot)
-
-    def _check_digest(self, record: DataFileRegion, slot: int, *, pieces: Iterable[memoryview]) -> None:
-        """Reads a record into `pieces` and checks its digest, digesting a piece while the next is read."""
-        file, found, offset = self._files[slot], xxhash.xxh3_128(), record.offset_bytes
-        with ExitStack() as last:  # waits for the last digest, also after an error
-            for piece in pieces:
-                file.read(piece, offset)
-                offset += piece.nbytes
-                last.close()
-                last.callback(self._hashing.submit(found.update, piece).result)
-        if found.hexdigest() != self._digests[slot][record.name]:
-            raise digest_mismatch_error(file.path, f"{record.name}, bytes {record.offset_bytes} to {offset}")
 
 
 def _read_complete_manifests(
@@ -318,11 +303,3 @@ def _keep_or_remove_data(directory: Path, slot: int, *, size_bytes: int) -> bool
     remove_file_and_flush(manifest)
     remove_file_and_flush(path)
     return False
-
-
-def _alternate_read_buffers(record: DataFileRegion) -> Iterator[memoryview]:
-    """Yields memory for each piece of a record, from two buffers in turn."""
-    scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
-    halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
-    for i, begin in enumerate(range(0, record.length_bytes, _PIECE_BYTES)):
-        yield halves[i % 2][: record.length_bytes - begin]

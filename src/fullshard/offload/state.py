@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import OffloadError
-from fullshard.offload.drive_counters import DriveCounters
+from fullshard.offload.drive import DriveCounters
 from fullshard.offload.fsdp_params import (
     dtensor_like,
     iterate_sharded_parameters,

@@ -33,7 +33,7 @@ The drive's rate is that of reads and writes together. Groups are updated in for
 step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
 Reads run ahead of the update, see `slot_bytes_at_update_start`. With params+optimizer:nvme, the first gather
 of a unit uses the result of its update from memory. Later gathers read from the drive any shard that is not
-in one of UNIT_BUFFERS, see [Note: units in memory] in `offload.unit_buffers`. Frozen shards have as many
+in one of UNIT_BUFFERS, see [Note: units in memory] in `offload.drive_shards`. Frozen shards have as many
 buffers of their own; they are written once before the first step and stay buffered from step to step.
 
 With `update = "device"`, state and gradients (m per parameter) pass through two device buffers in pieces.

@@ -63,7 +63,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     plain = Plan.from_run(run, world_size=ranks, device=device)
     for note in unused_setting_notes(run, device):
         _print_note_on_rank_0(note)
-    _check_checkpoint_dir_and_key(run)
+    _check_checkpoint_dir(run)
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
@@ -126,9 +126,7 @@ def _newest_step_and_rows(run: Run) -> tuple[int, int]:
     from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of
     from fullshard.training.state import rows_in_values
 
-    place = location_of(
-        run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS), key_file=run.checkpoint.key_file
-    )
+    place = location_of(run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS))
     for _, manifest in iterate_complete_checkpoints(place):
         rows = rows_in_values(manifest.state_values)
         return manifest.step, manifest.step * run.train.global_batch if rows is None else rows
@@ -160,16 +158,12 @@ def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     return plan.world_size == ranks
 
 
-def _check_checkpoint_dir_and_key(run: Run) -> None:
-    """Raises an error if the checkpoint location or the key file is not valid, before the model is built."""
+def _check_checkpoint_dir(run: Run) -> None:
+    """Raises an error if the checkpoint location is not valid, before the model is built."""
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of
 
         location_of(run.checkpoint.dir)
-    if run.checkpoint.key_file is not None:
-        from fullshard.checkpoint.digests import KeyFile
-
-        KeyFile(Path(run.checkpoint.key_file)).check_usable()
 
 
 def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> _PlanChoice:

@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveScalar, Seconds
-from fullshard.system.deadlines import ANSWER_SECONDS
 
 
 class CheckpointSection(FrozenModel):
@@ -17,9 +16,6 @@ class CheckpointSection(FrozenModel):
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
     `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
-    `layout`: any ranks can load `sharded`; `ranks` is a file per rank, which only the same ranks can load
-    `store_seconds`: limit on a request to an object store with its retries; 1 s more per MiB it carries
-    `key_file`: path of a secret key that signs checkpoints; only signed ones are loaded (docs/security.md)
     `export`: adds safetensors at the end
     """
 
@@ -29,17 +25,12 @@ class CheckpointSection(FrozenModel):
     keep_every: Count = 0
     mode: Literal["sync", "async"] = "sync"
     storage: Literal["shared", "per_node"] = "shared"
-    layout: Literal["sharded", "ranks"] = "sharded"
-    store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = ANSWER_SECONDS
-    key_file: PathText | None = None
     export: bool = False
 
     @model_validator(mode="after")
-    def _check_dir_and_export(self) -> Self:
+    def _check_dir(self) -> Self:
         if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
             raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
-        if self.export and self.layout == "ranks":
-            raise ValueError('export = true needs layout = "sharded"')
         return self
 
 

@@ -237,7 +237,6 @@ class OffloadSection(FrozenModel):
     `moments`: dtype of AdamW's moments; bf16 is rounded stochastically
     `update`: by the host's processor, or in device memory, through which state and gradients pass. `auto`: on
         GPUs, the faster one by the planner's rates; otherwise, or without planning, `host`.
-    `verify_reads`: checks data read from the drive against its digest each time, not only when a run resumes
     """
 
     tier: Tier | Literal["auto"] = "auto"
@@ -246,7 +245,6 @@ class OffloadSection(FrozenModel):
     host_bytes: PositiveInt | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
     update: Literal["auto", "host", "device"] = "auto"
-    verify_reads: bool = False
 
     @property
     def offloads_optimizer(self) -> bool:

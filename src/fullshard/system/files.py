@@ -1,4 +1,4 @@
-"""Files that are opened safely where others can write, replaced atomically, and flushed to the disk."""
+"""Files: opened safely where others can write, replaced atomically, flushed to the disk, digested."""
 
 import errno
 import os
@@ -7,6 +7,8 @@ import stat
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import xxhash
 
 
 def open_regular_file(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
@@ -72,3 +74,10 @@ def make_durable_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
         fsync_path(one.parent)
+
+
+def xxh3_digest(data: bytes | bytearray | memoryview) -> str:
+    """Returns the 128-bit XXH3 digest as 32 hexadecimal digits. It detects corruption, not tampering."""
+    found = xxhash.xxh3_128()
+    found.update(data)  # releases the GIL
+    return found.hexdigest()

@@ -29,9 +29,10 @@ from typing import Any
 
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.quantities import format_seconds
-from fullshard.system.deadlines import ANSWER_SECONDS
 from fullshard.system.disk import ExplainedOSError
 
+ANSWER_SECONDS = 60.0
+"""Deadline of a request, with all its tries."""
 _BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
@@ -394,7 +395,7 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
 def _no_answer_error(said: str, url: str) -> ExplainedOSError:
     why = "the store does not answer"
     address = "for another store than AWS's own, its address in AWS_ENDPOINT_URL"
-    fix = f"the network; {address}; for a checkpoint in a slow one, a longer checkpoint.store_seconds"
+    fix = f"the network; {address}"
     return ExplainedOSError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
 
 

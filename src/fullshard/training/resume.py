@@ -1,11 +1,9 @@
 """Resuming a run from a checkpoint, starting it from weights, and rolling it back to a checkpoint."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint import NodeLocalDirectory, load
 from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_complete_step
-from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.model_section import HuggingFaceModel
@@ -18,14 +16,9 @@ from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
 def make_checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
-    """Returns `directory` as a location, with the plan's settings for checkpoints (key, storage, timeout)."""
-    section = plan.run.checkpoint
-    found = location_of(directory, key_file=section.key_file)
-    if section.storage == "per_node":
-        return NodeLocalDirectory(Path(directory), key=found.key)
-    if isinstance(found, ObjectLocation):
-        return replace(found, answer_seconds=section.store_seconds)
-    return found
+    """Returns `directory` as a location of the plan's storage: shared, or each node's own disk."""
+    location = location_of(directory)
+    return NodeLocalDirectory(Path(directory)) if plan.run.checkpoint.storage == "per_node" else location
 
 
 def newest_checkpoint_step(directory: str | Path, plan: Plan) -> int | None:

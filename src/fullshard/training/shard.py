@@ -18,15 +18,13 @@ from fullshard.models.model_parallel import divide_model
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
 from fullshard.offload.directories import rank_directory, remove_empty_parents
-from fullshard.offload.drive import SYSTEM, DriveSystemCalls
-from fullshard.offload.drive_counters import DriveCounters
+from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore, check_generation
 from fullshard.offload.fsdp_params import master_dtype
 from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, read_world_size
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.gradients import DeviceGradients, GradientStore, HostGradients
-from fullshard.offload.malloc import fix_malloc_thresholds
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import (
     OffloadedState,
@@ -77,8 +75,6 @@ def shard(
     split = divide_model(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
-    if plan.run.offload.is_on_drive and plan.run.offload.host_bytes and plan.device == "cpu":
-        fix_malloc_thresholds()
     keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, keeper=keeper, split=split)
     if keeper is not None:
@@ -167,12 +163,9 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: DriveSystemCalls
 ) -> DriveShards:
     path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
-    device, verify = local_device(plan), plan.run.offload.verify_reads
-    dtype_of = master_dtype if frozen else compute_dtype
+    device, dtype_of = local_device(plan), master_dtype if frozen else compute_dtype
     return _open_on_all_ranks(
-        lambda: DriveShards(
-            engine, units, path=path, device=device, dtype_of=dtype_of, verify=verify, system=system
-        ),
+        lambda: DriveShards(engine, units, path=path, device=device, dtype_of=dtype_of, system=system),
         close=lambda one: one.make_close_function()(),
     )
 
@@ -193,11 +186,10 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
         world_size=plan.world_size,
         layout=hashlib.sha256(json.dumps([plan.run.offload.moments, layouts]).encode()).hexdigest()[:32],
     )
-    check = "always" if plan.run.offload.verify_reads else "asked"
 
     def open_generations() -> GenerationFiles:
         try:
-            return GenerationFiles(directory, records, identity=identity, check=check, system=system)
+            return GenerationFiles(directory, records, identity=identity, system=system)
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
@@ -205,7 +197,7 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
             what = error.what.removesuffix(".")
             logger.warning("%s: it was kept by another number of ranks, and is removed", what)
             discard_rank_directory(directory)
-            return GenerationFiles(directory, records, identity=identity, check=check, system=system)
+            return GenerationFiles(directory, records, identity=identity, system=system)
 
     generations = _open_on_all_ranks(open_generations, close=GenerationFiles.close)
     with ExitStack() as unless_whole:

@@ -50,7 +50,7 @@ class SavedModel:
                 f"{reader.files} cannot be exported.",
                 got='layout = "ranks"',
                 why="each rank saved its own parts of the tensors",
-                fix='load it on its ranks and save it with checkpoint.layout = "sharded"',
+                fix="load it on its ranks and save it again",
             )
         self._reader = reader
         self.tensors: Mapping[str, SavedTensor] = manifest.model_tensors
