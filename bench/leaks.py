@@ -32,7 +32,6 @@ KINDS = (
     ("train.microbatch=1",),
     ("log.profile=[30,31]",),
     ("data.packing=best_fit",),
-    ("optimizer.in_backward=true", "optimizer.clip_norm=0"),
     ("log.profile_steps=2", "train.validate_every=40"),
 )
 

@@ -120,7 +120,6 @@ def _ladders_and_peers() -> list[Item]:
 
 def _memory_and_fp8() -> list[Item]:
     smallest = (*SMOLLM3_3B, *FAST, "precision.mode=bf16_pure", "recompute.mode=full")
-    smallest = (*smallest, "optimizer.clip_norm=0", "optimizer.in_backward=true")
     sgd = (*LLAMA3_8B, *FAST, "precision.mode=bf16", "optimizer.name=sgd")  # fp32 shards fit with SGD
     texts = (*SMOLLM3_3B, *FAST, "train.steps=200", "optimizer.learning_rate=3e-4")
     low_bits = (*smallest, "precision.mode=bf16", "optimizer.name=adamw8bit")

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from fullshard.sharding.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.sharding.mesh import process_group as process_group
     from fullshard.sharding.rank0_values import MissingWeightsWarning as MissingWeightsWarning
-    from fullshard.sharding.unit_sizes import UnitSizeWarning as UnitSizeWarning
     from fullshard.spec.hardware import Hardware as Hardware
     from fullshard.spec.hardware_text import hardware_on as hardware_on
     from fullshard.spec.model import ModelSpec as ModelSpec
@@ -88,7 +87,6 @@ _HOMES = {
     "materialize": "sharding.materialize",
     "parameters_on_meta": "sharding.materialize",
     "process_group": "sharding.mesh",
-    "UnitSizeWarning": "sharding.unit_sizes",
     "Hardware": "spec.hardware",
     "hardware_on": "spec.hardware_text",
     "ModelSpec": "spec.model",

@@ -100,15 +100,11 @@ def profile_last_step(directory: str, settings: tuple[str, ...]) -> dict[str, fl
     return profiler.last.seconds_by_name()
 
 
-IN_BACKWARD = ("optimizer.in_backward=true", "optimizer.clip_norm=0", "train.microbatch=6")
-
-
 @pytest.mark.parametrize(
     ("count", "settings", "waits"),
     [
         (2, ("sharding.strategy=full_shard",), {"all-gather", "reduce-scatter"}),
         (2, ("sharding.strategy=no_shard",), {"all-reduce"}),
-        (2, ("sharding.strategy=full_shard", *IN_BACKWARD), {"all-gather", "reduce-scatter"}),
         (
             4,
             ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),

@@ -11,7 +11,6 @@ from tests.planner.measured import measured, meta_model, plan_of
 
 HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
 UNEVEN = ["model.vocabulary=1021", "model.d_ff=383", "model.d_model=120"]
-pytestmark = pytest.mark.filterwarnings("ignore::fullshard.sharding.unit_sizes.UnitSizeWarning")
 
 
 @pytest.mark.parametrize(

@@ -50,20 +50,6 @@ def test_the_bound_is_never_above_the_peak(data: st.DataObject):
         assert bound_of(spec, plan) <= peak_bytes(spec, plan).total
 
 
-def test_the_bound_holds_with_the_optimizer_in_backward():
-    settings = ("train.global_batch=16", "optimizer.in_backward=true", "optimizer.clip_norm=0")
-    hardware, spec, run = hardware_of(1, 8), decoder_spec(LLAMA_8B), run_for(LLAMA_8B, *settings)
-    plans = [build_plan(one, run, hardware=hardware) for one in iterate_candidates(spec, hardware, run=run)]
-    assert {plan.accumulation for plan in plans} == {1}
-    for plan in plans[::7]:
-        peak = peak_bytes(spec, plan)
-        assert bound_of(spec, plan) <= peak.total
-        plain = run.optimizer.model_copy(update={"in_backward": False})
-        with_all = plan.model_copy(update={"run": plan.run.model_copy(update={"optimizer": plain})})
-        # Only here it is told that while a unit is reduced the engine names one of its whole gradients.
-        assert peak.total <= peak_bytes(spec, with_all).total + peak.gradients
-
-
 def test_the_bound_is_near_enough_to_spare_most_of_the_peaks():
     hardware, spec = hardware_of(1, 8), decoder_spec(LLAMA_8B)
     run = run_for(LLAMA_8B, "train.global_batch=16")

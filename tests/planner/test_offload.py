@@ -330,9 +330,8 @@ def test_where_nothing_fits_the_way_out_names_a_tier_and_its_cost():
     assert " a step" in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["optimizer.in_backward=true optimizer.clip_norm=0", "optimizer.name=sgd"])
-def test_an_optimizer_that_cannot_be_offloaded_is_planned_without(text: str):
-    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=4", *text.split())
+def test_an_optimizer_that_cannot_be_offloaded_is_planned_without():
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=4", "optimizer.name=sgd")
     with pytest.raises(PlanError) as error:
         plan_best(spec, with_host(hardware_of(1, 4, gib=10)), run)
     assert "offload.tier" not in str(error.value)

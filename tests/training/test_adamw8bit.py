@@ -17,7 +17,7 @@ from fullshard.training.adamw8bit import dequantize, import_adamw8bit_class, qua
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.fakes.sampling import sampled
-from tests.training.runs import local_bits, run_of, same_bits, sharded
+from tests.training.runs import run_of, sharded
 
 pytest.importorskip("torchao")
 
@@ -93,19 +93,6 @@ def test_large_shards_are_kept_in_a_byte_a_moment_and_small_ones_as_they_are(ran
         assert held == 2 * (2 * quantised + small)
         assert kinds == {f"{m}.weight.{key}" for m in ("up", "down") for key in ("exp_avg", "exp_avg_sq")}
     assert all(not kinds for _, kinds in ranks(3).run(bytes_of_state)), "43 rows of 64 are no whole blocks"
-
-
-def both_ways() -> list[dict[str, Tensor]]:
-    states = [wide(EIGHT, *more)[0:2] for more in ((), ("optimizer.in_backward=true",))]
-    for state, plan in states:
-        for _, _step in zip(range(4), train(state, plan, loss=rotated), strict=False):
-            pass
-    return [local_bits(state) for state, _ in states]
-
-
-def test_in_backward_it_leaves_the_same_bits(ranks: Any) -> None:
-    for plain, own in ranks(2).run(both_ways):
-        assert same_bits(own, plain)
 
 
 # Checkpoints

@@ -14,7 +14,6 @@ from torch import Tensor
 from fullshard.checkpoint import save
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
-from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.training.meshes import BF16, load_whole, parameters_of, state_of_run, train_and_save
 from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
@@ -124,18 +123,3 @@ def test_a_checkpoint_passes_through_any_meshes_unchanged(ranks: Callable[..., A
         assert all(torch.equal(plain[name], value) for name, value in written.items()), axes
         source = target
     assert sum(name.startswith("optimizer.") for name in written) >= 2
-
-
-def trained(axes: Axes, *extra: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Gradient norms of three steps, and the parameters after them."""
-    state, plan = state_of(axes, "optimizer.clip_norm=0", *extra)
-    steps = [step for step, _ in zip(train(state, plan), range(3), strict=False)]
-    return [s.grad_norm for s in steps], parameters_of(state)
-
-
-def test_an_update_in_backward_is_the_same(ranks: Callable[..., Any]) -> None:
-    norms, expected = ranks(4).run(trained, Axes(2, 1, 4))[0]
-    for own_norms, values in ranks(4).run(trained, Axes(2, 1, 4), "optimizer.in_backward=true"):
-        assert own_norms == pytest.approx(norms, rel=1e-6)
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-7, msg=name)

@@ -161,20 +161,6 @@ def test_divided_matmuls_train_to_the_same_loss(
     assert divided != whole_matmuls
 
 
-def updated(run: Run) -> dict[str, Tensor]:
-    state, plan = state_of(run)
-    losses_to(state, plan, 3)
-    return whole(state.model)
-
-
-def test_optimizer_in_backward_updates_to_the_same_bits(ranks: Callable[..., Any]) -> None:
-    apart, inside = (
-        ranks(2).run(updated, fp8_run("fp8", "optimizer.clip_norm=0", f"optimizer.in_backward={text}"))
-        for text in ("false", "true")
-    )
-    assert same_bits(apart[0], inside[0])
-
-
 # Checkpoints #
 def part(run: Run, directory: Path, until: int) -> tuple[list[float], dict[str, Tensor], bool]:
     """Resumes from the newest checkpoint, trains to step `until` and saves."""

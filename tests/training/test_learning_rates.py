@@ -154,7 +154,6 @@ def test_settings_that_the_optimizer_does_not_have_are_logged(
 
 PATHS = (
     ("optimizer.name=sgd",),
-    ("optimizer.in_backward=true", "optimizer.clip_norm=0"),
     ("offload.tier=optimizer:cpu",),
     ("precision.mode=bf16_pure",),
 )

@@ -82,23 +82,6 @@ def state_of(tensor: int, *extra: str, model: str = "decoder") -> tuple[TrainSta
     return state_of_run(model, make_run(model=model, ranks=count, strategy="full_shard", **more))
 
 
-def trained(tensor: int, *extra: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Gradient norms of three steps, and the parameters after them."""
-    state, plan = state_of(tensor, "optimizer.clip_norm=0", *extra)
-    steps = [step for step, _ in zip(train(state, plan), range(3), strict=False)]
-    return [s.grad_norm for s in steps], parameters_of(state)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.long)])
-def test_an_update_in_backward_is_the_same(strategy: str, ranks: Callable[..., Any]) -> None:
-    more = f"sharding.strategy={strategy}"
-    norms, expected = ranks(4).run(trained, 2, more)[0]
-    for own_norms, values in ranks(4).run(trained, 2, more, "optimizer.in_backward=true"):
-        assert own_norms == pytest.approx(norms, rel=1e-6)
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-7, msg=name)
-
-
 def initial_values(tensor: int) -> dict[str, Tensor]:
     return parameters_of(state_of(tensor)[0])
 

@@ -212,7 +212,6 @@ def plain_run(run: Run, *, rows: int, microbatch: int) -> Run:
             "sharding.context_parallel=1",
             "offload.tier=none",
             "recompute.mode=none",
-            "optimizer.in_backward=false",
             "precision.mode=fp32",
             "run.compile=false",
             "run.device=cpu",

@@ -214,8 +214,6 @@ def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, groups: int) -
     """Yields the divisions of the sequences of one of `groups` ranks, or groups of ranks that share them."""
     own = run.train.global_batch // groups
     sizes = divisors(own)[::-1] if run.train.microbatch is None else [run.train.microbatch]
-    if run.optimizer.in_backward:  # supports only one microbatch per step
-        sizes = [own]
     for microbatch in sizes:
         accumulation = own // microbatch
         for sync in _gradient_sync_choices(run, mesh, accumulation=accumulation):

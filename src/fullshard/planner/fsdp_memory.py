@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fullshard.planner.trace_memory import LiveBytes
-from fullshard.planner.unit_bytes import UnitBytes, update_temporary_bytes
+from fullshard.planner.unit_bytes import UnitBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
@@ -271,20 +271,6 @@ class GradientMemoryReplay:
         unit.has_gradient, unit.partial = True, 0
         if self.plan.copies_gradients_to_host:
             self._offload_gradient(index)
-        elif self.plan.run.optimizer.in_backward:
-            self._update_in_backward(index, live)
-
-    def _update_in_backward(self, index: int, live: LiveBytes) -> None:
-        """Updates the unit in backward and frees its gradient."""
-        size = self.sizes[index]
-        # FSDP2's loop over unsharded gradients references the last one until the reduction is issued.
-        named = size.last_whole if size.shard_degree > 1 else 0
-        temporaries = update_temporary_bytes([size], self.plan)
-        self.ledger.reduced += temporaries  # allocated on the reduce-scatter stream
-        self.ledger.update_peaks(live._replace(gradients=live.gradients + named))
-        self.ledger.reduced -= temporaries
-        self.units[index].has_gradient = False
-        self.ledger.gradients -= size.gradient
 
     def _offload_gradient(self, index: int) -> None:
         """Starts copying a gradient to the host, and frees the oldest if three are in transit."""

@@ -20,7 +20,6 @@ reduce        a unit's gradients are copied into one buffer of R bytes (in the r
               buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
               until the end of backward, beside its cast.
 without sync  gradients stay unsharded, in the reduce dtype, until the last microbatch.
-in backward   with `optimizer.in_backward` a unit is updated once it is reduced; its gradients are freed.
 
 Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's are replaced
 (`distributed.collectives`). The random state that recompute saves for each block (5,056 bytes on the
@@ -87,13 +86,7 @@ def bytes_by_unit_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[in
     run, cache = plan.run, spec.derived_value_cache
     degrees = (plan.replicate_degree, plan.shard_degree, plan.tensor_parallel, plan.expert_parallel)
     dtypes = (plan.precision, run.precision)
-    settings = (
-        plan.has_expert_mesh,
-        plan.strategy,
-        plan.reshard_after_forward,
-        run.offload,
-        run.optimizer.in_backward,
-    )
+    settings = (plan.has_expert_mesh, plan.strategy, plan.reshard_after_forward, run.offload)
     key = ("bytes by unit kind", rank, plan.device, *degrees, *dtypes, *settings)
     found = cast(dict[int, UnitBytes] | None, cache.get(key))
     if found is None:
@@ -137,10 +130,9 @@ class _StepMemoryReplay:
     def replay_update_and_return_peak(self) -> MemoryTerms:
         """Replays the optimizer step, and returns the peak of the whole step."""
         sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
-        if not self.plan.run.optimizer.in_backward:
-            ledger.moment = ("optimizer step", -1)
-            temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
-            ledger.update_peaks(LiveBytes(backward=temporaries))
+        ledger.moment = ("optimizer step", -1)
+        temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
+        ledger.update_peaks(LiveBytes(backward=temporaries))
         (moment, unit), held, live = ledger.best
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {
@@ -245,15 +237,14 @@ def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
         return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
 
     optimizer = sum(optimizer_state_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
-    # Few gradients are in memory at once if they are offloaded or used in backward.
-    stays = not (plan.copies_gradients_to_host or plan.run.optimizer.in_backward)
+    # Few gradients are in memory at once if they are offloaded.
     return MeshDependentBytes(
         sizes,
         static=sum_over_units("shards") + optimizer + spec.buffer_bytes,
         unsharded=sum_over_units("gathered"),
         # Gradients that need no cast are counted by the trace, as autograd leaves them.
         whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
-        gradients=sum_over_units("gradient") if stays else 0,
+        gradients=0 if plan.copies_gradients_to_host else sum_over_units("gradient"),
         chunks=sum_over_units("reduce_output"),
     )
 

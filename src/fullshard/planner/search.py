@@ -328,7 +328,7 @@ def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
     fp8 = run.precision.mode == "fp8"  # weights are cast from masters on the device
-    if run.optimizer.name.lower() != "adamw" or run.optimizer.in_backward or fp8 or not host:
+    if run.optimizer.name.lower() != "adamw" or fp8 or not host:
         return ()
     return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
 

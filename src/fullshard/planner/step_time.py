@@ -192,7 +192,7 @@ class StepTimePredictor:
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
-        update = (plan.run.optimizer.name, plan.run.optimizer.momentum, plan.run.optimizer.in_backward)
+        update = (plan.run.optimizer.name, plan.run.optimizer.momentum)
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._compute_unit_costs(plan, trace)
@@ -289,7 +289,6 @@ class StepTimePredictor:
         costs = tuple(unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
         group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
-        summed *= 2 if plan.run.optimizer.in_backward else 1
         pairs = list(zip(sizes, counts, strict=True))
         summed += _fp8_scale_seconds(pairs, plan, hardware=hardware)
         units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))

@@ -40,7 +40,6 @@ class UnitBytes:
     whole: int  # gradients as autograd leaves them, unsharded
     whole_reduced: int  # `whole` in the reduce dtype
     largest_whole: int  # `whole` of the largest parameter
-    last_whole: int  # `whole` of the last parameter
     largest_whole_reduced: int  # `whole_reduced` of the largest parameter
     reduce_input: int  # `whole_reduced`, padded: the reduce-scatter's input
     reduce_copies: int  # copies that the CPU makes for a moment to copy gradients into `reduce_input`
@@ -106,7 +105,6 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
         largest_whole=max((p.numel * _compute_itemsize(p, settings) for p in trained), default=0),
-        last_whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=degree * chunk * reduced,
         reduce_copies=copies,

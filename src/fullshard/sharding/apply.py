@@ -55,7 +55,6 @@ from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missin
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.sharding.unit_events import record_unit_events
-from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import (
     Predicate,
     Unit,
@@ -121,8 +120,8 @@ def shard(
     split: how parameters are divided over the `tp` axis, or experts over `ep`, if the plan has one
 
     Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
-    sharded like this; that model cannot be used any more. Warns of units that are too small or too large
-    (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
+    sharded like this; that model cannot be used any more. Warns of a model that lacks some of its weights
+    (MissingWeightsWarning).
     """
     prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
     warn_of_modules_to_keep_in_fp32(model, plan.precision)
@@ -192,7 +191,6 @@ def prepare_sharding(
         check_experts_are_separate(found, model)
         kinds = sorted({unit.is_sharded for unit in found if unit.has_experts})
         expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
-    warn_of_unit_sizes(found, plan, stacklevel=3)
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
     return PreparedSharding(

@@ -68,7 +68,6 @@ _NAMES = {
         "max_grad_norm max_norm grad_clip grad_norm_clip clip_grad clip_grad_norm gradient_clip"
         " gradient_clipping gradient_clip_val grad_norm"
     ),
-    "optimizer.in_backward": "optimizer_in_bwd early_step_in_backward optim_in_backward",
     "schedule.kind": "scheduler scheduler_type lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
     "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters",
     "schedule.warmup_steps, a number of steps": "warmup_ratio warmup_fraction warmup_epochs",

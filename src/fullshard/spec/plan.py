@@ -206,7 +206,6 @@ class Plan(FrozenModel):
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
         check_experts_are_divisible(run, group=1 if shard == 1 and replicate > 1 else shard * tensor)
         microbatch, accumulation = _microbatch_and_accumulation(run, groups)
-        _check_optimizer_in_backward(run, microbatch=microbatch, accumulation=accumulation)
         mode = run.precision.mode
         if mode == "auto":
             mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
@@ -357,16 +356,6 @@ def _microbatch_and_accumulation(run: Run, world_size: int) -> tuple[int, int]:
         )
     microbatch = pinned or batch // world_size
     return microbatch, batch // (world_size * microbatch)
-
-
-def _check_optimizer_in_backward(run: Run, *, microbatch: int, accumulation: int) -> None:
-    if run.optimizer.in_backward and accumulation > 1:
-        raise PlanError(
-            "the optimizer in backward is for steps of one microbatch.",
-            got=f"optimizer.in_backward = true, {accumulation} microbatches a step",
-            why="gradients that are added up over microbatches are all there until the last one",
-            fix=f"train.microbatch = {microbatch * accumulation}, or optimizer.in_backward = false",
-        )
 
 
 def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:

@@ -372,25 +372,6 @@ class Run(FrozenModel):
         return self.model
 
     @model_validator(mode="after")
-    def _check_in_backward(self) -> Self:
-        if not self.optimizer.in_backward:
-            return self
-        if self.precision.mode == "fp16":
-            setting, why = 'precision.mode = "fp16"', "with a loss scale a step is left out after backward"
-        elif self.fault_tolerance.on_spike != "none":
-            setting = f'fault_tolerance.on_spike = "{self.fault_tolerance.on_spike}"'
-            why = "a step is flagged as a spike after backward"
-        elif self.offload.offloads_optimizer:
-            setting = f'offload.tier = "{self.offload.tier}"'
-            why = "a tier updates group by group, and its gradients leave the device anyway"
-        elif isinstance(self.model, DecoderConfig) and self.model.balance_bias_rate:
-            setting = f"model.balance_bias_rate = {self.model.balance_bias_rate}"
-            why = "recompute reads the bias while units are updated"
-        else:
-            return self
-        raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")
-
-    @model_validator(mode="after")
     def _check_fp8(self) -> Self:
         if self.precision.mode != "fp8":
             return self

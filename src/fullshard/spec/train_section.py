@@ -84,9 +84,6 @@ class OptimizerSection(FrozenModel):
     `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
         `torch.optim.Optimizer` (which takes `options`)
     `clip_norm`: the largest global gradient norm; 0 disables clipping
-    `in_backward`: updates each unit as soon as its gradient is reduced and then frees that gradient, so that
-        the gradients of all units never exist at once. It needs steps of one microbatch, and excludes
-        settings that depend on the whole gradient: clipping, a loss scale, `fault_tolerance.on_spike`.
     """
 
     name: str = "adamw"
@@ -96,17 +93,7 @@ class OptimizerSection(FrozenModel):
     weight_decay: NonNegativeScalar = 0.1
     momentum: Fraction = 0.0
     clip_norm: NonNegativeScalar = 1.0
-    in_backward: bool = False
     options: Options = Field(default_factory=dict[str, Any])
-
-    @model_validator(mode="after")
-    def _check_in_backward_clipping(self) -> Self:
-        if self.in_backward and self.clip_norm:
-            raise ValueError(
-                f"in_backward = true needs clip_norm = 0, not {self.clip_norm}: "
-                "clipping needs the norm of all gradients before the first update"
-            )
-        return self
 
 
 class ScheduleSection(FrozenModel):

@@ -28,7 +28,6 @@ _SAME_RESULTS = {
         *("microbatch", "gradient_sync", "loss_chunk", "wait_each_step", "untimed_warmup_steps"),
         *("validate_every", "validate_sequences", "max_skipped_steps", "epochs"),
     },
-    "optimizer": {"in_backward"},
 }
 # Settings of [data] that change labels, but not which row comes when.
 _SAME_ROWS = {"data.document_mask", "data.train_on"}

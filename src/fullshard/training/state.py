@@ -24,7 +24,6 @@ from fullshard.training.figures import PendingResult
 from fullshard.training.group_state import changed_entries, restore_entries, scalar_entries
 from fullshard.training.learning_rates import rates_set_by_others, restore_rates_set_by_others
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
-from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config
 
@@ -71,7 +70,6 @@ class TrainState:
     recent: losses and norms of recent steps, from which spikes are detected
     not_acted_on: result of the last step, if `train` has not read yet whether to stop because of it
     phase: this rank's position in the step, for the watchdog
-    in_backward: the update unit by unit, for runs with `optimizer.in_backward`
     offloaded: the offloaded tensors, or None
     saved: whether checkpoints hold the whole model ("all"), or, of its parameters, only the trainable ones
         ("trained"); the frozen parameters then need their values before `load`
@@ -100,7 +98,6 @@ class TrainState:
         self.not_acted_on: PendingResult | None = None
         self.phase = PhaseTracker()
         self.loss_scale = LossScale()
-        self.in_backward = OptimizerInBackward(model, optimizer)
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
         self._initial_entries = scalar_entries(optimizer)

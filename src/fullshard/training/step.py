@@ -12,8 +12,7 @@ number of ranks.
 That all-reduce carries the loss sum, the count, the squared norm, the tokens, whether a rank was asked to
 stop, and each rank's fingerprint (see `survival/fingerprint.py`), in fp64. The units that a rank ran are part
 of it. So all ranks decide alike whether to update, to skip, to stop, or to raise because they are not in the
-same step. With the optimizer in backward there are two all-reduces: see [Note: what comes before backward] in
-`optimizer_in_backward.py`.
+same step.
 
 [Note: no wait between steps]
 The device decides (`decision.py`), so the host launches the update, and then the next step, without reading
@@ -23,10 +22,9 @@ compute the same numbers in the same way, so they give the same parameters, bit 
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,14 +63,10 @@ from fullshard.training.gradients import (
 )
 from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.loss import Loss, sum_and_count
-from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.training.state import TrainState
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 
 _SUMS = 6  # loss sum, count, squared norm, tokens, trained tokens, stop requests
-
-# Takes the nominal count, and returns the context that a backward runs in.
-_Updates = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -112,28 +106,24 @@ def run_step(
     `fault_tolerance.on_spike` is set, or if no rank has a valid token. On a GPU, the step may still run when
     this returns: see [Note: no wait between steps].
 
-    Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), and with the
-    optimizer in backward, a norm that is not finite. Ranks that are in different steps raise when the result
-    is read.
+    Raises TrainError for another number of microbatches, and an invalid loss (see `loss.Loss`). Ranks that
+    are in different steps raise when the result is read.
     """
     where, device = state.phase, next(state.model.parameters()).device
-    in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = count_issued_collectives(device)
     sums = torch.zeros(_SUMS - 1, dtype=torch.float64, device=device)  # without the stop requests
     rates = set_learning_rates(state.optimizer, plan.run, step=state.step)
-    agree = partial(_all_reduce, sums, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
-    updates = partial(_backward_context, state=state, plan=plan, agree=agree)
-    run = partial(_run_microbatches, state, plan, microbatches=microbatches, loss=loss, sums=sums)
     with reuse_weight_scales(state.model):
-        nominal = run(updates=updates)
+        nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(gradients)
-    sum_gradients_over_tensor_axis(gradients if in_backward is None else ())
+    sum_gradients_over_tensor_axis(gradients)
     with TimedRange("norm"):
-        sums[2] = local_share_of_squared_norm(_counted_norms(gradients, in_backward))
+        norms = local_gradient_norms(tensors_counted_here(gradients))
+        sums[2] = local_share_of_squared_norm(norms)
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
-    totals = agree(nominal)
+    totals = _all_reduce(sums, nominal, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
     where.enter(RunPhase.OPTIMIZER)
     decision = _decide(totals, nominal=nominal, state=state, plan=plan)
     result = _copy_result_to_host(decision, totals)
@@ -142,8 +132,6 @@ def run_step(
     with TimedRange("update"):
         if not result.is_read:
             update_as_device_decides(state.optimizer, decision)
-        elif in_backward is not None:
-            _check_finite_update(result.read(), step=state.step + 1)
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
     _finish_update(state, plan, parameters=parameters)
@@ -161,14 +149,6 @@ def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -
         recent=state.recent,
         run=plan.run,
     )
-
-
-def _counted_norms(gradients: Sequence[Tensor], in_backward: OptimizerInBackward | None) -> Sequence[Tensor]:
-    """Returns the norms of the gradients that this rank counts, and ends the update in backward, if any."""
-    if in_backward is None:
-        return local_gradient_norms(tensors_counted_here(gradients))
-    norms = in_backward.update_remaining_parameters()
-    return [norms[parameter] for parameter in tensors_counted_here(norms)]
 
 
 def _finish_update(state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter]) -> None:
@@ -191,43 +171,6 @@ def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResu
         return step_result(numbers[:count])
 
     return PendingResult(read_result, must_wait=not copy.is_ready)
-
-
-def _check_finite_update(result: StepResult, *, step: int) -> None:
-    """Raises TrainError if the optimizer in backward has updated with a gradient that is not finite."""
-    if result.skipped and math.isfinite(result.loss):
-        raise _nonfinite_update_error(result.grad_norm, step=step)
-
-
-def _nonfinite_update_error(norm: float, *, step: int) -> TrainError:
-    return TrainError(
-        f"the gradient of step {step} is not finite, and the parameters were updated with it.",
-        got=f"gradient norm {norm}, optimizer.in_backward = true",
-        why="each unit is updated before the gradient of the next unit exists, so the step cannot be skipped",
-        fix="resume from the last checkpoint (--resume) with optimizer.in_backward = false, which skips such "
-        "steps, or with a lower optimizer.learning_rate",
-    )
-
-
-def _backward_context(
-    nominal: int, *, state: TrainState, plan: Plan, agree: Callable[[int], _Totals]
-) -> AbstractContextManager[None]:
-    """Returns the context in which a backward runs, which updates if the run has the optimizer in backward.
-
-    See [Note: what comes before backward] in `optimizer_in_backward.py`.
-    """
-    if not plan.run.optimizer.in_backward:
-        return nullcontext()
-    state.phase.enter(RunPhase.REDUCE)
-    totals = agree(nominal)
-    numbers = HostCopy(totals.numbers).read()
-    totals.check_ranks(numbers[_SUMS:])
-    loss_sum, count = numbers[:2]
-    factor = None
-    if math.isfinite(loss_sum) and 0 < count < math.inf:
-        state.run_before_update_callbacks()
-        factor = nominal * plan.averaging_ranks / count
-    return state.in_backward.update_during_backward(factor=factor)
 
 
 def _all_reduce(
@@ -265,7 +208,7 @@ def _all_reduce(
 
 
 def _run_microbatches(
-    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor, updates: _Updates
+    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor
 ) -> int:
     """Runs forward and backward of every microbatch, and returns the nominal count.
 
@@ -295,7 +238,7 @@ def _run_microbatches(
             sums[1] += count
             sums[3] += tokens
             sums[4] += count if is_sum else math.nan  # a mean does not say over how many
-        with updates(nominal), record_function("fullshard::backward"), _explain_freed_parameters():
+        with record_function("fullshard::backward"), _explain_freed_parameters():
             state.phase.enter(RunPhase.BACKWARD)
             (_require_gradient(total) * (state.loss_scale.scale / nominal)).backward()
     return nominal

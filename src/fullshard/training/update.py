@@ -37,14 +37,12 @@ def waits_each_step(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
     It does if `train.wait_each_step` asks for it, and wherever the next launch depends on the decision:
 
     - optimizers that cannot skip on the device: all but torch's fused Adam and AdamW
-    - the optimizer in backward, which updates before the norm is known
     - `fault_tolerance.on_spike = "rollback"`: no step may follow a spike
     - fp16, whose loss scale follows from the step before
     """
     run = plan.run
     return (
         run.train.wait_each_step
-        or run.optimizer.in_backward
         or run.fault_tolerance.on_spike == "rollback"
         or plan.precision.loss_scaling
         or not _is_fused_adam(optimizer)
