@@ -320,6 +320,74 @@ def test_the_exit_code_says_whether_the_run_trains_as_the_config_does(text, lost
     assert json.loads(capsys.readouterr().out)["lost"] == lost
 
 
+AXOLOTL = "base_model: a/b\nsequence_len: 512\nadapter: lora\nlora_r: 8\n"
+TRAINER = "model_name_or_path: a/b\nnum_train_epochs: 1\nfinetuning_type: lora\n"
+LOST, NOT_NEEDED = "lost", "not needed"
+# (the config around it, a key and its value) -> what becomes of it: lost, not needed, or the setting.
+OUTCOMES = {
+    (AXOLOTL, "warmup_ratio: 0.1"): LOST,
+    (AXOLOTL + "max_steps: 50\n", "warmup_ratio: 0.1"): "schedule.warmup_steps=5",
+    (TRAINER, "warmup_steps: 0.03"): LOST,
+    (AXOLOTL, "cosine_constant_lr_ratio: 0.5"): LOST,
+    (TRAINER, "lr_scheduler_kwargs: {num_cycles: 2}"): LOST,
+    (TRAINER, "lr_scheduler_type: polynomial"): LOST,
+    (TRAINER, "learning_rate: ${RATE}"): LOST,
+    (AXOLOTL, "chat_template: chatml"): LOST,
+    (AXOLOTL, "chat_template: tokenizer_default"): NOT_NEEDED,
+    (AXOLOTL, "chat_template_jinja: x"): LOST,
+    (TRAINER, "template: qwen"): LOST,
+    (AXOLOTL, "overrides_of_model_config: {rope_scaling: {factor: 2.0}}"): (
+        "model.options={'rope_scaling': {'factor': 2.0}}"
+    ),
+    (AXOLOTL, "overrides_of_model_config: {}"): NOT_NEEDED,
+    (AXOLOTL, "overrides_of_model_kwargs: {use_cache: true}"): LOST,
+    (AXOLOTL, "rope_scaling: {factor: 2.0}"): LOST,
+    (AXOLOTL, "excess_length_strategy: truncate"): LOST,
+    (AXOLOTL, "min_sample_len: 30"): LOST,
+    (AXOLOTL, "shuffle_merged_datasets: false"): LOST,
+    (AXOLOTL, "shuffle_merged_datasets: true"): NOT_NEEDED,
+    (AXOLOTL, "curriculum_sampling: true"): LOST,
+    (AXOLOTL, "special_tokens: {eos_token: <end>}"): LOST,
+    (AXOLOTL, "special_tokens: {pad_token: <pad>}"): NOT_NEEDED,
+    (AXOLOTL, "revision_of_model: abc"): LOST,
+    (AXOLOTL, "tokenizer_config: other/tokenizer"): LOST,
+    (AXOLOTL, "s2_attention: true"): LOST,
+    (AXOLOTL, "sdp_attention: true"): NOT_NEEDED,
+    (AXOLOTL, "peft_use_dora: true"): LOST,
+    (AXOLOTL, "peft_use_dora: false"): NOT_NEEDED,
+    (AXOLOTL, "peft_init_lora_weights: pissa"): LOST,
+    (AXOLOTL, "peft_init_lora_weights: gaussian"): "adapter.options={'init_lora_weights': 'gaussian'}",
+    (AXOLOTL, "peft_use_rslora: true"): "adapter.options={'use_rslora': True}",
+    (TRAINER, "use_dora: true"): LOST,
+    (AXOLOTL, "early_stopping_patience: 3"): LOST,
+    (AXOLOTL, "eval_steps: 0.1"): "run.seed=0",  # how often: not what is trained
+    (AXOLOTL, "a_key_of_next_year: 1"): LOST,
+    (TRAINER, "a_key_of_next_year: auto"): "run.seed=0",
+    ("distributed_type: FSDP\n", "fsdp_config: {fsdp_of_next_year: 1}"): LOST,
+    ("distributed_type: FSDP\n", "a_key_of_next_year: true"): LOST,
+    ("train_batch_size: 8\n", "a_key_of_next_year: {inner: 3}"): LOST,
+    ("train_batch_size: 8\n", "zero_optimization: {of_next_year: 1}"): LOST,
+    ("train_batch_size: 8\n", "torch_autocast: {enabled: true}"): "precision.mode=bf16",
+    ("[training]\nsteps = 9\n", "of_next_year = 1"): LOST,
+    ("[model]\nname = 'llama3'\nflavor = '8B'\n", "[of_next_year]\nkey = 1"): LOST,
+    ("[training]\nsteps = 9\n", "[checkpoint]\ninitial_load_path = '/a'"): LOST,
+}
+
+
+@pytest.mark.parametrize(("around", "line"), OUTCOMES)
+def test_a_key_is_converted_or_lost(around, line):
+    toml = ConfigFormat.TORCHTITAN if around.startswith("[") else None
+    conversion = convert_config(around + line, name="config", format=toml)
+    expected = OUTCOMES[around, line]
+    assert bool(conversion.lost_keys) == (expected == LOST)
+    if expected == NOT_NEEDED:
+        assert conversion.key_results[-1].verdict is KeyVerdict.NOT_NEEDED
+    elif expected != LOST:
+        target, _, value = expected.partition("=")
+        section, _, key = target.partition(".")
+        assert str(getattr(getattr(conversion.run, section), key)) == value
+
+
 @pytest.mark.parametrize("model", ["a/b", "${MODEL}"])
 def test_code_of_a_model_is_trusted_by_its_user_alone(model):
     text = f"model_name_or_path: {model}\nnum_train_epochs: 1\ntrust_remote_code: true\nreinit_weights: true"

@@ -208,3 +208,17 @@ def test_texts_that_already_have_the_end_token_are_counted(tmp_path):
     )
     (warning,) = data.summary_figures()["warnings"]
     assert warning.startswith("1 texts of rows.jsonl already begin or end with the tokens")
+
+
+def test_rows_without_tokens_are_counted_in_one_line(tmp_path):
+    rows = [{"input_ids": list(range(40))}] * 20 + [
+        {"input_ids": []},
+        {"input_ids": []},
+        {"input_ids": [1, 2]},
+    ]
+    path = write_json_lines(tmp_path / "rows.jsonl", rows)
+    run = run_of(tmp_path / "cache", source="jsonl", records="tokens", paths=(str(path),))
+    for _ in range(2):  # the second time from the cache
+        data = build_data(run)
+        assert data.document_count == 21
+        assert "warning: 2 documents of rows.jsonl are empty, and left out" in data.describe().splitlines()

@@ -57,6 +57,16 @@ def test_an_index_beside_tells_dtype_and_documents(tmp_path: Path):
     for pattern in ("a.bin", "a.idx", "a.*"):
         (store,) = stores(tmp_path, pattern)
         assert documents(store) == DOCUMENTS
+        assert store.warnings == []
+
+
+def test_empty_documents_of_an_index_are_counted(tmp_path: Path):
+    np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", [4, 0, 2, 3, 2], [0, 1, 2, 3, 5])
+    for _ in range(2):  # the second time from the cache
+        (store,) = stores(tmp_path, "a.bin")
+        assert documents(store) == DOCUMENTS
+        assert store.warnings == ["1 documents of a.bin are empty, and left out"]
 
 
 def test_several_files_are_several_stores(tmp_path: Path):

@@ -1,6 +1,7 @@
 """What users bring, by dotted path: a model whose blocks differ in size, a loss, batches."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,3 +71,19 @@ def rows_of(name: str, step: int, rows: int) -> dict[str, Tensor]:
         return batch_of(name, step, sequences=rows)
     x = torch.randn((rows, 6), generator=torch.Generator().manual_seed(step))
     return {"x": x, "y": x.flip(1).sin()}
+
+
+class ReadsInConstructor(nn.Module):
+    """A constructor that reads what has no values, unless it does so `within` torch.device("cpu")."""
+
+    def __init__(self, *, what: str, within: bool = False) -> None:
+        super().__init__()
+        with torch.device("cpu") if within else nullcontext():
+            self.inner = nn.Linear(4, 4)
+            if what == "spectral norm":
+                torch.nn.utils.parametrizations.spectral_norm(self.inner)
+            if what == "scale":
+                self.scale = float(self.inner.weight.detach().norm())
+            if what == "buffer":
+                self.register_buffer("table", torch.empty(3))
+                self.table.fill_(2.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fullshard.errors import SpecError
+from fullshard.errors import FullshardError, SpecError
 from fullshard.models.build import build_python_model
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import PythonModel
@@ -43,3 +43,17 @@ def test_a_path_that_leads_to_no_module_is_told(python: str, message: str) -> No
 def test_options_that_the_factory_does_not_take_are_told() -> None:
     with pytest.raises(SpecError, match="unexpected keyword argument 'depth'"):
         build_python_model(section("Pyramid", depth=3))
+
+
+@pytest.mark.parametrize("what", ["spectral norm", "scale", "buffer"])
+def test_a_constructor_that_reads_what_has_no_values_is_refused_with_a_fix_that_works(what: str) -> None:
+    with pytest.raises(FullshardError) as raised:
+        materialize(build_python_model(section("ReadsInConstructor", what=what)), seed=0)
+    assert 'try: with torch.device("cpu"): around' in str(raised.value)
+    model = materialize(build_python_model(section("ReadsInConstructor", what=what, within=True)), seed=0)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    assert what != "buffer" or model.table.tolist() == [2.0, 2.0, 2.0]
+    if what == "spectral norm":  # its estimate is exact after some steps
+        for _ in range(50):
+            normed = model.inner.weight
+        assert torch.linalg.matrix_norm(normed, 2).item() == pytest.approx(1.0, rel=1e-3)

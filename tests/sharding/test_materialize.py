@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import ShardError
+from fullshard.models.constructor_tape import ConstructorTape
+from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.profiler.memory import measure_peak_memory, storage_bytes_of_tensors
 from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize, parameters_on_meta
@@ -398,6 +400,40 @@ def shard_with_lost_buffer(name: str) -> None:
 def test_a_buffer_that_nothing_computes_again_is_refused(name: str, ranks: Callable[..., Any]) -> None:
     with pytest.raises(ShardError, match=f"^{name} is a buffer on the meta device"):
         ranks(1).run(shard_with_lost_buffer, name)
+
+
+class SpectralBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.parametrizations.spectral_norm(self.up)
+
+
+def spectral_blocks() -> nn.Module:
+    def construct() -> nn.Module:
+        with torch.device("cpu"):
+            return nn.Sequential(SpectralBlock(), SpectralBlock())
+
+    return construct_with_meta_parameters(construct, tape=ConstructorTape())
+
+
+def shard_spectral_blocks() -> dict[str, Tensor]:
+    model = shard(spectral_blocks(), plan_of(dist.get_world_size()))
+    return {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
+
+
+def test_spectral_norms_of_several_units_keep_the_constructors_estimates(ranks: Callable[..., Any]) -> None:
+    expected = materialize(spectral_blocks(), seed=0).state_dict()
+    for values in ranks(2).run(shard_spectral_blocks):
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+        assert all(tensor.isfinite().all() for tensor in values.values())
+
+
+def test_spectral_norm_on_meta_is_refused_with_a_fix() -> None:
+    with torch.device("meta"):
+        model = SpectralBlock()
+    with pytest.raises(ShardError, match=r"0\._u is a buffer on the meta device(.|\n)*model on the CPU"):
+        materialize(model, seed=0)
 
 
 def test_parameters_on_meta_keeps_ties_and_ends_with_its_block() -> None:

@@ -1,6 +1,8 @@
 """Small runs for the tests of this room: a regression that any loss may train, and its data."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,3 +117,16 @@ def local_bits(state: TrainState) -> dict[str, Tensor]:
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@contextmanager
+def logged() -> Generator[list[str]]:
+    """Yields the messages that are logged meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fullshard").removeHandler(handler)

@@ -17,7 +17,17 @@ from fullshard.training.evaluate import validation_loss
 from fullshard.training.loop import Step, train
 from tests.fakes.device import FakeDevice
 from tests.fakes.sampling import sampled
-from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
+from tests.training.runs import (
+    BATCH,
+    Pairs,
+    local_bits,
+    logged,
+    mean_square,
+    pairs,
+    run_of,
+    same_bits,
+    sharded,
+)
 
 Batch = tuple[Tensor, Tensor]
 
@@ -83,24 +93,56 @@ def test_no_data_is_refused(ranks: Any) -> None:
     assert "got: int" in number
 
 
-def uneven(counts: tuple[int, ...], microbatch: int) -> list[int]:
+def uneven(counts: tuple[int, ...], microbatch: int) -> tuple[list[int], str]:
     count = counts[dist.get_rank()]
     state, plan = sharded(run_of(f"train.microbatch={microbatch}", "train.steps=30"), data=batches(count))
-    return indices(train(state, plan, loss=mean_square))
+    with logged() as messages:
+        seen = indices(train(state, plan, loss=mean_square))
+    return seen, " ".join(one for one in messages if "the data ended" in one)
 
 
 @pytest.mark.parametrize(
-    ("counts", "microbatch", "steps"),
+    ("counts", "microbatch", "steps", "message"),
     [
-        ((5, 3, 4), 4, 3),  # one microbatch a step: the shortest has three
-        ((7, 7, 5), 2, 2),  # two a step: the shortest ends in the middle of its third
-        ((4, 0, 4), 4, 0),
+        # one microbatch a step: the shortest has three
+        ((5, 3, 4), 4, 3, "the data ended after step 3 of 30, first on rank 1."),
+        # two a step: the shortest ends in the middle of its third
+        ((7, 7, 5), 2, 2, "the data ended after step 2 of 30, first on rank 2."),
+        ((2, 2, 2), 4, 2, "the data ended after step 2 of 30, first on all ranks."),
     ],
 )
-def test_iterables_that_end_end_the_run_on_all_ranks_alike(
-    counts: tuple[int, ...], microbatch: int, steps: int, ranks: Any
+def test_iterables_that_end_end_the_run_on_all_ranks_alike_and_one_line_says_so(
+    counts: tuple[int, ...], microbatch: int, steps: int, message: str, ranks: Any
 ) -> None:
-    assert ranks(3).run(uneven, counts, microbatch) == [list(range(1, steps + 1))] * 3
+    found = ranks(3).run(uneven, counts, microbatch)
+    assert [seen for seen, _ in found] == [list(range(1, steps + 1))] * 3
+    assert found[0][1].startswith(message)
+    assert [said for _, said in found[1:]] == ["", ""]
+
+
+def no_step_in_it(counts: tuple[int, ...]) -> str:
+    state, plan = sharded(run_of("train.steps=30"), data=batches(counts[dist.get_rank()]))
+    with pytest.raises(TrainError) as raised:
+        list(train(state, plan, loss=mean_square))
+    return str(raised.value)
+
+
+def test_an_iterable_without_one_step_is_refused_on_all_ranks(ranks: Any) -> None:
+    for said in ranks(3).run(no_step_in_it, (4, 0, 4)):
+        assert "not enough for one step" in said
+        assert "got: 0 microbatches on rank 1" in said
+
+
+def used_up() -> list[int]:
+    state, plan = sharded(run_of("train.steps=30"), data=iter(list(batches(2))))
+    seen = indices(train(state, plan, loss=mean_square))
+    with pytest.raises(TrainError, match="used up before"):
+        list(train(state, plan, loss=mean_square))
+    return seen
+
+
+def test_an_iterator_that_was_used_up_is_refused(ranks: Any) -> None:
+    assert ranks(1).run(used_up) == [[1, 2]]
 
 
 class Recorder:

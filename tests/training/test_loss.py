@@ -14,6 +14,7 @@ from fullshard.training.loss import choose_loss, model_computed_loss, next_token
 from tests.fakes.architectures_hf import batch_of
 from tests.models.own import square_loss
 from tests.models.test_architectures_hf import built
+from tests.training.runs import logged
 
 
 class Fixed(nn.Module):
@@ -145,3 +146,37 @@ def test_experts_are_balanced_where_the_model_is_asked_to() -> None:
     balance = asked(batch["tokens"]).aux_loss * asked.config.router_aux_loss_coef
     torch.testing.assert_close(total, next_token_loss(plain, batch)[0] + count * balance)
     torch.testing.assert_close(next_token_loss(asked, batch, chunk_rows=5)[0], total)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_documents_whose_positions_begin_again_are_apart_beside_a_mask(name: str, padding: int) -> None:
+    model = materialize(built(name)[0], seed=0)
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, 41, (1, length), generator=generator) for length in (5, 4)]
+    alone = [model_computed_loss(model, {"input_ids": one, "labels": one})[0] for one in documents]
+    row = torch.cat([*documents, torch.zeros(1, padding, dtype=torch.int64)], dim=1)
+    is_token = torch.arange(row.shape[1])[None] < 9
+    labels = row.masked_fill(~is_token, -100)
+    labels[:, 5] = -100  # the first token of the second document has no token before it
+    positions = torch.tensor([[*range(5), *range(4), *range(padding)]])
+    packed = {
+        "input_ids": row,
+        "labels": labels,
+        "attention_mask": is_token.long(),
+        "position_ids": positions,
+    }
+    with logged() as messages:
+        total, count = model_computed_loss(model, packed)
+    assert count.item() == 7
+    torch.testing.assert_close(total, sum(alone), rtol=1e-5, atol=1e-5)
+    assert all("attention is within these documents" in message for message in messages)
+
+
+def test_a_row_of_one_document_keeps_its_mask() -> None:
+    model = materialize(built("llama")[0], seed=0)
+    tokens, mask = torch.arange(3, 11)[None], torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask}
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    own = model(**batch, position_ids=positions).loss * 5
+    torch.testing.assert_close(model_computed_loss(model, batch | {"position_ids": positions})[0], own)

@@ -167,6 +167,43 @@ def test_matrices_decay_alone_and_a_group_is_of_one_mesh_and_dtype(ranks: Any) -
     )
 
 
+class HeadNorm(nn.Module):
+    """A norm with a weight per head and feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, WIDTH))
+
+
+class StackedBiases(nn.Module):
+    """The names and shapes of parameters with two dims that are not matrices, beside those that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = HeadNorm()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.down_proj = nn.Parameter(torch.ones(4, WIDTH, WIDTH))
+        self.down_proj_bias = nn.Parameter(torch.ones(4, WIDTH))
+        self.bias = nn.Parameter(torch.ones(4, WIDTH))
+        self.bias_table = nn.Parameter(torch.ones(4, WIDTH))
+        self.k_norm = nn.Parameter(torch.ones(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def decayed_parameters() -> set[str]:
+    plan = Plan.from_run(run_of("sharding.units.policy=size"), world_size=2)
+    model = shard(StackedBiases(), plan)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, plan).param_groups
+    return {names[one] for group in groups if group["weight_decay"] for one in group["params"]}
+
+
+def test_norms_and_biases_of_two_dims_do_not_decay(ranks: Any) -> None:
+    assert ranks(2).run(decayed_parameters)[0] == {"linear.weight", "down_proj", "bias_table"}
+
+
 # Order: sharded, then built, before any forward
 
 

@@ -1,9 +1,7 @@
 """Programs whose step would silently be other than written are refused, or what differs is logged."""
 
 import itertools
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,22 +12,19 @@ from torch import Tensor, nn
 from fullshard.errors import FullshardError
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
-from tests.training.runs import WIDTH, Regression, mean_square, pairs, run_of, sharded, unsharded, whole
+from tests.training.runs import (
+    WIDTH,
+    Regression,
+    logged,
+    mean_square,
+    pairs,
+    run_of,
+    sharded,
+    unsharded,
+    whole,
+)
 
 FULL = ("sharding.strategy=full_shard", "train.microbatch=6")
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Yields the messages that are logged meanwhile."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fullshard").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("fullshard").removeHandler(handler)
 
 
 class ClampedLinear(nn.Linear):

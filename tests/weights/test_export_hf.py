@@ -18,7 +18,7 @@ from fullshard.sharding.apply import shard
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
-from fullshard.weights.export_hf import export_hf
+from fullshard.weights.export_hf import describe_for_transformers, export_hf
 from fullshard.weights.export_peft import export_peft
 from fullshard.weights.pretrained import load_pretrained
 from tests.checkpoint.states import assert_same
@@ -87,6 +87,30 @@ def test_the_chat_template_that_was_trained_with_is_exported(ranks, tmp_path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "ours"
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+POSITIONS = {
+    "llama": (
+        {"rope_parameters": {"rope_theta": 700.0, "original_max_position_embeddings": 8, **LLAMA3}},
+        {"rope_theta": 700.0, "rope_scaling": {"original_max_position_embeddings": 8, **LLAMA3}},
+    ),
+    "gemma3": ({}, {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None}),
+    "gpt_neox": ({}, {"rotary_emb_base": 10_000.0, "rotary_pct": 0.5}),
+    "phi": ({}, {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_have_the_names_of_transformers_4_too_and_transformers_5_reads_the_same_model(name):
+    transformers = pytest.importorskip("transformers")
+    changes, expected = POSITIONS[name]
+    before = transformers.AutoConfig.for_model(**(CONFIGS[name] | changes))
+    recorded = {**json.loads(before.to_json_string()), "architectures": CONFIGS[name]["architectures"]}
+    written = describe_for_transformers(recorded, None, doing="").config
+    assert {key: written.get(key) for key in expected} == expected
+    again = type(before).from_dict(written)
+    assert again.rope_parameters == before.rope_parameters
+
+
 def decoder_logits(directory: Path, *settings: str) -> Tensor:
     plan = plan_of(dist.get_world_size(), *settings)
     model = shard(build_model(plan.run), plan)
@@ -109,6 +133,7 @@ def test_the_reference_decoder_is_a_llama(ranks, tmp_path, tied):
     export_hf(tmp_path / "checkpoints", tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_theta"] == 500
         assert torch.allclose(back(torch.arange(24).reshape(2, 12)).logits, logits, atol=1e-6)
 
 

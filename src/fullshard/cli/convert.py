@@ -43,7 +43,7 @@ def convert(
 
     What became of each of its keys is reported on standard error. The exit code is 2 if the
     run.toml lacks a strategy or a precision that the config requests, or trains in another way: another
-    objective, optimizer, adapter or mask.
+    objective, optimizer, schedule, adapter, template or mask; or if a key is unknown.
     """
     from fullshard.convert.conversion import convert_config as converted
     from fullshard.errors import SpecError

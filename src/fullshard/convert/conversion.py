@@ -175,7 +175,8 @@ def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
         default = default_run_setting(target)
         if target in state.settings:
             here = f"{target} = {state.settings[target]!r} here, from {state.origins[target]}"
-            changes["misses"] = ""
+            if state.origins[target] in state.leaves:  # another key has the value
+                changes["misses"] = ""
         elif default in (None, AUTO):
             here = f"{target} is left open here too"
         else:

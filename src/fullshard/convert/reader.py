@@ -10,12 +10,10 @@ from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
 
 AUTO = "auto"
-# Settings that must not be lost: how it is sharded and computed, and what is trained.
-_NOT_TO_BE_LOST = (
-    *("sharding.strategy", "sharding.tensor_parallel", "precision.mode"),
-    *("train.loss", "optimizer.name", "optimizer.options", "adapter.rank", "adapter.options"),
-    *("adapter.trained", "data.train_on", "data.sources"),
-)
+# Settings that must not be lost: how it is sharded and computed, and what is trained on what, and how.
+_NOT_TO_BE_LOST = ("sharding.strategy", "sharding.tensor_parallel", "precision.mode")
+_SECTIONS_NOT_TO_BE_LOST = ("model", "data", "train", "optimizer", "schedule", "adapter")
+_CAN_BE_LOST = ("train.microbatch", "train.validate_every")
 
 
 class ConfigFormat(StrEnum):
@@ -72,8 +70,15 @@ class KeyResult(FrozenModel):
 
     @property
     def is_lost(self) -> bool:
-        """True if `key` requests what the run lacks, and must not be lost. "auto" requests nothing."""
-        return self.misses in _NOT_TO_BE_LOST and self.value != AUTO
+        """True if `key` requests what the run lacks, and must not be lost, or if it is unknown.
+
+        "auto", null and an empty section request nothing.
+        """
+        if self.value in (None, AUTO, {}):
+            return False
+        is_of_training = self.misses.partition(".")[0] in _SECTIONS_NOT_TO_BE_LOST
+        is_missed = self.misses in _NOT_TO_BE_LOST or (is_of_training and self.misses not in _CAN_BE_LOST)
+        return is_missed or self.verdict is KeyVerdict.UNKNOWN
 
     @property
     def verdict_text(self) -> str:
@@ -143,7 +148,7 @@ class ConversionState:
         before = self.settings.setdefault(target, value)
         if before != value:
             first = self.origins.get(target, "something else")
-            self.record_unsupported(key, f"{first} has set {target} = {before!r} already")
+            self.record_unsupported(key, f"{first} has set {target} = {before!r} already", misses=target)
             return
         self.origins.setdefault(target, key)
         same = key.rpartition(".")[2] == target.rpartition(".")[2]

@@ -75,6 +75,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         state.record_setting("model_name_or_path", "model.hf", value=model)
         if is_true_yes_on(state.get("reinit_weights")):
             state.record_setting("reinit_weights", "model.weights", value="none")
+        _convert_model_overrides(state)
     _convert_batch_sizes(state, default=microbatch)
     _convert_strategy(state)
     _convert_precision(state)
@@ -82,7 +83,9 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         rank = parse_positive_integer(state.get("lora_r"))
         state.record_setting("adapter", "adapter.rank", value=rank or 8, why="LoRA")
     else:
-        for key in [key for key in state.leaves if key.startswith("lora_")]:
+        for key in [
+            key for key in state.leaves if key.startswith(("lora_", "peft_", "use_dora", "use_rslora"))
+        ]:
             state.record_not_needed(key, "without an adapter")
     convert_betas(state, ("adam_beta1", "adam_beta2"), default=(0.9, 0.999))
     rules = load_rules("trainer")
@@ -91,6 +94,14 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     for target, value in defaults.items():
         state.set_default_of_other_tool(target, value, why=why)
     state.record_unknown_keys([*keys_without_wildcards(rules), *load_other_names("trainer")])
+
+
+def _convert_model_overrides(state: ConversionState) -> None:
+    """Sets `model.options`, which are put over the model's config.json, from axolotl's overrides of it."""
+    for key in state.leaves:
+        section, _, option = key.partition(".")
+        if section == "overrides_of_model_config" and option and state.get(key) is not None:
+            state.record_setting(key, f"model.options.{option}", value=state.get(key))
 
 
 def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:

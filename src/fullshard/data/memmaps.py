@@ -165,10 +165,12 @@ def _open_memmap_store(
             tokens, reader.name, eod_token=fields.eod_token if bounds is None else None, alive=alive
         )
         begins, ends = bounds or (np.append(0, found[:-1]), found)
-        kept = ends > begins  # drops empty documents
+        kept = ends > begins
         np.save(draft / _BEGINS, begins[kept])
         np.save(draft / _ENDS, ends[kept])
-        return {"vocabulary": largest + 1, "documents": int(kept.sum()), "path": reader.name}
+        documents = int(kept.sum())
+        empty = len(kept) - documents
+        return {"vocabulary": largest + 1, "documents": documents, "empty": empty, "path": reader.name}
 
     facts = {
         "kind": "memmap",
@@ -179,6 +181,7 @@ def _open_memmap_store(
         "checked": tokens.vocabulary_size if isinstance(tokens, _RemoteTokens) else None,
     }
     entry = get_or_build_entry(root, f"index-{cache_key(facts)}", build=write_document_bounds, alive=alive)
+    manifest = read_manifest(entry)
     return TokenStore(
         name=reader.name.rpartition("/")[2],
         key=entry.name,
@@ -187,7 +190,8 @@ def _open_memmap_store(
         ends=memory_map_npy(entry / _ENDS),
         loss_mask=None,
         trained_token_count=len(tokens),
-        vocabulary_size=read_manifest(entry)["vocabulary"],
+        vocabulary_size=manifest["vocabulary"],
+        empty=manifest.get("empty", 0),
     )
 
 

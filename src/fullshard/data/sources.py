@@ -206,6 +206,7 @@ def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, voca
         skipped=facts["skipped"],
         skip_messages=tuple(facts["skip_messages"]),
         doubled=facts["doubled"],
+        empty=facts["empty"],
     )
 
 
@@ -259,7 +260,9 @@ def _tokenize_to_callback(
         "skip_messages": messages[:5],
         "unwritten": unwritten,
     }
-    return np.unique(np.concatenate(ends)), facts
+    boundaries = np.concatenate(ends)
+    offsets = np.unique(boundaries)
+    return offsets, facts | {"empty": len(boundaries) - len(offsets)}
 
 
 def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:

@@ -43,6 +43,7 @@ class TokenStore:
     unended: number of conversations whose last answer has nothing that ends the turn
     doubled: number of texts that already had the tokens that were put around them
     unwritten: name of content that is not in the tokens -> number of records that have it
+    empty: number of documents without a token, which are not among the documents
     """
 
     name: str
@@ -58,6 +59,7 @@ class TokenStore:
     unended: int = 0
     doubled: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict[str, int])
+    empty: int = 0
 
     @property
     def content_key(self) -> str:
@@ -79,6 +81,8 @@ class TokenStore:
             f"{number:,} records of {self.name} have content that is not in the tokens: {name}"
             for name, number in sorted(self.unwritten.items())
         ]
+        if self.empty:
+            warnings.append(f"{self.empty:,} documents of {self.name} are empty, and left out")
         if self.doubled:
             warnings.append(
                 f"{self.doubled:,} texts of {self.name} already begin or end with the tokens that the "
@@ -116,6 +120,7 @@ def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
         unended=facts["unended"],
         doubled=facts.get("doubled", 0),
         unwritten=facts["unwritten"],
+        empty=facts.get("empty", 0),
     )
 
 

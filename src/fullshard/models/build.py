@@ -1,5 +1,7 @@
 """Builds the module that a run's [model] section names, on the meta device."""
 
+import re
+
 import torch
 from torch import nn
 
@@ -40,6 +42,15 @@ def build_python_model(section: PythonModel) -> nn.Module:
             f"{section.python} cannot be called with these options.",
             got=f"{error}; model.options = {section.options}",
             fix="model.options with the factory's own keyword arguments",
+        ) from error
+    except RuntimeError as error:
+        if not re.search(r"\bmeta\b", str(error)):
+            raise
+        raise SpecError(
+            f"{section.python} computes with parameters while it constructs the model.",
+            got=str(error).partition("\n")[0],
+            why="parameters are on the meta device, without values; these are set when the model is sharded",
+            fix='with torch.device("cpu"): around the lines of the constructor that make and read them',
         ) from error
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(

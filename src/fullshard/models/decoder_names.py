@@ -53,8 +53,9 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
-        # read by transformers 5 and later
+        # read by transformers 5 and later, and by earlier ones
         "rope_parameters": {"rope_type": "default", "rope_theta": decoder.rope_theta},
+        "rope_theta": decoder.rope_theta,
         **sizes,
     }
 

@@ -263,6 +263,8 @@ class _ModelValueSetter:
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
         """Initialises the modules `concerned`, children before parents, as `nn.Module.apply` does."""
+        for module in concerned:
+            self._check_parametrizations_have_buffers(module)
         parametrized = _write_through_parametrizations(self.order, written=concerned)
         with _preserve_random_states(self.device), torch.no_grad(), parametrized:
             for module in self.order:
@@ -315,7 +317,6 @@ class _ModelValueSetter:
         meta = {key: b for key, b in module.named_buffers(recurse=False) if b.is_meta}
         if not meta:
             return
-        prefix = f"{self.names[module]}." if self.names[module] else ""
         again = getattr(module, "reset_buffers", None) or getattr(module, "reset_running_stats", None)
         for key, buffer in meta.items():
             empty = torch.empty_like(buffer, device=self.device)
@@ -325,12 +326,28 @@ class _ModelValueSetter:
                 again()
         for key, buffer in module.named_buffers(recurse=False):
             if key in meta and (again is None or _has_nan(buffer)):
-                raise ShardError(
-                    f"{prefix}{key} is a buffer on the meta device.",
-                    got=f"{_class_name_before_sharding(module)}, which has no reset_buffers() that sets it",
-                    why="a buffer's values are computed by the constructor, and the meta device lost them",
-                    fix="build the model within fullshard.parameters_on_meta(), which keeps buffers real",
-                )
+                fix = "build the model within fullshard.parameters_on_meta(), which keeps buffers real"
+                raise self._lost_buffer_error(module, key, fix=fix)
+
+    def _check_parametrizations_have_buffers(self, module: nn.Module) -> None:
+        """Raises ShardError if a parametrization computes with buffers that are on the meta device."""
+        if parametrize.is_parametrized(module):
+            for inner in cast(nn.ModuleDict, module.parametrizations).modules():
+                for key, buffer in inner.named_buffers(recurse=False):
+                    if buffer.is_meta:
+                        # They were computed from the tensor, which `parameters_on_meta` makes a meta tensor.
+                        fix = "build the model on the CPU: rank 0's values are sharded then"
+                        raise self._lost_buffer_error(inner, key, fix=fix)
+
+    def _lost_buffer_error(self, module: nn.Module, key: str, *, fix: str) -> ShardError:
+        if hasattr(self.model, "_constructor_tape"):  # built by this package: torch.empty is meta
+            fix = 'with torch.device("cpu"): around the lines of the constructor that make and fill it'
+        return ShardError(
+            f"{self.names[module]}{'.' if self.names[module] else ''}{key} is a buffer on the meta device.",
+            got=f"{_class_name_before_sharding(module)}, which has no reset_buffers() that sets it",
+            why="a buffer's values are computed by the constructor, and the meta device lost them",
+            fix=fix,
+        )
 
 
 class _SeedEachRandomOperation(TorchDispatchMode):
@@ -367,8 +384,7 @@ def _write_through_parametrizations(
         for key, parametrizations in cast(nn.ModuleDict, module.parametrizations).items()
     }
     with parametrize.cached() if lists else nullcontext():
-        # `forward`, since a call would run the hooks of FSDP2.
-        computed = {place: parametrizations.forward() for place, parametrizations in lists.items()}
+        computed = {place: _compute_with_buffers_as_they_are(one) for place, one in lists.items()}
         parametrization_cache().update(
             {(id(module), key): value for (module, key), value in computed.items()}
         )
@@ -376,6 +392,23 @@ def _write_through_parametrizations(
         for (module, key), value in computed.items():
             if module in written:
                 lists[module, key].right_inverse(value)
+
+
+def _compute_with_buffers_as_they_are(parametrizations: parametrize.ParametrizationList) -> Tensor:
+    """Returns the tensor, on meta if its parameters are. Spectral norm would change its buffers."""
+    is_meta = any(parameter.is_meta for parameter in parametrizations.parameters())
+    buffers = [
+        (registered_buffers(module), key, buffer)
+        for module in parametrizations.modules()
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
+    for slots, key, buffer in buffers:
+        slots[key] = buffer.to("meta") if is_meta else buffer.clone()
+    try:
+        return parametrizations.forward()  # a call would run the hooks of FSDP2
+    finally:
+        for slots, key, buffer in buffers:
+            slots[key] = buffer
 
 
 @contextmanager

@@ -118,12 +118,12 @@ def train(
     garbage collector runs between steps alone.
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
-    `state.data` ends training on all ranks as soon as it ends on any, and then starts anew: only
-    `data.MicrobatchSource` resumes exactly. Changed settings and rows are logged (`continued_run`).
+    `state.data` ends training on all ranks as soon as it ends on any, which is logged, and then starts anew:
+    only `data.MicrobatchSource` resumes exactly. Changed settings and rows are logged (`continued_run`).
 
-    Raises TrainError if there is no data, if the loop leaves gradients in the model, after
-    `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and if replicas
-    compared by `fault_tolerance.check_replicas_every` differ.
+    Raises TrainError if there is no data, or not enough for one step, if the loop leaves gradients in the
+    model, after `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and
+    if replicas compared by `fault_tolerance.check_replicas_every` differ.
 
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]
@@ -269,11 +269,12 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
             got=type(state.data).__name__,
             fix="TrainState(model, optimizer, data=data): an iterable of microbatches, or a source of them",
         )
+    begun_at = state.step if state.iterator is None else None
     if state.iterator is None:
         state.iterator = iter(cast(Iterable[Any], state.data))
 
     def next_microbatches(_row: int) -> Iterable[Any] | None:
-        own = _take_microbatches(state, plan)
+        own = _take_microbatches(state, plan, begun_at=begun_at)
         if own and not is_checked:
             _warn_if_all_ranks_have(own[0], plan)
         return None if own is None else cut(own)
@@ -281,13 +282,37 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
     return next_microbatches
 
 
-def _take_microbatches(state: TrainState, plan: Plan) -> list[Any] | None:
-    """Returns the next microbatches of a plain iterable; None if any rank has no more. Collective."""
+def _take_microbatches(state: TrainState, plan: Plan, *, begun_at: int | None) -> list[Any] | None:
+    """Returns the next microbatches of a plain iterable; None if any rank has no more. Collective.
+
+    begun_at: number of steps before the iterable's first one; None if an earlier `train` took its first ones
+
+    Raises TrainError if the iterable is not enough for one step.
+    """
     own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
     # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
     if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
         return own
     state.iterator = None
+    left = all_gather_object(len(own))
+    ended = [number for number, count in enumerate(left) if count < plan.accumulation]
+    whose = f"rank {', '.join(map(str, ended[:8]))}{', …' if ended[8:] else ''}"
+    if state.step == begun_at:
+        raise TrainError(
+            "the data is not enough for one step.",
+            got=f"{min(left)} microbatches on {whose}, of {plan.accumulation} in a step",
+            why="the iterable is empty, too short, or an iterator that was used up before",
+            fix="a list or a DataLoader, which can be iterated again, with as many microbatches on each rank",
+        )
+    if rank() == 0:
+        logger.warning(
+            "the data ended after step %d of %d, first on %s. %d microbatches of an incomplete step are not "
+            "used. The next `train` begins the data anew.",
+            state.step,
+            plan.run.train.step_count,
+            whose if len(ended) < len(left) else "all ranks",
+            sum(left),
+        )
     return None
 
 

@@ -1,14 +1,16 @@
 """Loss functions: their type, the default loss of decoders, and the loss that a model computes itself."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
 from fullshard.models.huggingface import is_causal_lm
@@ -16,6 +18,8 @@ from fullshard.models.token_arguments import position_and_document_arguments
 from fullshard.spec.dotted import import_callable
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
+
+logger = logging.getLogger("fullshard")
 
 # (model, microbatch) -> the summed loss and the number of items in the sum, or only a mean, which counts as
 # one item: means of microbatches of different lengths then weigh the same.
@@ -131,7 +135,8 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
 
     With labels, the model's mean is returned as a sum and the number of labels that are not -100 (of all
     labels, if they are floating point), so microbatches with more labels weigh more. Without labels (a
-    contrastive loss), the mean alone is returned.
+    contrastive loss), the mean alone is returned. A causal language model keeps documents apart where
+    `position_ids` begin again, also beside an `attention_mask` of tokens and padding.
 
     Raises TrainError if the batch does not suit this model, or if the model computes no loss.
     """
@@ -148,6 +153,8 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
     if isinstance(labels := given.get("labels"), Tensor):
         shifted = _does_model_shift_labels(model)
         given["labels"], count = _avoid_all_ignored_and_count(labels, shifted=shifted)
+        if shifted:
+            _keep_packed_documents_apart(given)
     elif "return_loss" in takes:
         given.setdefault("return_loss", True)
     loss: Tensor | None = getattr(model(**given), "loss", None)
@@ -159,6 +166,34 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
             fix='another model.architecture, labels in the batch, or train.loss = "package.module:function"',
         )
     return loss if count is None else (loss * count, count)
+
+
+def _keep_packed_documents_apart(given: dict[str, Any]) -> None:
+    """Replaces a mask (rows, tokens) beside `position_ids` that begin again by positions alone, in place.
+
+    transformers finds the documents of a packed row by their positions, but only in batches without a mask.
+    Padding becomes documents of one token each. Reads the values, as transformers does with either.
+    """
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
+        return
+    if mask.shape != positions.shape or mask.ndim != 2:  # noqa: PLR2004
+        return
+    is_token = mask != 0
+    begins_again = (positions[:, 1:] <= positions[:, :-1]) & is_token[:, 1:] & is_token[:, :-1]
+    if bool(begins_again.any()):
+        given["position_ids"] = positions.masked_fill(~is_token, 0)
+        del given["attention_mask"]
+        _log_that_documents_are_kept_apart()
+
+
+@cache
+def _log_that_documents_are_kept_apart() -> None:
+    if rank() == 0:
+        logger.warning(
+            "rows have position_ids that begin again: attention is within these documents. attention_mask "
+            "then only says what is padding"
+        )
 
 
 def _avoid_all_ignored_and_count(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:

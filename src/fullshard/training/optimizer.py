@@ -28,8 +28,10 @@ EIGHT_BIT = "adamw8bit"
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """Returns the optimizer that the plan's run names, over the trainable parameters of `model`.
 
-    Weight decay applies to parameters of two or more dimensions, not to norms and biases. AdamW and Adam are
-    fused: on two cores this is 8× as fast as the foreach loop.
+    Weight decay applies to parameters of two or more dimensions, except norms and biases, which can have two
+    (biases of stacked experts): parameters named `bias` or `…_bias`, those of a module whose class has `Norm`
+    in its name, and those named `…norm` themselves. AdamW and Adam are fused: on two cores this is 8× as fast
+    as the foreach loop.
 
     Raises ShardError if the model is not sharded, is currently unsharded (gathered), or has no trainable
     parameter; SpecError for an unknown name, options that the class does not take, and a class that cannot
@@ -89,14 +91,20 @@ def _check_sharded(model: nn.Module) -> None:
 
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decay = section.weight_decay if parameter.ndim >= 2 else 0.0
+        decay = section.weight_decay if _has_decay(model, name, parameter=parameter) else 0.0
         placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
         group = groups.setdefault((decay, placed, parameter.dtype), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
     return list(groups.values())
+
+
+def _has_decay(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
+    module_name, _, own = name.rpartition(".")
+    is_norm = "norm" in type(model.get_submodule(module_name)).__name__.lower() or own.endswith("norm")
+    return parameter.ndim >= 2 and not is_norm and own != "bias" and not own.endswith("_bias")
 
 
 def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,13 @@ _TOKENIZER = (
     "processor_config.json",
 )
 
+# Names in transformers 4 of the base, of the rotated fraction of a head, and of the base of local layers.
+_ROPE_NAMES = {
+    "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
+    "modernbert": ("global_rope_theta", "", "local_rope_theta"),
+    "others": ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"),
+}
+
 logger = logging.getLogger("fullshard")
 
 
@@ -87,7 +94,7 @@ def export_hf(
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
-    known = _describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
+    known = describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
     config = {**_without_use_cache(known.config), "dtype": _config_dtype_name(manifest, dtype)}
     config.pop("torch_dtype", None)
     beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
@@ -123,7 +130,7 @@ class _HFDescription:
     meta_model: Any = None
 
 
-def _describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: str) -> _HFDescription:
+def describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: str) -> _HFDescription:
     """Returns the description of a model from its complete config, `recorded`, or else from `run`."""
     if recorded is None and run is not None and isinstance(run.model, DecoderConfig):
         return _HFDescription(llama_config(run.model), llama_weight_map)
@@ -142,6 +149,15 @@ def _describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: s
         )
     twin = build_meta_model(cast(dict[str, Any], recorded), needed_for=doing)
     config: dict[str, Any] = json.loads(twin.config.to_json_string())
+    older = _with_rope_of_transformers_4(config)
+    read_again = type(twin.config).from_dict(json.loads(json.dumps(older)))
+    if _with_rope_of_transformers_4(json.loads(read_again.to_json_string())) == older:
+        config = older
+    else:
+        logger.warning(
+            "config.json has rope_parameters, for transformers 5 alone: rope_theta and rope_scaling, which "
+            "older programs read, cannot describe this model"
+        )
     config["architectures"] = recorded["architectures"]
     generation: bytes | None = None
     if getattr(twin, "generation_config", None) is not None and twin.can_generate():
@@ -186,7 +202,7 @@ def build_meta_models(recorded: JsonValue, run: Run) -> tuple[nn.Module, nn.Modu
         if isinstance(run.model, DecoderConfig):
             with torch.device("meta"):
                 return DecoderModel(run.model)
-        return _describe_for_transformers(recorded, run, doing="exporting adapters").meta_model
+        return describe_for_transformers(recorded, run, doing="exporting adapters").meta_model
 
     return build_base(), insert_adapters(build_base(), run.adapter)
 
@@ -198,6 +214,31 @@ def _without_use_cache(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key != "use_cache"
     }
+
+
+def _with_rope_of_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `config` with the rotary positions also under the names that transformers 4 reads.
+
+    transformers 5 writes them as rope_parameters alone, whose absence older programs do not notice.
+    """
+    parts = {
+        key: _with_rope_of_transformers_4(cast(dict[str, Any], value)) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+    rope = cast(dict[str, Any], config.get("rope_parameters") or {})
+    local, rope = cast(dict[str, Any], rope.get("sliding_attention")), rope.get("full_attention", rope)
+    if "rope_theta" not in rope:
+        return parts
+    theta, fraction, local_theta = _ROPE_NAMES.get(str(config.get("model_type")), _ROPE_NAMES["others"])
+    older = {theta: rope["rope_theta"]}
+    if "partial_rotary_factor" in rope:
+        older[fraction] = rope["partial_rotary_factor"]
+    if local:
+        older[local_theta] = local["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        apart = ("rope_theta", "partial_rotary_factor")
+        older["rope_scaling"] = {key: value for key, value in rope.items() if key not in apart}
+    return parts | older
 
 
 def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:
