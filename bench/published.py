@@ -161,7 +161,6 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
         f"sharding.context_parallel={row.get('context_parallel', 1)}",
         f"sharding.expert_parallel={row.get('expert_parallel', 1)}",
-        *(["plan.routing_spread=0"] if row.get("mixture", {}).get("balanced") else []),
         *(
             [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
             if "hybrid" in strategy
@@ -206,7 +205,9 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     if key not in SPECS:
         with torch.device("meta"):
             model: nn.Module = kind_of(row, dropout)(plan.run.decoder_config)
-        SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
+        spec = describe(model, plan, loss=loss, device_type="cuda")
+        balanced = row.get("mixture", {}).get("balanced")
+        SPECS[key] = spec.model_copy(update={"routing_spread": 0.0}) if balanced else spec
     return SPECS[key]
 
 

@@ -58,11 +58,17 @@ def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
     parts = f"{degrees} {run.sharding.context_method}"
     key = (plan.device, frozen, units, parts, *(section.model_dump_json() for section in settings))
     if key not in _DESCRIBED:  # a second each
-        _DESCRIBED[key] = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+        found = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+        _DESCRIBED[key] = evenly_routed(found)
     return _DESCRIBED[key]
 
 
 _DESCRIBED: dict[tuple[str, ...], ModelSpec] = {}
+
+
+def evenly_routed(spec: ModelSpec) -> ModelSpec:
+    """The spec with forced balance, so that all ranks need the same."""
+    return spec.model_copy(update={"routing_spread": 0.0})
 
 
 def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:

@@ -33,7 +33,7 @@ def mixed_plan(
         ranks,
         *(f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"),
         *(f"sharding.{name}={count}" for name, count in axes.items()),
-        *(f"model.layers={LAYERS}", "train.global_batch=8", "plan.routing_spread=0", *overrides),
+        *(f"model.layers={LAYERS}", "train.global_batch=8", *overrides),
     )
 
 

@@ -36,6 +36,7 @@ from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import (
     described,
+    evenly_routed,
     measured_in_two_steps,
     meta_model,
     microbatches,
@@ -49,7 +50,7 @@ LAYERS, RANKS, EXPERTS, CHOICES = 2, 4, 8, 2
 
 def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) -> Plan:
     sizes = [f"model.experts={EXPERTS}", f"model.experts_per_token={CHOICES}", "model.expert_d_ff=128"]
-    sizes += [f"model.layers={LAYERS}", "plan.routing_spread=0"]
+    sizes += [f"model.layers={LAYERS}"]
     return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
 
 
@@ -202,13 +203,9 @@ def test_the_excess_of_the_fullest_rank_is_that_of_random_ranks() -> None:
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.long)])
 def test_uneven_routing_lengthens_what_is_done_with_rows_of_other_ranks(mode: str) -> None:
     """Their exchanges, and the work of experts; attention, the router and the loss stay as they are."""
-    even = open_plan(mode, spread=0.0)
-    times = [prediction_of(predict(traced_spec(mode, 4), even, cpu_of(8))).time]
-    memories = [prediction_of(predict(traced_spec(mode, 4), even, cpu_of(8))).memory]
-    for spread in (0.2, 0.4):
-        found = prediction_of(predict(traced_spec(mode, 4), open_plan(mode, spread=spread), cpu_of(8)))
-        times.append(found.time)
-        memories.append(found.memory)
+    specs = [traced_spec(mode, 4).model_copy(update={"routing_spread": spread}) for spread in (0, 0.2, 0.4)]
+    found = [prediction_of(predict(spec, open_plan(mode), cpu_of(8))) for spec in specs]
+    times, memories = [one.time for one in found], [one.memory for one in found]
     factor = 1 + fullest_rank_excess(0.2, ranks=4, experts_per_rank=EXPERTS / 4)
     for term in ("compute", "model_parallel"):  # latency and other work take as long as with even routing
         first, second, third = (one.terms()[term] for one in times)
@@ -219,9 +216,10 @@ def test_uneven_routing_lengthens_what_is_done_with_rows_of_other_ranks(mode: st
 
 
 def test_whole_experts_do_not_wait_for_uneven_routing() -> None:
-    even, uneven = (expert_plan(1, f"plan.routing_spread={spread}") for spread in (0, 0.5))
-    found = [prediction_of(predict(described(even), plan, cpu_of(RANKS))) for plan in (even, uneven)]
-    assert found[0] == found[1]
+    plan = expert_plan(1)
+    specs = [described(plan).model_copy(update={"routing_spread": spread}) for spread in (0, 0.5)]
+    even, uneven = (prediction_of(predict(spec, plan, cpu_of(RANKS))) for spec in specs)
+    assert even == uneven
 
 
 def test_numbers_of_ranks_follow_nodes_and_divide_the_experts() -> None:
@@ -242,12 +240,12 @@ def open_run(*overrides: str, ranks: int = 8) -> Run:
 @cache  # some seconds
 def traced_spec(mode: str, degree: int) -> ModelSpec:
     run = open_run(f"recompute.mode={mode}", f"sharding.expert_parallel={degree}")
-    return describe(meta_model(expert_plan(1)), run, loss=next_token_loss)
+    return evenly_routed(describe(meta_model(expert_plan(1)), run, loss=next_token_loss))
 
 
-def open_plan(mode: str, *, spread: float) -> Plan:
+def open_plan(mode: str) -> Plan:
     batch = ["train.microbatch=2", "train.global_batch=64", "sharding.strategy=full_shard"]
-    own = [f"recompute.mode={mode}", "sharding.expert_parallel=4", f"plan.routing_spread={spread}"]
+    own = [f"recompute.mode={mode}", "sharding.expert_parallel=4"]
     return Plan.from_run(open_run(*own, *batch), world_size=8)
 
 

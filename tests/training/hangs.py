@@ -76,12 +76,7 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
     os.dup2(file, 2)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    # The first step takes its time where the machine is busy.
-    limits = (
-        f"fault_tolerance.watchdog_timeout_seconds={WATCHDOG_SECONDS}",
-        "fault_tolerance.slow_phase_factor=20",
-    )
-    state, plan = sharded(run_of(*limits))
+    state, plan = sharded(run_of(f"fault_tolerance.watchdog_timeout_seconds={WATCHDOG_SECONDS}"))
     state.data = Hanging(harm, culprit)
     loss = skipping(culprit) if harm == "skips_a_collective" else mean_square
     leave_word = Path(directory, f"last-words-{rank}").write_text

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
+from fullshard.survival.spikes import WINDOW, RecentSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
@@ -128,7 +129,7 @@ def _waits(state: Any, plan: Plan, loss: Any) -> list[list[str]]:
 
 DEFAULTS = [
     (2, ()),
-    (2, ("sharding.strategy=no_shard", "fault_tolerance.on_spike=skip", "fault_tolerance.spike_window=4")),
+    (2, ("sharding.strategy=no_shard", "fault_tolerance.on_spike=skip")),
     (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2", "train.microbatch=1")),
 ]
 
@@ -187,8 +188,9 @@ class OneSpike(Pairs):
 
 
 def numbers(device: str, more: tuple[str, ...]) -> tuple[list[Any], dict[str, Tensor], Any]:
-    settings = ("train.steps=9", "fault_tolerance.on_spike=skip", "fault_tolerance.spike_window=4")
+    settings = ("train.steps=9", "fault_tolerance.on_spike=skip")
     state, plan = sharded(run_of(*settings, "optimizer.clip_norm=0.3", *more), data=OneSpike())
+    state.recent = RecentSteps([1.0, 100.0] * (WINDOW // 4), [1.0, 100.0] * (WINDOW // 4))
     with FakeDevice() if device == "fake" else nullcontext():
         steps = list(train(state, plan, loss=mean_square))
         figures = [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
-from fullshard.spec.fault_tolerance_section import FaultToleranceSection
+from fullshard.spec.fault_tolerance_section import SLOW_PHASE_FACTOR, FaultToleranceSection
 from fullshard.survival.diagnosis import (
     RankReport,
     UnresponsiveRank,
@@ -87,10 +87,8 @@ def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
 def test_collectives_wait_for_longer_than_the_watchdog() -> None:
     for settings in ({}, {"watchdog_timeout_seconds": 1000.0}, {"watchdog_timeout_seconds": 0}):
         section = FaultToleranceSection(**settings)
-        assert (
-            section.process_group_timeout_seconds
-            > section.watchdog_timeout_seconds * section.slow_phase_factor
-        )
+        slow = section.watchdog_timeout_seconds * SLOW_PHASE_FACTOR
+        assert section.process_group_timeout_seconds > slow
         assert section.process_group_timeout_seconds >= section.collective_timeout_seconds
 
 

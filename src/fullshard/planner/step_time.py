@@ -104,7 +104,7 @@ class DeviceHostTicks(NamedTuple):
     issue: int  # ticks of the host's launches
 
 
-WorkKey = tuple[int, int, bool, float]
+WorkKey = tuple[int, int, bool]
 
 
 @dataclass
@@ -264,7 +264,7 @@ class StepTimePredictor:
         return first, self._microbatch_work(plan, trace, adds=adds)
 
     def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
-        key = (id(trace), plan.microbatch, adds, plan.run.plan.routing_spread)
+        key = (id(trace), plan.microbatch, adds)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
             kernels, received = self.spec.kernels, fullest_rank_factor(self.spec, plan)

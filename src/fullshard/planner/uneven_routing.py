@@ -2,8 +2,8 @@
 
 [Note: uneven routing]
 Routers spread tokens unevenly over experts. Of the rows of one expert, in all that E ranks exchange for one
-layer, c is the standard deviation, over their mean (`plan.routing_spread`). Each rank has m experts, so its
-own rows have a deviation of c / sqrt(m). In each layer, all ranks wait for the fullest of them, which has
+layer, c is the standard deviation, over their mean (`ModelSpec.routing_spread`). Each rank has m experts, so
+its own rows have a deviation of c / sqrt(m). In each layer, all ranks wait for the fullest of them, which has
 
     F = 1 + c / sqrt(m) · z(E)      times the mean
 
@@ -66,5 +66,4 @@ def _excess(spec: ModelSpec, plan: Plan, *, layers: int = 1) -> float:
     if ranks == 1:
         return 0.0
     share = spec.experts / ranks
-    spread = plan.run.plan.routing_spread
-    return fullest_rank_excess(spread, ranks=ranks, experts_per_rank=share, layers=layers)
+    return fullest_rank_excess(spec.routing_spread, ranks=ranks, experts_per_rank=share, layers=layers)

@@ -4,7 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveScalar, Seconds
+from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, Seconds
+
+SLOW_PHASE_FACTOR = 3.0
+"""Factor on the watchdog's time for phases without a usual length."""
 
 
 class CheckpointSection(FrozenModel):
@@ -37,32 +40,26 @@ class CheckpointSection(FrozenModel):
 class FaultToleranceSection(FrozenModel):
     """Settings of reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
 
-    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0
-        disables it
-    `slow_phase_factor`: factor on that time until the first step is done, and while saving and validating
+    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; three
+        times as long until the first step is done, and while saving and validating; 0 disables it
     `collective_timeout_seconds`: a collective that waits this long fails, but never before the
         watchdog's limit
     `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
         issued, for losses that send between some ranks on the CPU
-    `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last `spike_window`
-        steps by more than `spike_sigma` standard deviations. `skip` skips the step. `rollback` returns to the
-        newest checkpoint and skips the batches since then, and `skip_batches` more.
+    `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last 128 steps by more
+        than 6 standard deviations. `skip` skips the step. `rollback` returns to the newest checkpoint and
+        skips the batches since then; the run ends at the fourth.
     `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
     """
 
     watchdog_timeout_seconds: Seconds = 300.0
-    slow_phase_factor: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0
     collective_timeout_seconds: Annotated[float, NUMBER, Field(gt=0, le=10**7)] = 600.0
     fingerprint: Literal["all", "step", "none"] = "all"
     on_spike: Literal["none", "skip", "rollback"] = "none"
-    spike_window: Annotated[Count, Field(ge=4)] = 128
-    spike_sigma: PositiveScalar = 6.0
-    skip_batches: Count = 0
-    max_rollbacks: Count = 3
     check_replicas_every: Count = 0
 
     @property
     def process_group_timeout_seconds(self) -> float:
         """Timeout of the process group, s; longer than the watchdog's, whose report has more detail."""
-        after_watchdog_seconds = 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor
+        after_watchdog_seconds = 1.2 * self.watchdog_timeout_seconds * SLOW_PHASE_FACTOR
         return max(self.collective_timeout_seconds, after_watchdog_seconds)

@@ -12,7 +12,7 @@ from fullshard.quantities import format_count
 from fullshard.spec.plan import DeviceType, Dtype, Plan, Precision
 from fullshard.spec.run import UnitOverride
 from fullshard.spec.train_section import RecomputeSection
-from fullshard.spec.value import FrozenModel, NonNegativeInt
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt
 
 
 class Fp8Share(FrozenModel):
@@ -301,6 +301,8 @@ class ModelSpec(FrozenModel):
     tensor_parallel: number of ranks that share the traced matmuls
     expert_parallel: number of ranks that divide the experts; the traced rank's experts get as many rows as it
         sends. Parameters in `units` are whole.
+    routing_spread: standard deviation of the rows of one expert over their mean, where ranks divide experts;
+        0 for forced balance. The default is the mean of three published routers.
     fp8: summary of which matrices are multiplied in fp8; empty if none are
     """
 
@@ -321,6 +323,7 @@ class ModelSpec(FrozenModel):
     untraced: tuple[UntracedSettings, ...] = ()
     flops_per_token: float | None = None
     active_numel: int | None = None
+    routing_spread: NonNegativeFloat = 0.19
     fp8: tuple[Fp8Share, ...] = ()
 
     @property
@@ -408,7 +411,7 @@ class ModelSpec(FrozenModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a spec that `save` wrote. Raises SpecError for any other file."""
-        return cls.read_json(path, what="a saved model spec")
+        return cls.read_json(path, what="a saved model spec", ignores_unknown=True)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json() + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ from fullshard.spec.value import (
     Count,
     Fraction,
     FrozenModel,
-    NonNegativeFloat,
     NonNegativeScalar,
     Options,
     PositiveCount,
@@ -155,13 +154,10 @@ class PlanSection(FrozenModel):
     `memory_margin`: fraction of a device's memory that a chosen plan leaves free, because a prediction may be
         too low; 0 uses all of it. A run that pins strategy, microbatch and recompute may use all in any case.
     `compile_steps`: steps that share the seconds of compiling; unset, `train.steps`
-    `routing_spread`: where ranks divide the experts of a mixture, the standard deviation of the rows of one
-        expert, over their mean; 0 for forced balance. The default is the mean of three published routers.
     """
 
     memory_margin: Fraction = 0.05
     compile_steps: PositiveCount | None = None
-    routing_spread: NonNegativeFloat = 0.19
 
 
 # LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the

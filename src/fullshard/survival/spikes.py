@@ -1,10 +1,10 @@
 """Detection of spikes: steps whose loss or gradient norm x stands out from earlier steps.
 
-    x > mean + sigma · max(deviation, MIN_RELATIVE_STD · |mean|)
+    x > mean + SIGMA · max(deviation, MIN_RELATIVE_STD · |mean|)
 
-The mean and the deviation are over the last `spike_window` steps that were not skipped. No step is judged
-before half of the window is filled. OLMo-core's SkipStepOptimizer skips steps by the same kind of test (a
-rolling window of 128, 6 sigma).
+The mean and the deviation are over the last WINDOW steps that were not skipped. No step is judged before half
+of the window is filled. OLMo-core's SkipStepOptimizer skips steps by the same kind of test, with this window
+and this threshold.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fullshard.spec.fault_tolerance_section import FaultToleranceSection
-
+WINDOW = 128
+SIGMA = 6.0
 MIN_RELATIVE_STD = 1e-3
 """Least relative deviation that the test assumes; otherwise any rise of a flat curve would be a spike."""
 
@@ -41,35 +41,30 @@ class RecentSteps:
         """The gradient norms. Waits for the device."""
         return self._valid_values(1)
 
-    def is_spike(self, loss: Tensor, norm: Tensor, *, section: FaultToleranceSection) -> Tensor:
+    def is_spike(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Returns whether a step with this loss and norm is a spike, a bool tensor on their device."""
-        values, count = self._fit(section.spike_window, loss.device)
-        valid = torch.arange(section.spike_window, device=loss.device) >= section.spike_window - count
+        values, count = self._fit(loss.device)
+        valid = torch.arange(WINDOW, device=loss.device) >= WINDOW - count
         mean = torch.where(valid, values, 0.0).sum(1) / count
         squares = torch.where(valid, values - mean[:, None], 0.0).square()
         deviation = (squares.sum(1) / count).sqrt()
-        threshold = mean + section.spike_sigma * torch.maximum(deviation, MIN_RELATIVE_STD * mean.abs())
-        return (torch.stack([loss, norm]) > threshold).any() & (count >= section.spike_window // 2)
+        threshold = mean + SIGMA * torch.maximum(deviation, MIN_RELATIVE_STD * mean.abs())
+        return (torch.stack([loss, norm]) > threshold).any() & (count >= WINDOW // 2)
 
-    def add_step(
-        self, loss: Tensor, norm: Tensor, *, accepted: Tensor, section: FaultToleranceSection
-    ) -> None:
-        """Adds a step if `accepted`, a bool tensor, is true. Keeps the last `spike_window` steps."""
-        values, count = self._fit(section.spike_window, loss.device)
+    def add_step(self, loss: Tensor, norm: Tensor, *, accepted: Tensor) -> None:
+        """Adds a step if `accepted`, a bool tensor, is true. Keeps the last WINDOW steps."""
+        values, count = self._fit(loss.device)
         longer = torch.cat([values[:, 1:], torch.stack([loss, norm])[:, None]], dim=1)
         self._values = torch.where(accepted, longer, values)
-        self._count = (count + accepted).clamp(max=section.spike_window)
+        self._count = (count + accepted).clamp(max=WINDOW)
 
-    def _fit(self, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the values for a window of this many steps, and their count, on `device`."""
-        if self._values.shape[1] != window or self._values.device != device:
-            kept = self._values[:, -window:]
-            self._values = torch.zeros(2, window, dtype=torch.float64, device=device)
-            if kept.numel():
-                self._values[:, window - kept.shape[1] :] = kept.to(device)
-                self._count = self._count.clamp(max=window).to(device)
-            else:
-                self._count = torch.zeros((), dtype=torch.int64, device=device)
+    def _fit(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the values of a whole window, and the count of those that are valid, on `device`."""
+        if self._values.shape[1] != WINDOW or self._values.device != device:
+            kept = self._values[:, -WINDOW:].to(device)
+            self._values = torch.zeros(2, WINDOW, dtype=torch.float64, device=device)
+            self._values[:, WINDOW - kept.shape[1] :] = kept
+            self._count = self._count.clamp(max=WINDOW).to(device)
         return self._values, self._count
 
     def _valid_values(self, row: int) -> list[float]:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import TrainError
-from fullshard.spec.fault_tolerance_section import FaultToleranceSection
+from fullshard.spec.fault_tolerance_section import SLOW_PHASE_FACTOR, FaultToleranceSection
 from fullshard.survival import stacks
 from fullshard.survival.diagnosis import (
     Diagnosis,
@@ -236,7 +236,7 @@ class _Watchdog:
 
     def _phase_limit_seconds(self) -> float:
         slow = self._where.phase in SLOW_PHASES or not self._where.has_finished_step
-        return self._section.watchdog_timeout_seconds * (self._section.slow_phase_factor if slow else 1.0)
+        return self._section.watchdog_timeout_seconds * (SLOW_PHASE_FACTOR if slow else 1.0)
 
     def _postpone_forced_exit(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""

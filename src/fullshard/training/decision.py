@@ -44,9 +44,9 @@ def decide_step(
     accepted = torch.isfinite(mean) & torch.isfinite(norm) & torch.isfinite(count) & are_ranks_equal
     spike = torch.zeros_like(accepted)
     if section.on_spike != "none":
-        spike = accepted & recent.is_spike(mean, norm, section=section)
+        spike = accepted & recent.is_spike(mean, norm)
         accepted = accepted & ~spike
-        recent.add_step(mean, norm, accepted=accepted, section=section)
+        recent.add_step(mean, norm, accepted=accepted)
     factor = unscale * (limit / (norm + 1e-6)).clamp(max=1.0) if limit else unscale
     flags = (accepted.double(), spike.double(), stops)
     figures = torch.stack([mean, norm, count, tokens, trained, *flags, factor])

@@ -14,6 +14,8 @@ from fullshard.training.state import TrainState
 from fullshard.weights.files import find_weights_file
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
+MAX_ROLLBACKS = 3
+
 
 def make_checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
     """Returns `directory` as a location of the plan's storage: shared, or each node's own disk."""
@@ -94,27 +96,25 @@ def restore_train_state(
 def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:
     """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
-    Training then skips the batches since that checkpoint and the next `fault_tolerance.skip_batches` (as
-    PaLM's authors did by hand, arXiv:2204.02311, section 5.1), unless the data is a plain iterable, which
-    has no position. Returns False, with nothing changed, if there is no checkpoint yet.
+    Training then skips the batches since that checkpoint (as PaLM's authors did by hand, arXiv:2204.02311,
+    section 5.1), unless the data is a plain iterable, which has no position. Returns False, with nothing
+    changed, if there is no checkpoint yet.
 
-    Raises TrainError after `fault_tolerance.max_rollbacks`, CheckpointError if no checkpoint is complete.
+    Raises TrainError after MAX_ROLLBACKS, CheckpointError if no checkpoint is complete.
     """
-    fault_tolerance = plan.run.fault_tolerance
-    if state.rollbacks >= fault_tolerance.max_rollbacks:
+    if state.rollbacks >= MAX_ROLLBACKS:
         if state.offloaded:
             state.offloaded.withdraw_generation()
         raise TrainError(
             f"the run was rolled back {state.rollbacks} times, and spikes again at step {state.step}.",
-            got=f"fault_tolerance.max_rollbacks = {fault_tolerance.max_rollbacks}",
             why="other batches did not help, so it is not the batches",
-            fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, an older checkpoint, or a "
-            "larger fault_tolerance.spike_sigma if the curve is just rough",
+            fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, an older checkpoint, or "
+            'fault_tolerance.on_spike = "skip" if the curve is just rough',
         )
     batch = plan.run.train.global_batch
     next_row, rollbacks = state.step * batch if state.rows is None else state.rows, state.rollbacks
     if not load(state, directory, missing_ok=True):
         return False
     state.rollbacks = rollbacks + 1
-    state.rows = next_row + fault_tolerance.skip_batches * batch
+    state.rows = next_row
     return True
