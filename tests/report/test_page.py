@@ -13,6 +13,7 @@ from fullshard.report.page import is_page, render_page
 from fullshard.report.run_record import RunRecord, read_run
 from fullshard.spec.run_files import EVENTS
 from tests.report import runs
+from tests.report.profiles import made_step
 
 LARGEST_BYTES = 150_000
 HOSTILE = '"><script>alert(1)</script>\u202e<img src=http://x onerror=y>'
@@ -260,3 +261,25 @@ def test_a_page_is_known_again_and_a_directory_without_a_run_is_refused(tmp_path
     for name, reason in (("empty", "holds no run"), ("absent", "not a directory")):
         with pytest.raises(SpecError, match=reason):
             read(tmp_path / name)
+
+
+def test_a_profiled_step_is_a_row_for_each_rank_that_waited_least_or_most(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    for rank in range(20):
+        wait = 1000 if rank == 1 else 4000 + rank
+        ranges = (("fullshard::forward", 0, 10_000), ("fullshard::all_gather", 10_000, 10_000 + wait))
+        made_step(*ranges, end=20_000).write(directory, step=100, rank=rank)
+    page = shown(read(directory))
+    assert "One step, rank by rank" in page.headings
+    assert "Step 100 of 20 ranks, 8 of them shown. Rank 1 waited least for others: 1.0 ms." in page.text
+    assert {"waiting: all-gather", "compute", "10.0 ms", "20.0 ms"} <= set(page.texts)
+
+
+def test_each_rank_that_held_the_others_up_is_an_event_of_its_own(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    slow = {"rank": 2, "cause": "data", "from_step": 31, "seconds": 0.15, "share": 0.31}
+    again = slow | {"rank": 1, "cause": HOSTILE.replace("http", ""), "seconds": "many"}
+    runs.write_events(directory, ("straggler", 1, 40, slow), ("straggler", 1, 80, again))
+    text = shown(read(directory)).text
+    assert "rank 2 held the others up from step 31: data, 150.0 ms per step (31 %)" in text
+    assert "rank 1 held the others up from step 31: " in text

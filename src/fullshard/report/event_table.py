@@ -5,7 +5,7 @@ from itertools import groupby, zip_longest
 
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.chart import Lane
-from fullshard.report.markup import cell, escape, table
+from fullshard.report.markup import cell, escape, percent_text, table
 from fullshard.report.run_record import RunRecord
 from fullshard.report.verdict import fault_text
 from fullshard.spec.event import RunEvent
@@ -50,13 +50,19 @@ def event_table(run: RunRecord) -> str:
     ]
     if not events:
         return ""
-    groups = [list(group) for _, group in groupby(events, key=lambda event: (event.event, event.attempt))]
+    groups = [list(group) for _, group in groupby(events, key=_row_key)]
     left_out = max(0, len(groups) - _MOST_ROWS)
     kept = groups[: _MOST_ROWS // 4] + groups[len(groups) - _MOST_ROWS * 3 // 4 :] if left_out else groups
     rows = [_event_row(group) for group in kept]
     note = "" if not left_out else f"<p class=dim>{left_out:,} more rows are in events.jsonl."
     made = table(["time, UTC", "attempt", "step", "event"], rows, kind="text")
     return f'<div class="scroll">{made}</div>{note}'
+
+
+def _row_key(event: RunEvent) -> tuple[object, ...]:
+    """Returns a key that events of one row have in common: their kind, and the rank that a straggler is."""
+    own = (event.details.get("rank"), event.details.get("cause")) if event.event == "straggler" else ()
+    return (event.event, event.attempt, str(own))
 
 
 def _event_row(group: Sequence[RunEvent]) -> list[str]:
@@ -105,9 +111,11 @@ def _describe_rollback(event: RunEvent, details: Mapping[str, object]) -> str:
 
 
 def _describe_straggler(event: RunEvent, details: Mapping[str, object]) -> str:
-    seconds = _number(details.get("seconds"))
-    per_step = f", {format_seconds(seconds)} per step" if seconds else ""
-    return f"rank {details.get('rank')} held the others up: {details.get('cause')}{per_step}"
+    seconds, share = _number(details.get("seconds")), _number(details.get("share"))
+    per_step = f", {format_seconds(seconds)} per step" if seconds and seconds > 0 else ""
+    per_step += f" ({percent_text(share, 1.0)})" if per_step and share else ""
+    since = f" from step {first:,}" if isinstance(first := details.get("from_step"), int) else ""
+    return f"rank {details.get('rank')} held the others up{since}: {details.get('cause')}{per_step}"
 
 
 def _describe_leak(event: RunEvent, details: Mapping[str, object]) -> str:

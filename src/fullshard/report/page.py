@@ -16,17 +16,17 @@ from fullshard.report.event_table import event_table
 from fullshard.report.kernels import kernel_section
 from fullshard.report.markup import escape, percent_text, table
 from fullshard.report.page_charts import draw_charts
-from fullshard.report.plan import settings_rows
+from fullshard.report.plan import settings_rows, term_label
 from fullshard.report.run_comparison import comparison_verdict, figures_table, settings_table
 from fullshard.report.run_record import RunRecord
 from fullshard.report.settings import changed_settings
-from fullshard.report.step_timeline import step_timeline, straggler_table
 from fullshard.report.verdict import circumstances, verdict
 from fullshard.spec.live_status import RankStatus
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.step_spans import ProfiledStep
 
-_MOST_MEMORY_ROWS = 16
+_MOST_MEMORY_ROWS, _MOST_STEP_ROWS = 16, 8
 _MEMORY_NAMES = {
     "allocated_bytes": "live",
     "peak_allocated_bytes": "peak of a step",
@@ -49,8 +49,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
             ("Seconds of a step", seconds_table(run)),
             ("Memory of the ranks", _rank_memory_table(run)),
             ("Kernels of a profiled step", kernel_section(run.kernels)),
-            ("One step, rank by rank: colour is waiting", step_timeline(run)),
-            ("Ranks that held the others up", straggler_table(run)),
+            ("One step, rank by rank", _step_section(run.measured_steps)),
             ("Events", event_table(run)),
             ("The plan", "" if run.plan is None else _plan_section(run.plan)),
         ]
@@ -96,6 +95,33 @@ def _memory_row(one: RankStatus, names: list[str], *, has_device: bool) -> list[
         row += [f"{100 * one.memory.get('fragmentation', 0.0):.0f} %"]
         row += [f"{one.memory.get('allocator_retries', 0.0):,.0f}"]
     return row
+
+
+def _step_section(steps: Sequence[ProfiledStep]) -> str:
+    """Returns the seconds of a profiled step, a row for each rank and a column for each term; "" without one.
+
+    Of many ranks, those are shown that waited least, for which others wait, and those that waited most.
+    """
+    if not steps:
+        return ""
+    measured = sorted(
+        ((one.terms(), one.rank) for one in steps), key=lambda one: one[0].exposed_collective_seconds
+    )
+    half = _MOST_STEP_ROWS // 2
+    shown = measured if len(steps) <= _MOST_STEP_ROWS else measured[:half] + measured[-half:]
+    names = [name for name in shown[0][0].terms() if any(terms.terms()[name] for terms, _ in shown)]
+    rows = [
+        [str(rank), *(format_seconds(terms.terms()[name]) for name in names), format_seconds(terms.total)]
+        for terms, rank in sorted(shown, key=lambda one: one[1])
+    ]
+    text = f"Step {steps[0].step:,} of {len(steps):,} rank{'' if len(steps) == 1 else 's'}"
+    text += f", {len(shown)} of them shown. " if len(shown) < len(steps) else ". "
+    if len(steps) > 1:
+        least, rank = measured[0]
+        text += f"Rank {rank} waited least for others: {format_seconds(least.exposed_collective_seconds)}. "
+    text += "fullshard trace shows the work of each unit beside the planned step."
+    made = table(["rank", *map(term_label, names), "in all"], rows)
+    return f'<p class="dim">{text}</p><div class="scroll">{made}</div>'
 
 
 def _plan_section(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.report.kernels import KernelSummary, summarise_last_profile
-from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
+from fullshard.report.measured_steps import choose_step, read_step
 from fullshard.report.metrics import MetricsReader, StepColumns
 from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.hardware import Hardware, Rates
@@ -20,7 +20,7 @@ from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.spec.step_spans import ProfiledStep, StepSpan
+from fullshard.spec.step_spans import ProfiledStep
 
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
 T = TypeVar("T")
@@ -43,7 +43,6 @@ class RunRecord:
     events: empty for a run of a version that did not write any
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
     measured_steps: the last profiled step on each rank, at most MOST_RANKS; empty for a run without profiles
-    predicted_step: spans of the planned step; empty if it is not known
     live: live.json of the last attempt; None if the run has no such file
     kernels: times by kind of kernel in the last profiled step; None without a profile
     unreadable: names of records that are there, and that this version cannot read
@@ -58,7 +57,6 @@ class RunRecord:
     saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
     measured_steps: tuple[ProfiledStep, ...] = ()
-    predicted_step: tuple[StepSpan, ...] = ()
     live: LiveStatus | None = None
     kernels: KernelSummary | None = None
 
@@ -141,7 +139,6 @@ def read_run(
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
         measured_steps=() if is_brief else _read_last_step(directory),
-        predicted_step=() if is_brief else read_predicted_step(directory),
         live=live if live is not None and live.attempt == attempts else None,
         kernels=None if is_brief else summarise_last_profile(directory, rates=rates),
     )
