@@ -77,8 +77,7 @@ def test_a_finished_run_has_every_section(tmp_path: Path):
     assert "Finished all 100 steps. Validation loss 2.1300." in page.text
     assert all(name in page.text for name in CHARTS)
     assert page.headings == [
-        "Memory at the peak of the fullest rank",
-        "Seconds of a step",
+        "Predicted and measured",
         "Events",
         "The plan",
         "Settings that are not at their defaults",
@@ -104,7 +103,7 @@ def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt
     assert run.measurement is None
     assert "Ended after step 40 of 100 without recording why" in page.text
     assert "2026-11-24 10:01:00 UTC" in page.text
-    assert "Memory at the peak of the fullest rank" in page.headings, "as predicted"
+    assert "Predicted and measured" in page.headings
 
 
 def test_a_run_that_trains_says_how_far_it_is(tmp_path: Path):
@@ -119,7 +118,7 @@ def test_a_run_without_a_step_or_without_events_has_a_page(tmp_path: Path):
     page = shown(read(runs.before_events(tmp_path / "old")))
     assert "Ended after step 50 without recording why" in page.text
     assert {"saved", "skipped"} <= set(page.texts)
-    assert page.headings == ["Memory at the peak of the fullest rank", "Seconds of a step"]
+    assert page.headings == ["Predicted and measured"]
 
 
 def test_records_of_another_version_are_left_out_and_named(tmp_path: Path):

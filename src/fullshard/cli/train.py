@@ -165,7 +165,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     if as_json:
         typer.echo(escape_control_characters(path.read_text(encoding="utf-8").rstrip()))
         return
-    from fullshard.report.measurement import show_measurement
+    from fullshard.report.comparison import show_measurement
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 

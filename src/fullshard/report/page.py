@@ -9,9 +9,10 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 from fullshard.quantities import format_bytes, format_seconds
-from fullshard.report.bars import memory_table, seconds_table
+from fullshard.report.comparison import HEADER, compare_prediction, compare_unfinished, comparison_rows
 from fullshard.report.event_table import event_table
 from fullshard.report.kernels import kernel_section
 from fullshard.report.markup import escape, percent_text, table
@@ -45,8 +46,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         run = runs[0]
         head += f'<p class="verdict">{escape(verdict(run))}<p>{escape(circumstances(run))}'
         found = [
-            ("Memory at the peak of the fullest rank", memory_table(run)),
-            ("Seconds of a step", seconds_table(run)),
+            ("Predicted and measured", _comparison_table(run)),
             ("Memory of the ranks", _rank_memory_table(run)),
             ("Kernels of a profiled step", kernel_section(run.kernels)),
             ("One step, rank by rank", _step_section(run.measured_steps)),
@@ -64,6 +64,21 @@ def is_page(path: Path) -> bool:
     """Returns whether the file at `path` is a page that `render_page` made, and which may be replaced."""
     with path.open("rb") as file:
         return _GENERATOR.encode() in file.read(1000)
+
+
+def _comparison_table(run: RunRecord) -> str:
+    """Returns bytes at the peak and seconds of a step, predicted and measured; "" if nothing is known."""
+    peaks, seconds = run.metrics.values("peak_bytes"), run.metrics.values("seconds")
+    if run.measurement is not None:
+        comparison = compare_prediction(run.prediction, run.measurement)
+    else:
+        comparison = compare_unfinished(
+            run.prediction,
+            peak_bytes=max(peaks, default=None),
+            step_seconds=median(seconds) if seconds else None,
+        )
+    rows = [map(escape, row) for row in comparison_rows(comparison)]
+    return f'<div class="scroll">{table(HEADER, [[*row] for row in rows])}</div>' if rows else ""
 
 
 def _rank_memory_table(run: RunRecord) -> str:

@@ -111,7 +111,7 @@ def _step_seconds(run: RunRecord) -> float | None:
 
 def _error_of_plan(run: RunRecord) -> float | None:
     """Returns how much longer a step took than predicted, in percent."""
-    prediction, seconds = None if run.plan is None else run.plan.prediction, _step_seconds(run)
+    prediction, seconds = run.prediction, _step_seconds(run)
     if (
         prediction is None
         or seconds is None

@@ -18,6 +18,7 @@ from fullshard.spec.hardware import Hardware, Rates
 from fullshard.spec.live_status import LiveStatus
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
 from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.spec.step_spans import ProfiledStep
@@ -64,6 +65,10 @@ class RunRecord:
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
         return self.metrics.last_step or 0
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return None if self.plan is None else self.plan.prediction
 
     @property
     def steps(self) -> int | None:

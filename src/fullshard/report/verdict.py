@@ -122,7 +122,7 @@ def _loss_sentences(run: RunRecord) -> Iterator[str]:
 
 
 def _plan_sentences(run: RunRecord) -> Iterator[str]:
-    rate, prediction = recent_tokens_per_second(run), None if run.plan is None else run.plan.prediction
+    rate, prediction = recent_tokens_per_second(run), run.prediction
     if rate is not None:
         planned = None
         if prediction is not None and prediction.has_complete_step_time:

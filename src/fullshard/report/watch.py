@@ -69,7 +69,7 @@ class WatchedRun:
 
     @property
     def prediction(self) -> Prediction | None:
-        return None if self.record.plan is None else self.record.plan.prediction
+        return self.record.prediction
 
     @property
     def seconds_left(self) -> float | None:
