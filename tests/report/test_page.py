@@ -174,7 +174,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
     told = sorted([*saves, *skips], key=lambda one: one[2])
     runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *told)
     run = read(tmp_path)
-    assert "more rows are in events.jsonl" in shown(run).text
+    assert "earlier rows are in events.jsonl" in shown(run).text
     shown(run, run, run, run)
 
 

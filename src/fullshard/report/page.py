@@ -8,26 +8,33 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import median
 
 from fullshard.quantities import format_bytes, format_seconds
+from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_prediction, compare_unfinished, comparison_rows
-from fullshard.report.event_table import event_table
 from fullshard.report.kernels import kernel_section
-from fullshard.report.markup import escape, percent_text, table
-from fullshard.report.page_charts import draw_charts
+from fullshard.report.markup import cell, escape, percent_text, table
 from fullshard.report.plan import settings_rows, term_label
-from fullshard.report.run_comparison import comparison_verdict, figures_table, settings_table
+from fullshard.report.run_comparison import (
+    changed_settings,
+    comparison_verdict,
+    figures_table,
+    settings_table,
+)
 from fullshard.report.run_record import RunRecord
-from fullshard.report.settings import changed_settings
-from fullshard.report.verdict import circumstances, verdict
+from fullshard.report.verdict import circumstances, describe_event, verdict
+from fullshard.spec.event import RunEvent
 from fullshard.spec.live_status import RankStatus
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.step_spans import ProfiledStep
 
-_MOST_MEMORY_ROWS, _MOST_STEP_ROWS = 16, 8
+_MOST_MEMORY_ROWS, _MOST_STEP_ROWS, _MOST_EVENT_ROWS = 16, 8, 120
+_HIDDEN_EVENTS = ("plan",)  # has a section of its own
+_FAULTS = ("fault", "save_failed", "out_of_memory")
 _MEMORY_NAMES = {
     "allocated_bytes": "live",
     "peak_allocated_bytes": "peak of a step",
@@ -50,7 +57,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
             ("Memory of the ranks", _rank_memory_table(run)),
             ("Kernels of a profiled step", kernel_section(run.kernels)),
             ("One step, rank by rank", _step_section(run.measured_steps)),
-            ("Events", event_table(run)),
+            ("Events", _event_table(run)),
             ("The plan", "" if run.plan is None else _plan_section(run.plan)),
         ]
     else:
@@ -137,6 +144,44 @@ def _step_section(steps: Sequence[ProfiledStep]) -> str:
     text += "fullshard trace shows the work of each unit beside the planned step."
     made = table(["rank", *map(term_label, names), "in all"], rows)
     return f'<p class="dim">{text}</p><div class="scroll">{made}</div>'
+
+
+def _event_table(run: RunRecord) -> str:
+    """Returns the table of events; an empty text if there are none. Events of a kind in a row share a row."""
+    # A rollback has the figures of the step that it follows.
+    events = [
+        event
+        for event, after in zip_longest(run.events, run.events[1:])
+        if event.event not in _HIDDEN_EVENTS
+        and not (event.event in ("skip", "spike") and after is not None and after.event == "rollback")
+    ]
+    if not events:
+        return ""
+    groups = [list(group) for _, group in groupby(events, key=_row_key)]
+    left_out = max(0, len(groups) - _MOST_EVENT_ROWS)
+    rows = [_event_row(group) for group in groups[left_out:]]
+    note = "" if not left_out else f"<p class=dim>{left_out:,} earlier rows are in events.jsonl."
+    made = table(["time, UTC", "attempt", "step", "event"], rows, kind="text")
+    return f'<div class="scroll">{made}</div>{note}'
+
+
+def _row_key(event: RunEvent) -> tuple[object, ...]:
+    """Returns a key that events of one row have in common: their kind, and the rank that a straggler is."""
+    own = (event.details.get("rank"), event.details.get("cause")) if event.event == "straggler" else ()
+    return (event.event, event.attempt, str(own))
+
+
+def _event_row(group: Sequence[RunEvent]) -> list[str]:
+    first, last = group[0], group[-1]
+    steps = [event.step for event in group if event.step is not None]
+    span = f"{steps[0]:,}" if steps else ""
+    if len(set(steps)) > 1:
+        span += f" … {steps[-1]:,}"
+    text = (
+        describe_event(last) if len(group) == 1 else f"{len(group)} times; the last: {describe_event(last)}"
+    )
+    shown = cell(escape(text), "bad" if first.event in _FAULTS else "")
+    return [f"{first.at:%Y-%m-%d %H:%M:%S}", str(first.attempt), cell(span, "nowrap"), shown]
 
 
 def _plan_section(plan: Plan) -> str:

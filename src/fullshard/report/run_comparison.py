@@ -1,17 +1,19 @@
 """Several runs side by side: their figures, and the settings in which they differ."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal, cast
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.charts import INKS, short_names
 from fullshard.report.markup import cell, escape, table
-from fullshard.report.page_charts import INKS, short_names
 from fullshard.report.run_record import RunRecord
-from fullshard.report.settings import differing_settings
 from fullshard.report.verdict import recent_tokens_per_second, recent_trained_share, repeated_steps
+from fullshard.spec.run import Run
 
+_OWN = "run.dir"  # differs between any two runs, and says nothing
 _LAST_SHARE = 1 / 20  # part of the steps that the training loss of a run is the mean of
 
 
@@ -131,6 +133,36 @@ def _peak_bytes(run: RunRecord) -> float | None:
     if run.measurement is not None and run.measurement.peak_bytes is not None:
         return run.measurement.peak_bytes.total
     return max(run.metrics.values("peak_bytes"), default=None)
+
+
+def list_settings(run: Run) -> dict[str, str]:
+    """Returns the text of every setting by its dotted key, as in `--set`."""
+    return {key: text for key, text in _flatten(run.model_dump(mode="json"), "") if key != _OWN}
+
+
+def changed_settings(run: Run) -> list[tuple[str, str, str]]:
+    """Returns (key, value, default) of the settings that are not at their defaults."""
+    defaults = list_settings(Run())
+    found = list_settings(run).items()
+    return [(key, text, defaults.get(key, "")) for key, text in found if text != defaults.get(key)]
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Returns (key, value of each run) of the settings in which the runs differ. Absent values are ""."""
+    each = [list_settings(run) for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings)
+    rows = [(key, [settings.get(key, "") for settings in each]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast(Mapping[str, Any], value).items():
+            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        yield key, value
+    else:
+        yield key, json.dumps(value)
 
 
 _FIGURES = (
