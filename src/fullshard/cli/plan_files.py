@@ -18,7 +18,7 @@ def check_outputs_replaceable(
 
     This is checked before anything is planned.
     """
-    from fullshard.report.trace import check_is_trace
+    from fullshard.report.step_traces import check_is_trace
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
     from fullshard.system.targets import build_can_load_predicate, check_output_file
@@ -42,7 +42,7 @@ def save_trace_file(answer: "PlanResult", path: Path | None) -> None:
     if path is None:
         return
     from fullshard.planner.spans import predict_step_spans
-    from fullshard.report.trace import save_trace
+    from fullshard.report.step_traces import save_trace
 
     question, plan = answer.question, answer.best
     spans = predict_step_spans(question.spec, plan, hardware=question.hardware)

@@ -15,7 +15,7 @@ from statistics import median
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_prediction, compare_unfinished, comparison_rows
-from fullshard.report.kernels import kernel_section
+from fullshard.report.kernels import WARNING, KernelSummary, kernel_sentences, kernel_table
 from fullshard.report.markup import cell, escape, percent_text, table
 from fullshard.report.plan import settings_rows, term_label
 from fullshard.report.run_comparison import (
@@ -55,7 +55,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         found = [
             ("Predicted and measured", _comparison_table(run)),
             ("Memory of the ranks", _rank_memory_table(run)),
-            ("Kernels of a profiled step", kernel_section(run.kernels)),
+            ("Kernels of a profiled step", _kernel_section(run.kernels)),
             ("One step, rank by rank", _step_section(run.measured_steps)),
             ("Events", _event_table(run)),
             ("The plan", "" if run.plan is None else _plan_section(run.plan)),
@@ -117,6 +117,17 @@ def _memory_row(one: RankStatus, names: list[str], *, has_device: bool) -> list[
         row += [f"{100 * one.memory.get('fragmentation', 0.0):.0f} %"]
         row += [f"{one.memory.get('allocator_retries', 0.0):,.0f}"]
     return row
+
+
+def _kernel_section(summary: KernelSummary | None) -> str:
+    if summary is None:
+        return ""
+    header, *rows = kernel_table(summary)
+    said = "".join(
+        f'<p class="{"bad" if one.startswith(WARNING) else "dim"}">{escape(one)}'
+        for one in kernel_sentences(summary)
+    )
+    return f'<div class="scroll">{table(header, [[*map(escape, row)] for row in rows])}</div>{said}'
 
 
 def _step_section(steps: Sequence[ProfiledStep]) -> str:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.report.kernels import KernelSummary, summarise_last_profile
-from fullshard.report.measured_steps import choose_step, read_step
+from fullshard.report.step_traces import choose_step, read_step
 from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.hardware import Hardware, Rates
 from fullshard.spec.live_status import LiveStatus
