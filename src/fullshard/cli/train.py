@@ -112,7 +112,7 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
     if request.plan is None or os.environ.get("RANK", "0") != "0":
         return
     from fullshard.checks.before_run import quick_problems, raise_first_failure
-    from fullshard.checks.run_context import RunContext
+    from fullshard.checks.machine import RunContext
 
     found = quick_problems(RunContext(request.plan))
     for one in found:
