@@ -153,8 +153,7 @@ def test_four_runs_stand_side_by_side(tmp_path: Path):
         read(runs.died(tmp_path / "d")),
     ]
     page = shown(*records)
-    assert "b has the lowest validation loss" in page.text
-    assert "Not finished: c (stopped, step 60), d (lost, step 40)." in page.text
+    assert {"stopped", "lost", "lowest validation loss", "2.1250"} <= set(page.texts)
     assert page.headings == ["Figures", "Settings that differ"]
     assert {"optimizer.learning_rate", "train.steps"} <= set(page.texts)
     assert "train.global_batch" not in page.texts, "it is the same in all of them"

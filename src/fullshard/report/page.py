@@ -20,7 +20,6 @@ from fullshard.report.markup import cell, escape, percent_text, table
 from fullshard.report.plan import settings_rows, term_label
 from fullshard.report.run_comparison import (
     changed_settings,
-    comparison_verdict,
     figures_table,
     settings_table,
 )
@@ -61,7 +60,6 @@ def render_page(runs: Sequence[RunRecord]) -> str:
             ("The plan", "" if run.plan is None else _plan_section(run.plan)),
         ]
     else:
-        head += f'<p class="verdict">{escape(comparison_verdict(runs))}'
         found = [("Figures", figures_table(runs)), ("Settings that differ", settings_table(runs))]
     sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
     return _document(names, head + draw_charts(runs) + "".join(sections))

@@ -27,50 +27,21 @@ class _Figure:
     best: Literal["lowest", "highest"] | None = None
 
 
-def comparison_verdict(runs: Sequence[RunRecord]) -> str:
-    """Returns the sentences that name the runs with the lowest loss and the highest speed."""
-    sentences: list[str] = []
-    validated = [
-        (value, name) for run, name in _named(runs) if (value := _lowest_validation(run)) is not None
-    ]
-    trained = [(value, name) for run, name in _named(runs) if (value := _last_loss(run)) is not None]
-    rates = [
-        (value, name) for run, name in _named(runs) if (value := recent_tokens_per_second(run)) is not None
-    ]
-    losses, kind = (validated, "validation") if len(validated) == len(runs) else (trained, "training")
-    if len(losses) > 1:
-        (lowest, best), (second, other), *_ = sorted(losses)
-        sentences.append(
-            f"{best} has the lowest {kind} loss, {lowest:.4f}; {other} follows with {second:.4f}."
-        )
-    if len(rates) > 1:
-        (rate, fastest), (next_rate, other), *_ = sorted(rates, reverse=True)
-        factor = f", {rate / next_rate:.2f} times {other}" if next_rate else ""
-        sentences.append(f"{fastest} is the fastest: {format_count(rate)} tokens/s{factor}.")
-    unfinished = [
-        f"{name} ({run.state}, step {run.last_step:,})"
-        for run, name in _named(runs)
-        if run.state != "finished"
-    ]
-    if unfinished:
-        sentences.append(f"Not finished: {', '.join(unfinished)}.")
-    return " ".join(sentences) or f"{len(runs)} runs."
-
-
 def figures_table(runs: Sequence[RunRecord]) -> str:
     """Returns the table of figures, with a column for each run. The best figure of a row is bold."""
-    rows = [[escape("state"), *(escape(run.state) for run in runs)]]
+    rows = [["state", *(run.state for run in runs)]]
     for figure in _FIGURES:
         values = [figure.value(run) for run in runs]
         known = [value for value in values if value is not None]
+        if not known:
+            continue
         best = {"lowest": min, "highest": max}.get(figure.best or "")
-        target = None if best is None or not known else figure.show(best(known))
-        if len({figure.show(value) for value in known}) < 2:
-            target = None
-        if known:
-            shown = ["–" if value is None else figure.show(value) for value in values]
-            cells = [cell(escape(text), "best" if text == target else "") for text in shown]
-            rows.append([escape(figure.label), *cells])
+        target = (
+            figure.show(best(known)) if best is not None and len(set(map(figure.show, known))) > 1 else None
+        )
+        shown = ["–" if value is None else figure.show(value) for value in values]
+        cells = [cell(escape(text), "best" if text == target else "") for text in shown]
+        rows.append([figure.label, *cells])
     return _run_table(runs, rows, corner="")
 
 
@@ -78,14 +49,12 @@ def settings_table(runs: Sequence[RunRecord]) -> str:
     """Returns the table of the settings in which the runs differ, or a sentence without any."""
     plans = [run.plan for run in runs if run.plan is not None]
     if len(plans) < len(runs):
-        without = ", ".join(name for run, name in _named(runs) if run.plan is None)
+        without = ", ".join(
+            name for run, name in zip(runs, short_names(runs), strict=True) if run.plan is None
+        )
         return f"<p>Settings are not known for {escape(without)}: there is no plan."
     rows = [[escape(key), *map(escape, values)] for key, values in differing_settings([p.run for p in plans])]
     return _run_table(runs, rows, corner="setting") if rows else "<p>None: the runs have the same settings."
-
-
-def _named(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:
-    return list(zip(runs, short_names(runs), strict=True))
 
 
 def _run_table(runs: Sequence[RunRecord], rows: list[list[str]], *, corner: str) -> str:
