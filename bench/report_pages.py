@@ -180,22 +180,14 @@ def open_page(path: Path, *, browser: str) -> list[str]:
                 problems.append(f"{path.name}: wider than its window")
             page.screenshot(path=path.with_suffix(f".{scheme}.png"), full_page=True)
             if scheme == "light" and path.name == PICTURED:
-                take_pictures(page, path.parent)
+                clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": 660}
+                page.screenshot(path=path.with_name("report-curves.png"), clip=clip)  # of docs/images
         page.emulate_media(media="print")
         page.pdf(path=path.with_suffix(".pdf"))
         page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4 between its margins
         page.screenshot(path=path.with_suffix(".print.png"), full_page=True)
         opened.close()
     return problems
-
-
-def take_pictures(page: Any, directory: Path) -> None:
-    """Writes the pictures of docs/images."""
-    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": 660}
-    page.screenshot(path=directory / "report-curves.png", clip=clip)
-    box = page.locator("section", has_text="One step").last.bounding_box()
-    clip |= {"y": box["y"] - 16, "height": box["height"] + 32}
-    page.screenshot(path=directory / "report-step.png", clip=clip, full_page=True)
 
 
 def _note_request(problems: list[str], url: str, *, page: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fullshard.checks.data import build_data_trial
-from fullshard.checks.every_check import CHECKS, CheckContext, iterate_findings
+from fullshard.checks.every_check import CHECKS, iterate_findings
+from fullshard.checks.machine import RunContext
 from fullshard.checks.model_trial import build_model_trial
 from fullshard.checks.ranks import PairRate, RankFacts
-from fullshard.checks.run_context import RunContext
 from fullshard.spec.finding import Finding
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -24,7 +24,6 @@ from tests.fakes.machines import (
 )
 
 GROUP_OF = {one.name: one.group for one in CHECKS}
-LEFT_OUT = Finding.skipped("left out")
 FAST = RankFacts(
     hosts=("a", "a", "b", "b"),
     settings=({"torch": "2.13.0"},) * 4,
@@ -36,23 +35,19 @@ FAST = RankFacts(
 
 
 class Fault(NamedTuple):
-    """A fault: what is broken, the name of the check that is meant for it, and the context that has it."""
+    """A fault: what is broken, the check that is meant for it, and the part of a run that the check reads."""
 
     name: str
     check: str
-    make: Callable[[Path], CheckContext]
+    make: Callable[[Path], object]
 
 
-def of_run(make: Callable[[Path], RunContext]) -> Callable[[Path], CheckContext]:
-    return lambda path: CheckContext(make(path), LEFT_OUT, LEFT_OUT, LEFT_OUT)
+def of_settings(*settings: str) -> Callable[[Path], object]:
+    return lambda path: context_of(quiet_machine(path), *settings)
 
 
-def of_settings(*settings: str) -> Callable[[Path], CheckContext]:
-    return of_run(lambda path: context_of(quiet_machine(path), *settings))
-
-
-def on_gpus(**answers: str) -> Callable[[Path], CheckContext]:
-    return of_run(lambda path: context_of(gpu_machine(path, **answers), device="cuda"))
+def on_gpus(**answers: str) -> Callable[[Path], object]:
+    return lambda path: context_of(gpu_machine(path, **answers), device="cuda")
 
 
 OWN_BATCHES = ("data.source=python", "data.factory=tests.fakes.broken:Batches")
@@ -64,43 +59,31 @@ def plan_of_decoder(fault: str, *settings: str, batches: tuple[str, ...] = OWN_B
     return Plan.from_run(Run.load(overrides=[*own, *batches, *plain, *settings]), world_size=2)
 
 
-def of_model(
-    fault: str, *settings: str, batches: tuple[str, ...] = OWN_BATCHES
-) -> Callable[[Path], CheckContext]:
-    def make(path: Path) -> CheckContext:
-        plan = plan_of_decoder(fault, *settings, batches=batches)
-        return CheckContext(RunContext(plan), build_model_trial(plan), LEFT_OUT, LEFT_OUT)
+def of_model(fault: str, *settings: str, batches: tuple[str, ...] = OWN_BATCHES) -> Callable[[Path], object]:
+    return lambda path: build_model_trial(plan_of_decoder(fault, *settings, batches=batches))
+
+
+def of_data(fault: str) -> Callable[[Path], object]:
+    def make(path: Path) -> object:
+        found = build_data_trial(plan_of_decoder("none", f'data.options={{fault="{fault}"}}'))
+        return found if isinstance(found, Finding) else replace(found, vocabulary=41)
 
     return make
 
 
-def of_data(fault: str) -> Callable[[Path], CheckContext]:
-    def make(path: Path) -> CheckContext:
-        plan = plan_of_decoder("none", f'data.options={{fault="{fault}"}}')
-        found = build_data_trial(plan)
-        data = found if isinstance(found, Finding) else replace(found, vocabulary=41)
-        return CheckContext(RunContext(plan), LEFT_OUT, data, LEFT_OUT)
-
-    return make
+def of_ranks(**facts: object) -> Callable[[Path], object]:
+    return lambda path: FAST.model_copy(update=facts)
 
 
-def of_ranks(**facts: object) -> Callable[[Path], CheckContext]:
-    return lambda path: CheckContext(
-        context_of(quiet_machine(path)), LEFT_OUT, LEFT_OUT, FAST.model_copy(update=facts)
+def space_of(free: int) -> Callable[[Path], RunContext]:
+    return lambda path: context_of(
+        replace(quiet_machine(path), space_bytes=lambda _: (GIB, free)),
+        f"run.dir={path}",
+        "checkpoint.every=10",
     )
 
 
-def space_of(free: int) -> Callable[[Path], CheckContext]:
-    return of_run(
-        lambda path: context_of(
-            replace(quiet_machine(path), space_bytes=lambda _: (GIB, free)),
-            f"run.dir={path}",
-            "checkpoint.every=10",
-        )
-    )
-
-
-def slow_pair(path: Path) -> CheckContext:
+def slow_pair(path: Path) -> object:
     slow = tuple(
         one.model_copy(update={"bytes_per_second": 1e8}) if one.ranks == (1, 3) else one for one in FAST.pairs
     )
@@ -111,22 +94,18 @@ ENVIRONMENT = (
     Fault(
         "torch without CUDA beside GPUs",
         "cuda_build",
-        of_run(lambda p: context_of(replace(gpu_machine(p), torch_version_file=lambda: "cuda = None"))),
+        lambda p: context_of(replace(gpu_machine(p), torch_version_file=lambda: "cuda = None")),
     ),
     Fault("driver older than CUDA", "cuda_build", on_gpus(plain=SMI.replace("12.4", "11.8"))),
     Fault(
         "NCCL_P2P_DISABLE",
         "environment_variables",
-        of_run(
-            lambda p: context_of(
-                replace(gpu_machine(p), environment={"NCCL_P2P_DISABLE": "1"}), device="cuda"
-            )
-        ),
+        lambda p: context_of(replace(gpu_machine(p), environment={"NCCL_P2P_DISABLE": "1"}), device="cuda"),
     ),
     Fault(
         "interface that is absent",
         "environment_variables",
-        of_run(
+        (
             lambda p: context_of(
                 replace(
                     quiet_machine(write_files(p, sys__class__net__lo="", sys__class__net__eth0="")),
@@ -138,7 +117,7 @@ ENVIRONMENT = (
     Fault(
         "small /dev/shm",
         "shared_memory",
-        of_run(
+        (
             lambda p: context_of(
                 replace(gpu_machine(p), space_bytes=lambda _: (64 << 20, 64 << 20)), device="cuda"
             )
@@ -147,12 +126,12 @@ ENVIRONMENT = (
     Fault(
         "container with little memory",
         "memory_and_quota",
-        of_run(lambda p: context_of(quiet_machine(cgroup(p, "memory.max", str(GIB))))),
+        lambda p: context_of(quiet_machine(cgroup(p, "memory.max", str(GIB)))),
     ),
     Fault(
         "container with half a core",
         "memory_and_quota",
-        of_run(lambda p: context_of(quiet_machine(cgroup(p, "cpu.max", "50000 100000")))),
+        lambda p: context_of(quiet_machine(cgroup(p, "cpu.max", "50000 100000"))),
     ),
     Fault("memory errors of a GPU", "gpu_health", on_gpus(health=HEALTHY.replace("0, 0,", "0, 7,"))),
     Fault("hot GPU that slows down", "gpu_health", on_gpus(health=HEALTHY.replace("43,", "91,"))),
@@ -160,7 +139,7 @@ ENVIRONMENT = (
     Fault(
         "unknown MASTER_ADDR",
         "host_names",
-        of_run(
+        (
             lambda p: context_of(
                 replace(quiet_machine(p), environment={"MASTER_ADDR": "node-77"}, can_resolve=lambda _: False)
             )
@@ -227,6 +206,6 @@ RANKS = (
 FAULTS = (*SETTINGS, *ENVIRONMENT, *STORAGE, *MODELS, *DATA, *RANKS)
 
 
-def problems(context: CheckContext, *, group: str) -> dict[str, Finding]:
+def problems(part: object, *, group: str) -> dict[str, Finding]:
     """Name of the check -> warning or failure, of the checks of a group."""
-    return {one.check: one for one in iterate_findings(context, group=group) if one.is_problem}
+    return {one.check: one for one in iterate_findings(part, group=group) if one.is_problem}

@@ -8,10 +8,9 @@ import pytest
 
 from fullshard.checks.before_run import quick_problems, raise_first_failure
 from fullshard.checks.data import build_data_trial
-from fullshard.checks.every_check import CHECKS, GROUPS, CheckContext
+from fullshard.checks.every_check import CHECKS
 from fullshard.checks.model_trial import build_model_trial
 from fullshard.checks.ranks import ShardedComparison
-from fullshard.checks.run_context import RunContext
 from fullshard.errors import CheckFailedError
 from fullshard.spec.finding import Finding
 from tests.checks.faults import (
@@ -20,7 +19,6 @@ from tests.checks.faults import (
     FAST,
     FAULTS,
     GROUP_OF,
-    LEFT_OUT,
     MODELS,
     RANKS,
     SETTINGS,
@@ -58,14 +56,14 @@ def test_no_complaint_without_a_fault(tmp_path: Path) -> None:
     equal = ShardedComparison(losses_sharded=(3.7, 3.6), losses_unsharded=(3.7, 3.6), errors={"head": 1e-6})
     ranks = FAST.model_copy(update={"comparison": equal, "state_dtypes": {"exp_avg": "float32"}})
     run = context_of(quiet_machine(tmp_path), f"run.dir={tmp_path}/run")
-    context = CheckContext(run, build_model_trial(plan), build_data_trial(plan), ranks)
-    assert {group: problems(context, group=group) for group in GROUPS} == {group: {} for group in GROUPS}
+    parts: dict[str, object] = dict.fromkeys(("settings", "machine", "storage"), run)
+    parts |= {"model": build_model_trial(plan), "data": build_data_trial(plan), "ranks": ranks}
+    assert {group: problems(part, group=group) for group, part in parts.items()} == {g: {} for g in parts}
 
 
 def test_a_model_that_cannot_be_computed_is_one_failure_and_the_rest_is_skipped() -> None:
     plan = plan_of_decoder("none", "train.loss=tests.models.own:square_loss")
-    context = CheckContext(RunContext(plan), build_model_trial(plan), LEFT_OUT, LEFT_OUT)
-    found = problems(context, group="model")
+    found = problems(build_model_trial(plan), group="model")
     assert [one.status for one in found.values()] == ["failure"]
     assert "raises KeyError: 'x'" in next(iter(found.values())).got
 
@@ -74,7 +72,7 @@ def test_only_a_failure_of_a_quick_check_stops_a_run(tmp_path: Path) -> None:
     warned = quick_problems(context_of(quiet_machine(tmp_path), "run.restarts=2"))
     assert [(one.check, one.status) for one in warned] == [("settings", "warning")]
     raise_first_failure(warned)
-    failed = quick_problems(space_of(1000)(tmp_path).run)
+    failed = quick_problems(space_of(1000)(tmp_path))
     with pytest.raises(CheckFailedError, match="not even one fits"):
         raise_first_failure(failed)
 
@@ -85,8 +83,6 @@ def test_a_problem_is_printed_with_reason_and_fix() -> None:
 
 
 def test_the_quick_checks_import_no_torch() -> None:
-    program = (
-        "import sys, fullshard.checks.before_run, fullshard.checks.run_context; print('torch' in sys.modules)"
-    )
+    program = "import sys, fullshard.checks.before_run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

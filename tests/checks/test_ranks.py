@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.checks.rank_job import RankAccess, gather_rank_facts
+from fullshard.checks.rank_job import gather_rank_facts
 from fullshard.checks.ranks import RankFacts, check_sharded_step, check_state_dtypes
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.run import Run
@@ -20,15 +20,17 @@ def facts_of(fault: str, settings: tuple[str, ...], skewed: bool) -> RankFacts:
     run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu", *settings])
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = RankInfo(rank, size, rank, size, torch.device("cpu"))
-    access = None
-    if skewed:
-        wrong = rank == size - 1
-        access = RankAccess(
-            host=f"host-{rank}",
-            environment={"NCCL_ALGO": "Ring"} if wrong else {},
-            connect=lambda host, port: "refused" if wrong else None,
-        )
-    return gather_rank_facts(run, plan=None, ranks=ranks, access=access)
+    if not skewed:
+        return gather_rank_facts(run, plan=None, ranks=ranks)
+    wrong = rank == size - 1
+    return gather_rank_facts(
+        run,
+        plan=None,
+        ranks=ranks,
+        host=f"host-{rank}",
+        environment={"NCCL_ALGO": "Ring"} if wrong else {},
+        connect=lambda host, port: "refused" if wrong else None,
+    )
 
 
 def test_ranks_measure_their_sharded_step_links_connections_and_settings(

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fullshard.cli.check import group_text
 from fullshard.cli.main import main
-from fullshard.report.checks import group_text
 from fullshard.spec.finding import CheckReport, Finding
 
 

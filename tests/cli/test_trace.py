@@ -12,7 +12,7 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.planner.spans import predict_step_spans
 from fullshard.planner.step_time import StepTimePredictor
-from fullshard.report.measured_steps import read_predicted_step
+from fullshard.report.step_traces import read_predicted_step
 from fullshard.spec.run_files import METRICS, PREDICTED_STEP, PROFILES
 from fullshard.spec.step_spans import spans_to_json
 from tests.fakes.hardware import hardware_of

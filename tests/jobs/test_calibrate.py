@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fullshard.cli.calibrate import calibration_rows
 from fullshard.jobs.calibrate import measure_hardware
-from fullshard.report.calibration import calibration_rows
 from fullshard.sharding.mesh import process_group
 from fullshard.spec.calibration import Calibration
 from fullshard.spec.hardware import Hardware

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checks.run_context import MachineAccess
+from fullshard.checks.machine import MachineAccess
 from fullshard.errors import TrainError
 from fullshard.jobs.out_of_memory import (
     OutOfMemoryReporter,

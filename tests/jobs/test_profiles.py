@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fullshard.cli.main import main
 from fullshard.jobs.profiles import StepProfiler
-from fullshard.report.measured_steps import list_profiles, read_step
+from fullshard.report.step_traces import list_profiles, read_step
 from fullshard.sharding.mesh import RankInfo
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

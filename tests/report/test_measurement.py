@@ -2,22 +2,12 @@
 
 import io
 
-from fullshard.report.measurement import measurement_rows, show_measurement
+from fullshard.report.comparison import measurement_rows, show_measurement
 from fullshard.spec.measurement import Measurement, Throughput
 from tests.spec.test_measurement import measurement, pace
 
-GIB = 1024**3
-
 
 def whole() -> Measurement:
-    peak = {"parameter_shards": GIB, "gradients": GIB, "optimizer_state": 2 * GIB, "buffers": 0}
-    peak |= {
-        "units_in_flight": 0,
-        "rest": 4 * GIB,
-        "active": 9 * GIB,
-        "allocated": 8 * GIB,
-        "reserved": 10 * GIB,
-    }
     return measurement(
         first_loss=5.5,
         last_loss=1.5,
@@ -25,19 +15,14 @@ def whole() -> Measurement:
         byte_entropy=3.2,
         startup_seconds=8.0,
         checkpoint="runs/default/checkpoints/step-00000010",
-        peak_bytes=peak,
     )
 
 
-def printed(made: Measurement) -> str:
-    file = io.StringIO()
-    show_measurement(made, file=file)
-    return file.getvalue()
-
-
 def test_the_table_is_short_plain_and_aligned_off_a_terminal():
-    text = printed(whole())
-    lines = text.splitlines()
+    file = io.StringIO()
+    show_measurement(whole(), file=file)
+    text = file.getvalue()
+    lines = text.partition("\n\n")[0].splitlines()
     assert len(lines) <= 25
     assert text.isascii()
     assert "\x1b" not in text
@@ -61,14 +46,6 @@ def test_mfu_says_what_it_is_held_against():
 def test_validation_is_held_against_the_entropy_of_the_bytes():
     rows = dict(measurement_rows(whole()))
     assert rows["validation"] == "2.4000 nats a token = 0.750 of the entropy of the byte frequencies (3.2000)"
-
-
-def test_memory_is_told_by_part_and_as_cuda_counts_it():
-    rows = dict(measurement_rows(whole()))
-    assert rows["memory"] == "8.00 GiB at the peak of the fullest rank"
-    assert rows["  optimizer state"] == "2.00 GiB"
-    assert rows["  CUDA"] == "active 9.00 GiB, allocated 8.00 GiB, reserved 10.00 GiB"
-    assert "  buffers" not in rows  # there are none
 
 
 def test_what_was_not_measured_has_no_line():

@@ -13,6 +13,7 @@ from fullshard.report.page import is_page, render_page
 from fullshard.report.run_record import RunRecord, read_run
 from fullshard.spec.run_files import EVENTS
 from tests.report import runs
+from tests.report.profiles import made_step
 
 LARGEST_BYTES = 150_000
 HOSTILE = '"><script>alert(1)</script>\u202e<img src=http://x onerror=y>'
@@ -76,8 +77,7 @@ def test_a_finished_run_has_every_section(tmp_path: Path):
     assert "Finished all 100 steps. Validation loss 2.1300." in page.text
     assert all(name in page.text for name in CHARTS)
     assert page.headings == [
-        "Memory at the peak of the fullest rank",
-        "Seconds of a step",
+        "Predicted and measured",
         "Events",
         "The plan",
         "Settings that are not at their defaults",
@@ -103,7 +103,7 @@ def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt
     assert run.measurement is None
     assert "Ended after step 40 of 100 without recording why" in page.text
     assert "2026-11-24 10:01:00 UTC" in page.text
-    assert "Memory at the peak of the fullest rank" in page.headings, "as predicted"
+    assert "Predicted and measured" in page.headings
 
 
 def test_a_run_that_trains_says_how_far_it_is(tmp_path: Path):
@@ -118,7 +118,7 @@ def test_a_run_without_a_step_or_without_events_has_a_page(tmp_path: Path):
     page = shown(read(runs.before_events(tmp_path / "old")))
     assert "Ended after step 50 without recording why" in page.text
     assert {"saved", "skipped"} <= set(page.texts)
-    assert page.headings == ["Memory at the peak of the fullest rank", "Seconds of a step"]
+    assert page.headings == ["Predicted and measured"]
 
 
 def test_records_of_another_version_are_left_out_and_named(tmp_path: Path):
@@ -153,8 +153,7 @@ def test_four_runs_stand_side_by_side(tmp_path: Path):
         read(runs.died(tmp_path / "d")),
     ]
     page = shown(*records)
-    assert "b has the lowest validation loss" in page.text
-    assert "Not finished: c (stopped, step 60), d (lost, step 40)." in page.text
+    assert {"stopped", "lost", "lowest validation loss", "2.1250"} <= set(page.texts)
     assert page.headings == ["Figures", "Settings that differ"]
     assert {"optimizer.learning_rate", "train.steps"} <= set(page.texts)
     assert "train.global_batch" not in page.texts, "it is the same in all of them"
@@ -174,7 +173,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
     told = sorted([*saves, *skips], key=lambda one: one[2])
     runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *told)
     run = read(tmp_path)
-    assert "more rows are in events.jsonl" in shown(run).text
+    assert "earlier rows are in events.jsonl" in shown(run).text
     shown(run, run, run, run)
 
 
@@ -260,3 +259,25 @@ def test_a_page_is_known_again_and_a_directory_without_a_run_is_refused(tmp_path
     for name, reason in (("empty", "holds no run"), ("absent", "not a directory")):
         with pytest.raises(SpecError, match=reason):
             read(tmp_path / name)
+
+
+def test_a_profiled_step_is_a_row_for_each_rank_that_waited_least_or_most(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    for rank in range(20):
+        wait = 1000 if rank == 1 else 4000 + rank
+        ranges = (("fullshard::forward", 0, 10_000), ("fullshard::all_gather", 10_000, 10_000 + wait))
+        made_step(*ranges, end=20_000).write(directory, step=100, rank=rank)
+    page = shown(read(directory))
+    assert "One step, rank by rank" in page.headings
+    assert "Step 100 of 20 ranks, 8 of them shown. Rank 1 waited least for others: 1.0 ms." in page.text
+    assert {"waiting: all-gather", "compute", "10.0 ms", "20.0 ms"} <= set(page.texts)
+
+
+def test_each_rank_that_held_the_others_up_is_an_event_of_its_own(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    slow = {"rank": 2, "cause": "data", "from_step": 31, "seconds": 0.15, "share": 0.31}
+    again = slow | {"rank": 1, "cause": HOSTILE.replace("http", ""), "seconds": "many"}
+    runs.write_events(directory, ("straggler", 1, 40, slow), ("straggler", 1, 80, again))
+    text = shown(read(directory)).text
+    assert "rank 2 held the others up from step 31: data, 150.0 ms per step (31 %)" in text
+    assert "rank 1 held the others up from step 31: " in text

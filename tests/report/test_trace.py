@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.report.trace import check_is_trace, save_trace
+from fullshard.report.step_traces import check_is_trace, save_trace
 from fullshard.spec.step_spans import StepSpan
 
 THIRD = 1e-6 / 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fullshard.cli.main import main
 from fullshard.jobs.progress import show_progress
-from fullshard.report.measurement import show_measurement
+from fullshard.report.comparison import show_measurement
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.system.terminal import escape_control_characters, escape_to_single_line
 from tests.checkpoint.states import saved

@@ -1,35 +1,32 @@
 """Lists all checks in one tuple, and runs them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fullshard.checks.before_run import CHECKS_WITHOUT_TORCH, Check
 from fullshard.checks.data import (
-    DataTrial,
     check_duplicates,
     check_labels,
     check_order,
     check_vocabulary_range,
 )
-from fullshard.checks.model_numbers import (
+from fullshard.checks.model import (
     check_first_loss,
     check_gradients,
+    check_graphs,
+    check_initial_values,
     check_microbatches,
     check_row_independence,
     check_sees_future,
+    check_tied_parameters,
 )
-from fullshard.checks.model_parts import check_graphs, check_initial_values, check_tied_parameters
-from fullshard.checks.model_trial import ModelTrial
 from fullshard.checks.ranks import (
-    RankFacts,
     check_connections,
     check_links,
     check_same_settings,
     check_sharded_step,
     check_state_dtypes,
 )
-from fullshard.checks.run_context import RunContext
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.spec.finding import Finding
 
@@ -56,34 +53,18 @@ CHECKS = (
 GROUPS = ("settings", "machine", "storage", "model", "data", "ranks")
 
 
-@dataclass(frozen=True)
-class CheckContext:
-    """Parts that the checks of each group read; a Finding stands for a part that is missing.
-
-    run: for the groups settings, machine and storage
-    """
-
-    run: RunContext
-    model: ModelTrial | Finding
-    data: DataTrial | Finding
-    ranks: RankFacts | Finding
-
-    def part_for(self, group: str) -> Any:
-        return {"model": self.model, "data": self.data, "ranks": self.ranks}.get(group, self.run)
-
-
-def iterate_findings(context: CheckContext, *, group: str) -> Iterator[Finding]:
+def iterate_findings(part: Any, *, group: str) -> Iterator[Finding]:
     """Makes the checks of a group, and yields what each finds.
 
-    If a part of the context is missing, the first check of its group reports why, and the others are skipped.
+    part: what these checks read: a RunContext, ModelTrial, DataTrial or RankFacts; or the Finding that says
+        why it is missing, which the first check then reports, and the others are skipped
     """
-    part, skipped = context.part_for(group), Finding.skipped
     for check in CHECKS:
         if check.group != group:
             continue
         yield check.name_finding(part if isinstance(part, Finding) else _find(check, part))
-        if isinstance(part, Finding):
-            part = skipped(f"the {group} could not be checked") if part.is_problem else part
+        if isinstance(part, Finding) and part.is_problem:
+            part = Finding.skipped(f"the {group} could not be checked")
 
 
 def _find(check: Check, part: Any) -> Finding:

@@ -38,7 +38,6 @@ class ModelTrial:
     loss: `loss(model, batch)`
     batches: returns the microbatch with a number; the same one each time
     plan: the plan of the run, whose precision and units apply to the model itself
-    whole: the run's model on the meta device
     run: the run, with the smaller model
     description: the size of the copy, for messages
     """
@@ -47,7 +46,6 @@ class ModelTrial:
     loss: Loss
     batches: Batches
     plan: Plan
-    whole: nn.Module
     run: Run
     description: str
 
@@ -166,7 +164,6 @@ def _make_trial(run: Run, *, plan: Plan, whole: nn.Module, description: str) -> 
         loss=choose_loss(run, whole),
         batches=_choose_batches(run),
         plan=plan,
-        whole=whole,
         run=run,
         description=description,
     )

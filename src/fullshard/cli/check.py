@@ -3,25 +3,25 @@
 import os
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.system.terminal import is_live_terminal
+from fullshard.system.terminal import escape_control_characters, is_live_terminal
 
 if TYPE_CHECKING:
-    from fullshard.checks.data import DataTrial
-    from fullshard.checks.every_check import CheckContext
-    from fullshard.checks.model_trial import ModelTrial
     from fullshard.checks.ranks import RankFacts
-    from fullshard.spec.finding import Finding
+    from fullshard.spec.finding import CheckReport, Finding
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
 # On the CPU, two ranks show what more ranks would show.
 _CPU_RANKS = 2
+_PLURAL = {"warning": "warnings", "failure": "failures"}
 
 
 def check(
@@ -46,7 +46,8 @@ def check(
     plan = _plan_or_failure(run)
     found: list[Finding] = [plan] if isinstance(plan, Finding) else []
     if isinstance(plan, Finding):
-        _show("settings", found, verbose=verbose, quiet=as_json or not is_first)
+        if is_first and not as_json:
+            _show_group("settings", found, verbose=verbose)
     else:
         found = _find_all(plan, verbose=verbose, as_json=as_json, is_first=is_first)
     if not is_first:
@@ -58,9 +59,7 @@ def check(
     if as_json:
         typer.echo(report.model_dump_json())
     else:
-        from fullshard.report.checks import report_text
-
-        typer.echo(report_text(report))
+        typer.echo(_report_text(report))
     raise typer.Exit(CheckFailedError.exit_code if report.worst == "failure" else 0)
 
 
@@ -93,28 +92,28 @@ def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> 
     found: list[Finding] = []
     for group in GROUPS:
         _print_progress(group)
-        context = _context_for(group, plan, facts=facts)
-        own = list(iterate_findings(context, group=group))
-        _show(group, own, verbose=verbose, quiet=as_json)
+        own = list(iterate_findings(_part_for(group, plan, facts=facts), group=group))
+        if not as_json:
+            _show_group(group, own, verbose=verbose)
         found += own
     return found
 
 
-def _context_for(group: str, plan: "Plan", *, facts: "RankFacts | Finding | None") -> "CheckContext":
-    """Returns the context with the part that the checks of `group` read. The other parts are left out."""
-    from fullshard.checks.data import build_data_trial
-    from fullshard.checks.every_check import CheckContext
-    from fullshard.checks.model_trial import build_model_trial
-    from fullshard.checks.run_context import RunContext
-    from fullshard.spec.finding import Finding
+def _part_for(group: str, plan: "Plan", *, facts: "RankFacts | Finding | None") -> object:
+    """Returns what the checks of `group` read, or the finding that says why it is missing."""
+    if group == "model":
+        from fullshard.checks.model_trial import build_model_trial
 
-    left_out = Finding.skipped("not asked for")
-    model: ModelTrial | Finding = build_model_trial(plan) if group == "model" else left_out
-    data: DataTrial | Finding = build_data_trial(plan) if group == "data" else left_out
-    ranks = left_out
+        return build_model_trial(plan)
+    if group == "data":
+        from fullshard.checks.data import build_data_trial
+
+        return build_data_trial(plan)
     if group == "ranks":
-        ranks = _gather_rank_facts(plan) if facts is None else facts
-    return CheckContext(run=RunContext(plan), model=model, data=data, ranks=ranks)
+        return _gather_rank_facts(plan) if facts is None else facts
+    from fullshard.checks.machine import RunContext
+
+    return RunContext(plan)
 
 
 def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
@@ -146,12 +145,54 @@ def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
     )
 
 
-def _show(group: str, findings: "list[Finding]", *, verbose: bool, quiet: bool) -> None:
-    from fullshard.report.checks import show_group
+def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> None:
+    """Prints one line about a group of checks, and its warnings and failures below it.
 
-    if not quiet:
-        show_group(group, findings, verbose=verbose)
-        sys.stdout.flush()
+    verbose: print a line about every check, with what was found
+    """
+    from fullshard.report.table import show_labelled_lines
+    from fullshard.spec.finding import worst_status
+
+    status = worst_status(findings)
+    if verbose:
+        rows = [(f"  {one.check}", f"{one.status}: {one.got}") for one in findings if not one.is_problem]
+        show_labelled_lines([(group, status), *rows])
+    else:
+        show_labelled_lines([(f"{group:<9} {status:<8}", group_text(findings))])
+    for one in findings:
+        if one.is_problem:
+            indented = one.text.replace("\n", "\n  ")
+            print(escape_control_characters(f"  {one.status}: {indented}"))
+    sys.stdout.flush()
+
+
+def group_text(findings: "Sequence[Finding]") -> str:
+    """Returns the names of the checks that found nothing, and of those that were skipped with the reasons."""
+    fine = [_words(one) for one in findings if one.status == "ok"]
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for one in findings:
+        if one.status == "skipped":
+            by_reason[one.got].append(_words(one))
+    skipped = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return "; ".join([*([", ".join(fine)] if fine else []), *([f"skipped: {skipped}"] if skipped else [])])
+
+
+def _words(finding: "Finding") -> str:
+    return finding.check.replace("_", " ")
+
+
+def _report_text(report: "CheckReport") -> str:
+    """Returns the last line: how many checks found what, and how long they took."""
+    from fullshard.quantities import format_seconds
+
+    counts = ", ".join(
+        f"{count} {_PLURAL.get(status, status) if count > 1 else status}"
+        for status, count in report.counts_by_status().items()
+    )
+    return (
+        f"{len(report.findings)} checks in {format_seconds(report.seconds)} "
+        f"({format_seconds(report.processor_seconds)} of processor time): {counts}"
+    )
 
 
 def _print_progress(group: str) -> None:

@@ -57,9 +57,6 @@ fullshard init --schema                     editors then complete and check its 
 fullshard convert ds_config.json > run.toml
 fullshard convert accelerate.yaml --ranks 8
 """,
-    "version": """
-fullshard version --json
-""",
     "ckpt list": """
 fullshard ckpt list runs/default
 """,

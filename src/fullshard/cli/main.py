@@ -1,6 +1,7 @@
 """`fullshard`: parses the command line, runs one command, and converts its outcome into an exit code."""
 
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
@@ -19,7 +20,6 @@ from fullshard.cli import (
     report,
     trace,
     train,
-    version,
     watch,
 )
 from fullshard.cli.examples import examples_text
@@ -47,7 +47,6 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "watch": watch.watch,
     "init": init.init,
     "convert": convert.convert,
-    "version": version.version,
     "ckpt list": checkpoint.list_checkpoints,
     "ckpt verify": checkpoint.verify_checkpoints,
     "ckpt diff": checkpoint.diff_checkpoints,
@@ -105,14 +104,22 @@ def _empty_command_group(text: str, *, examples: str = "", completion: bool = Fa
 
 def _print_version_and_exit(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fullshard {fullshard.__version__}")
+        import importlib.metadata  # slow to import
+
+        torch, python = importlib.metadata.version("torch"), platform.python_version()
+        typer.echo(f"fullshard {fullshard.__version__}\ntorch {torch}\npython {python}")
         raise typer.Exit
 
 
 def _global_options(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version_and_exit, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version",
+            callback=_print_version_and_exit,
+            is_eager=True,
+            help="Show the versions of fullshard, torch and Python.",
+        ),
     ] = False,
 ) -> None:
     """Accepts the options that precede the command. Their help text is `HELP`."""

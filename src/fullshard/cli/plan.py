@@ -2,15 +2,14 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, complete_presets, require_positive_number
-from fullshard.cli.plan_files import check_outputs_replaceable, save_to_file, save_trace_file
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from fullshard.planning.target import PlanTarget
     from fullshard.report.plan import TrainingBudget
     from fullshard.spec.hardware import Hardware
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
 Model = Annotated[
@@ -114,13 +115,8 @@ Machines = Annotated[
         help="Plan on several machines side by side, with dollars per GPU hour: '8xH100@2.5, 8xH200@3.2'.",
     ),
 ]
-_OF_ONE_MACHINE = ("--on", "--save-spec", "--fewest-gpus-in-days")
-# Options that print a table of several plans, with the options about plans that go with each.
-_TABLES: Mapping[str, tuple[str, ...]] = {
-    "--machines": (),
-    "--ladder": _OF_ONE_MACHINE,
-    "--scaling": _OF_ONE_MACHINE,
-}
+_TABLES = ("--machines", "--ladder", "--scaling")
+"""Options that print a table of several plans."""
 
 
 class _Options(NamedTuple):
@@ -136,19 +132,51 @@ class _Options(NamedTuple):
     price: float | None
 
     def ask(self, machine: str | None) -> "PlanRequest":
-        """Returns the planning question on a machine; None is this one."""
-        from fullshard.planning.result import with_assumed_length
+        """Returns the planning question on a machine; None is this one. Only a model itself needs torch."""
+        from fullshard.planning.result import PlanRequest, with_assumed_length
+        from fullshard.planning.target import choose_hardware, resolve_plan_target
 
-        question = _build_plan_request(
-            self.model,
-            self.pinned,
-            on=machine,
-            ranks=self.ranks,
-            tokens=self.tokens_per_step,
-            any_ranks=self.any_ranks,
-        )
-        question = replace(question, hardware=_with_drive_rate(question.hardware, self.drive_rate))
-        return with_assumed_length(question, self.pinned, budget=self.budget_on(question.hardware))
+        subject, pinned = resolve_plan_target(self.model), [*self.pinned]
+        asked, ranks = subject.load_run(pinned), self.ranks
+        _check_spec_fits_run(subject, asked)
+        if (
+            machine is not None
+        ):  # ranks in a run.toml are of another machine; ranks set on the command line count
+            ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
+            pinned += ["run.ranks=0", "run.device=auto"]
+            asked = subject.load_run(pinned)
+        hardware = _with_drive_rate(choose_hardware(machine, ranks=ranks, run=asked), self.drive_rate)
+        if asked.precision.mode == "auto":
+            pinned.append(f"precision.mode={'bf16' if hardware.device == 'cuda' else 'fp32'}")
+            asked = subject.load_run(pinned)
+        sequences = self._choose_global_batch(subject, asked, hardware=hardware)
+        if sequences is not None:
+            asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
+        for text in subject.differs:
+            _print_note(f"planned as the reference decoder: {text}")
+        question = PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
+        return with_assumed_length(question, self.pinned, budget=self.budget_on(hardware))
+
+    def _choose_global_batch(
+        self, subject: "PlanTarget", asked: "Run", *, hardware: "Hardware"
+    ) -> int | None:
+        """Returns the sequences of a step by the options or a choice of ours; None if the run has them."""
+        from fullshard.planning.target import choose_global_batch, choose_global_batch_for_any_ranks
+        from fullshard.quantities import parse_count
+
+        tokens = parse_count(self.tokens_per_step) if self.tokens_per_step else None
+        is_open = subject.chosen_here and not _is_key_overridden("train.global_batch", self.pinned)
+        if self.tokens_per_step is None and not is_open:
+            return None
+        if self.any_ranks:
+            sequences, note = choose_global_batch_for_any_ranks(asked, tokens=tokens)
+        else:
+            ranks = max(1, hardware.world_size // asked.sharding.ranks_per_sequence)
+            sequences, note = choose_global_batch(
+                asked, tokens=tokens, ranks=ranks, per_node=hardware.ranks_per_node
+            )
+        _print_note(note)
+        return sequences
 
     def budget_on(self, hardware: "Hardware", price: float | None = None) -> "TrainingBudget | None":
         """Returns the tokens to train on, at the machine's own `price` or that of --price."""
@@ -180,46 +208,41 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     machines: Machines = None,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
-    check_outputs_replaceable(save, save_spec, trace=trace, force=force)
-    pinned = [*(overrides or ()), *_settings_of_options(sequence_length, precision)]
+    _check_outputs_replaceable(save, save_spec, trace=trace, force=force)
+    settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
+    pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value))
     given = {"--machines": machines, "--ladder": ladder, "--scaling": scaling, "--compare": compare}
-    given |= {"--save": save, "--trace": trace, "--largest": largest, "--on": on, "--save-spec": save_spec}
-    given |= {"--fewest-gpus-in-days": fewest_gpus_in_days}
+    given |= {"--save": save, "--trace": trace, "--largest": largest}
+    if machines is not None:
+        given |= {"--on": on, "--save-spec": save_spec, "--fewest-gpus-in-days": fewest_gpus_in_days}
     _check_tables_alone([name for name, value in given.items() if value], pinned)
     any_ranks = fewest_gpus_in_days is not None
-    options = _Options(model, tuple(pinned), ranks, drive_rate, tokens_per_step, any_ranks, budget, price)
+    options = _Options(model, pinned, ranks, drive_rate, tokens_per_step, any_ranks, budget, price)
     if machines is not None:
         return _print_machines(machines, options, as_json=as_json)
     question = options.ask(on)
-    save_to_file(question.spec, save_spec)
+    _save(question.spec, save_spec)
     spend = options.budget_on(question.hardware)
     if fewest_gpus_in_days is not None:
         own = tokens_per_step is not None or _is_key_overridden("train.global_batch", pinned)
         question = _fewest_gpus(question, fewest_gpus_in_days, budget=spend, own_batch=own)
-    if ladder or scaling is not None:
-        return _print_ladder_or_scaling(question, spend, scaling=scaling, as_json=as_json)
+    if ladder:
+        return _print_ladder(question, spend, as_json=as_json)
+    if scaling is not None:
+        return _print_scaling(question, scaling, as_json=as_json)
     answer = _choose_plan(question, largest)
-    _save_answer(answer, plan=save, trace=trace)
+    _save(answer.best, save)
+    _save_trace(answer, trace)
+    _print_note(None if save is None else question.plan_unusable_by_train_note(save))
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
     return answer.print_page(spend, compare=compare)
-
-
-def _settings_of_options(sequence_length: int | None, precision: str | None) -> list[str]:
-    settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
-    return [f"{key}={value}" for key, value in settings.items() if value]
 
 
 def _choose_plan(question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None) -> "PlanResult":
     from fullshard.planning.result import choose_fastest_plan, plan_largest_input
 
     return choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
-
-
-def _save_answer(answer: "PlanResult", *, plan: Path | None, trace: Path | None) -> None:
-    save_to_file(answer.best, plan)
-    save_trace_file(answer, trace)
-    _print_note(None if plan is None else answer.question.plan_unusable_by_train_note(plan))
 
 
 def _fewest_gpus(
@@ -241,10 +264,8 @@ def _check_tables_alone(given: Sequence[str], pinned: Sequence[str]) -> None:
     from fullshard.planning.ladder import check_rungs_are_open
 
     table = next((name for name in _TABLES if name in given), None)
-    if table is None:
-        return
-    others = [name for name in given if name not in (table, *_TABLES[table])]
-    if others:
+    others = [name for name in given if name != table]
+    if table is not None and others:
         raise SpecError(
             f"{table} does not go with {', '.join(others)}.",
             why="it is a table of several plans",
@@ -264,15 +285,10 @@ def _print_machines(text: str, options: _Options, *, as_json: bool) -> None:
     show_machines(plans)
 
 
-def _print_ladder_or_scaling(
-    question: "PlanRequest", budget: "TrainingBudget | None", *, scaling: str | None, as_json: bool
-) -> None:
-    if scaling is None:
-        _print_ladder(question, budget, as_json=as_json)
-        return
+def _print_scaling(question: "PlanRequest", counts: str, *, as_json: bool) -> None:
     from fullshard.planning.scaling import parse_rank_counts, plan_scaling, scaling_record, show_scaling
 
-    points = plan_scaling(question, parse_rank_counts(scaling))
+    points = plan_scaling(question, parse_rank_counts(counts))
     if as_json:
         typer.echo(json.dumps({"scaling": scaling_record(points)}, indent=2))
         return
@@ -291,56 +307,6 @@ def _print_ladder(question: "PlanRequest", budget: "TrainingBudget | None", *, a
     lines = [("model", question.model_summary), ("hardware", question.hardware_summary)]
     show_labelled_lines([*lines, ("  rates", question.hardware.source), ("", "")])
     show_ladder(rungs, budget=budget)
-
-
-def _build_plan_request(
-    name: str | None,
-    pinned: Sequence[str],
-    *,
-    on: str | None,
-    ranks: int | None,
-    tokens: str | None,
-    any_ranks: bool,
-) -> "PlanRequest":
-    """Returns the planning question of all options. Only building the model imports torch, at the end.
-
-    any_ranks: whether the command asks for the number of ranks
-    """
-    from fullshard.planning.result import PlanRequest
-    from fullshard.planning.target import (
-        choose_global_batch,
-        choose_global_batch_for_any_ranks,
-        choose_hardware,
-        resolve_plan_target,
-    )
-    from fullshard.quantities import parse_count
-
-    per_step = parse_count(tokens) if tokens else None
-    subject = resolve_plan_target(name)
-    asked = subject.load_run(pinned)
-    _check_spec_fits_run(subject, asked)
-    if on is not None:  # ranks in a run.toml are of another machine; ranks set on the command line count
-        ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
-        pinned = [*pinned, "run.ranks=0", "run.device=auto"]
-        asked = subject.load_run(pinned)
-    hardware = choose_hardware(on, ranks=ranks, run=asked)
-    if asked.precision.mode == "auto":
-        mode = "bf16" if hardware.device == "cuda" else "fp32"
-        pinned = [*pinned, f"precision.mode={mode}"]
-        asked = subject.load_run(pinned)
-    if tokens is not None or (subject.chosen_here and not _is_key_overridden("train.global_batch", pinned)):
-        if any_ranks:
-            sequences, note = choose_global_batch_for_any_ranks(asked, tokens=per_step)
-        else:
-            ranks = max(1, hardware.world_size // asked.sharding.ranks_per_sequence)
-            sequences, note = choose_global_batch(
-                asked, tokens=per_step, ranks=ranks, per_node=hardware.ranks_per_node
-            )
-        asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
-        _print_note(note)
-    for text in subject.differs:
-        _print_note(f"planned as the reference decoder: {text}")
-    return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
 
 def _with_drive_rate(hardware: "Hardware", text: str | None) -> "Hardware":
@@ -405,3 +371,57 @@ def _print_note(text: str | None) -> None:
     """Prints a note to standard error."""
     if text:
         print(f"note: {escape_control_characters(text)}", file=sys.stderr)
+
+
+def _check_outputs_replaceable(
+    plan: Path | None, spec: Path | None, *, trace: Path | None, force: bool
+) -> None:
+    """Raises SpecError if an output file must not be replaced, or has no directory.
+
+    This is checked before anything is planned.
+    """
+    from fullshard.report.step_traces import check_is_trace
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.plan import Plan
+    from fullshard.system.targets import build_can_load_predicate, check_output_file
+
+    for path, load in ((plan, Plan.load), (spec, ModelSpec.load), (trace, check_is_trace)):
+        if path is not None:
+            with _convert_write_errors(path):
+                path.parent.stat()
+            check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
+
+
+def _save(value: "Plan | ModelSpec", path: Path | None) -> None:
+    """Saves a plan or a spec to `path`, if one is given. Raises SpecError."""
+    if path is not None:
+        with _convert_write_errors(path):
+            value.save(path)
+
+
+def _save_trace(answer: "PlanResult", path: Path | None) -> None:
+    """Saves the predicted step of the best plan to `path`, if one is given. Raises SpecError."""
+    if path is None:
+        return
+    from fullshard.planner.spans import predict_step_spans
+    from fullshard.report.step_traces import save_trace
+
+    question, plan = answer.question, answer.best
+    spans = predict_step_spans(question.spec, plan, hardware=question.hardware)
+    about = {
+        "model": question.model_summary,
+        "hardware": question.hardware_summary,
+        "rates": question.hardware.source,
+    }
+    with _convert_write_errors(path):
+        save_trace(path, {f"predicted: one of {plan.world_size:,} ranks": spans}, about=about)
+
+
+@contextmanager
+def _convert_write_errors(path: Path) -> Generator[None]:
+    from fullshard.errors import SpecError
+
+    try:
+        yield
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error

@@ -53,8 +53,8 @@ def report(
     if as_json:
         typer.echo(json.dumps([_run_json_record(run) for run in runs], indent=2))
         return
+    from fullshard.report.comparison import show_measurement
     from fullshard.report.kernels import show_kernels
-    from fullshard.report.measurement import show_measurement
 
     for index, run in enumerate(runs):
         if index:

@@ -27,8 +27,14 @@ def trace(
     """
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
-    from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step, trace_processes
-    from fullshard.report.trace import check_is_trace, save_trace
+    from fullshard.report.step_traces import (
+        check_is_trace,
+        choose_step,
+        read_predicted_step,
+        read_step,
+        save_trace,
+        trace_processes,
+    )
     from fullshard.system.targets import build_can_load_predicate, check_output_file
 
     check_output_file(path, is_kind=build_can_load_predicate(check_is_trace), force=force, streams=True)

@@ -112,7 +112,7 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
     if request.plan is None or os.environ.get("RANK", "0") != "0":
         return
     from fullshard.checks.before_run import quick_problems, raise_first_failure
-    from fullshard.checks.run_context import RunContext
+    from fullshard.checks.machine import RunContext
 
     found = quick_problems(RunContext(request.plan))
     for one in found:
@@ -165,7 +165,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     if as_json:
         typer.echo(escape_control_characters(path.read_text(encoding="utf-8").rstrip()))
         return
-    from fullshard.report.measurement import show_measurement
+    from fullshard.report.comparison import show_measurement
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 

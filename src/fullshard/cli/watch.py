@@ -14,7 +14,7 @@ from fullshard.cli.options import AsJson, require_positive_number
 from fullshard.spec.run_files import LIVE, METRICS
 
 if TYPE_CHECKING:
-    from fullshard.report.metrics import MetricsReader
+    from fullshard.report.run_record import MetricsReader
     from fullshard.report.watch import WatchedRun
     from fullshard.spec.live_status import LiveStatus
 
@@ -45,7 +45,7 @@ def watch(
     Loss, speed against the plan, memory, saves and the phase of each rank. Ends when the run ends. Without a
     terminal, or with --json, it shows the state once.
     """
-    from fullshard.report.metrics import MetricsReader
+    from fullshard.report.run_record import MetricsReader
     from fullshard.report.watch import watch_values
     from fullshard.system.terminal import is_live_terminal
 

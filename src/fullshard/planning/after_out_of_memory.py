@@ -8,7 +8,7 @@ from fullshard.planner.search import no_plan_fits_error, search
 from fullshard.planning.describe_run import describe_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.quantities import format_bytes
-from fullshard.report.settings import differing_settings
+from fullshard.report.run_comparison import differing_settings
 from fullshard.spec.event import RunEvent
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec

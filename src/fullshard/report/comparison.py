@@ -1,4 +1,4 @@
-"""Comparison of a run's prediction with its measurement, term by term.
+"""The text after a run: its measurement, and its prediction beside it, term by term.
 
 [Note: terms that share a line]
 Terms that cannot be measured separately share one line, with the sum of their predictions.
@@ -14,17 +14,19 @@ seconds   Recompute is part of compute, contention slows compute down, and gaps 
           need it were not predicted.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from textwrap import indent
 from typing import TextIO
 
 from pydantic import computed_field
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.report.plan import term_label
-from fullshard.report.table import show_table
+from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.value import FrozenModel
+from fullshard.system.terminal import escape_control_characters
 
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
@@ -39,6 +41,7 @@ _LABELS = {
     "mfu": "MFU",
 }
 _NOT_MEASURED_ON_CUDA = ("gradients", "units_in_flight")
+_COMPUTING = ("compute", "recompute", "contention")
 _SAME_SECONDS = (
     "model_parallel",
     "exposed_all_gather",
@@ -74,21 +77,51 @@ class Comparison(FrozenModel):
     calibration: CalibrationState = "idle"  # how the rates that the seconds were predicted with were measured
 
 
-def compare_prediction(prediction: Prediction, measurement: Measurement) -> Comparison:
-    """Compares a prediction with a measurement. See [Note: terms that share a line]."""
+def compare_prediction(prediction: Prediction | None, measurement: Measurement) -> Comparison:
+    """Compares a prediction, if there is one, with a measurement. See [Note: terms that share a line]."""
     peak = measurement.peak_bytes
     return Comparison(
         memory=() if peak is None else tuple(_compare_memory(prediction, peak)),
         drive=tuple(_compare_drive_traffic(prediction, measurement)),
         step=tuple(_compare_step_time(prediction, measurement)),
         speed=tuple(_compare_speed(prediction, measurement)),
-        calibration=prediction.calibration,
+        calibration="idle" if prediction is None else prediction.calibration,
     )
 
 
-def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> None:
-    """Prints the comparison as a table to `file` (standard output by default)."""
-    show_table(HEADER, comparison_rows(comparison), file=file)
+def compare_unfinished(
+    prediction: Prediction | None, *, peak_bytes: float | None, step_seconds: float | None
+) -> Comparison:
+    """Compares a prediction with the sums that are known before a run's measurement is written."""
+    memory = {} if prediction is None else prediction.memory.terms()
+    seconds = {} if prediction is None else prediction.time.terms()
+    return Comparison(
+        memory=tuple(_compare_sum(memory, peak_bytes)),
+        step=tuple(_compare_sum(seconds, step_seconds)),
+        calibration="idle" if prediction is None else prediction.calibration,
+    )
+
+
+def _compare_sum(predicted: Mapping[str, float], measured: float | None) -> Iterator[ComparisonLine]:
+    for name, value in predicted.items():
+        yield ComparisonLine(term=name, predicted=value)
+    yield ComparisonLine(
+        term="total", predicted=sum(predicted.values()) if predicted else None, measured=measured
+    )
+
+
+def show_measurement(
+    measurement: Measurement, *, prediction: Prediction | None = None, file: TextIO | None = None
+) -> None:
+    """Prints the measurement, and bytes and seconds beside the predicted ones, to `file` (stdout)."""
+    show_labelled_lines(measurement_rows(measurement), file=file)
+    rows = comparison_rows(compare_prediction(prediction, measurement))
+    if rows:
+        print(file=file)
+        show_table(HEADER, rows, file=file)
+    if measurement.sample is not None:
+        sample = indent(escape_control_characters(measurement.sample), "    ")
+        print(f"\nsample of the generated text\n\n{sample}", file=file)
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -97,7 +130,8 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     Left out are terms that are zero on both sides, and memory below CRUMB_BYTES of the whole.
     """
     rows: list[tuple[str, ...]] = []
-    memory = drop_crumbs(comparison.memory)
+    least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
+    memory = [one for one in comparison.memory if max(one.predicted or 0.0, one.measured or 0.0) >= least]
     mark = CALIBRATION_MARKS[comparison.calibration]
     step = f"step ({mark})" if mark else "step"
     for heading, lines, show in (
@@ -113,69 +147,68 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     return rows
 
 
-def drop_crumbs(memory: Sequence[ComparisonLine]) -> list[ComparisonLine]:
-    """Returns the lines of memory, without those below CRUMB_BYTES of the whole."""
-    least = CRUMB_BYTES * max((line.measured or 0.0 for line in memory), default=0.0)
-    return [line for line in memory if max(line.predicted or 0.0, line.measured or 0.0) >= least]
-
-
-def line_label(line: ComparisonLine) -> str:
-    """Returns the printed label of a line."""
-    return _LABELS.get(line.term) or term_label(line.term)
-
-
-def _compare_memory(prediction: Prediction, peak: PeakBytes) -> Iterable[ComparisonLine]:
+def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[ComparisonLine]:
     on_cuda = peak.allocated is not None
     apart = {"rest", *(_NOT_MEASURED_ON_CUDA if on_cuda else ())}
     seen = {name: count for name, count in peak.parts().items() if name not in apart}
-    predicted = prediction.memory.terms()
+    predicted = {} if prediction is None else prediction.memory.terms()
+    whole = sum(predicted.values()) if predicted else None
     total = peak.total if peak.allocated is None else peak.allocated
     for name, count in seen.items():
-        yield ComparisonLine(term=name, predicted=predicted[name], measured=count)
-    rest = prediction.memory.total - sum(predicted[name] for name in seen)
+        yield ComparisonLine(term=name, predicted=predicted.get(name), measured=count)
+    rest = None if whole is None else whole - sum(predicted[name] for name in seen)
     yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(seen.values()))
-    yield ComparisonLine(term="total", predicted=prediction.memory.total, measured=total)
+    yield ComparisonLine(term="total", predicted=whole, measured=total)
     if peak.reserved is not None:
-        reserved = prediction.total_reserved_bytes
+        reserved = None if prediction is None else prediction.total_reserved_bytes
         yield ComparisonLine(term="reserved", predicted=reserved, measured=peak.reserved)
-    if prediction.offload is not None and peak.host is not None:
-        yield ComparisonLine(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
+    if peak.host is not None:
+        offload = None if prediction is None else prediction.offload
+        host = None if offload is None else offload.host_bytes
+        yield ComparisonLine(term="host", predicted=host, measured=peak.host)
 
 
-def _compare_drive_traffic(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
-    predicted, moved = prediction.offload, measurement.drive
-    if predicted is not None and moved is not None and predicted.disk_bytes:
-        yield ComparisonLine(term="read", predicted=predicted.disk_read_bytes, measured=moved.read)
-        yield ComparisonLine(term="written", predicted=predicted.disk_written_bytes, measured=moved.written)
+def _compare_drive_traffic(
+    prediction: Prediction | None, measurement: Measurement
+) -> Iterable[ComparisonLine]:
+    moved = measurement.drive
+    if moved is not None:
+        terms = None if prediction is None else prediction.offload
+        read, written = (None, None) if terms is None else (terms.disk_read_bytes, terms.disk_written_bytes)
+        yield ComparisonLine(term="read", predicted=read, measured=moved.read)
+        yield ComparisonLine(term="written", predicted=written, measured=moved.written)
 
 
-def _compare_step_time(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
-    predicted, step = prediction.time, measurement.step_seconds
+def _compare_step_time(prediction: Prediction | None, measurement: Measurement) -> Iterable[ComparisonLine]:
+    step, seconds = measurement.step_seconds, measurement.pace.step_seconds
+    predicted = {} if prediction is None else prediction.time.terms()
+    update = total = None
+    if prediction is not None and prediction.has_complete_step_time:
+        total = prediction.time.total
+        update = predicted["optimizer"] + (0.0 if prediction.offload is None else predicted["offload"])
     if step is not None:
-        computing = predicted.compute + predicted.recompute + predicted.contention
+        computing = sum(predicted[name] for name in _COMPUTING) if predicted else None
         yield ComparisonLine(term="compute", predicted=computing, measured=step.compute + step.other)
         seen: Mapping[str, float] = step.terms()
         for name in _SAME_SECONDS:
-            yield ComparisonLine(term=name, predicted=predicted.terms()[name], measured=seen[name])
-        update = predicted.optimizer + (predicted.offload if prediction.offload is not None else 0.0)
-        known = update if prediction.has_complete_step_time else None
-        yield ComparisonLine(term="optimizer", predicted=known, measured=seen["optimizer"])
+            yield ComparisonLine(term=name, predicted=predicted.get(name), measured=seen[name])
+        yield ComparisonLine(term="optimizer", predicted=update, measured=seen["optimizer"])
         yield ComparisonLine(term="data", measured=step.data)
-        yield ComparisonLine(term="stragglers", predicted=predicted.stragglers)
-    seconds = measurement.pace.step_seconds
+        yield ComparisonLine(term="stragglers", predicted=predicted.get("stragglers"))
     if seconds is not None:
-        total = predicted.total if prediction.has_complete_step_time else None
         yield ComparisonLine(term="total", predicted=total, measured=seconds)
 
 
-def _compare_speed(prediction: Prediction, measurement: Measurement) -> Iterable[ComparisonLine]:
-    rate, timed = measurement.tokens_per_second, prediction.has_complete_step_time
-    if rate is not None:
-        predicted = prediction.tokens_per_second if timed else None
-        yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
-    if rate is not None and measurement.mfu is not None:
+def _compare_speed(prediction: Prediction | None, measurement: Measurement) -> Iterable[ComparisonLine]:
+    rate, predicted = measurement.tokens_per_second, None
+    if rate is None:
+        return
+    if prediction is not None and prediction.has_complete_step_time:
+        predicted = prediction.tokens_per_second
+    yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
+    if measurement.mfu is not None:
         # Of the measurement's peak: the planner may know another one, from the catalog or a calibration.
-        mfu = measurement.mfu * prediction.tokens_per_second / rate if timed else None
+        mfu = None if predicted is None else measurement.mfu * predicted / rate
         yield ComparisonLine(term="mfu", predicted=mfu, measured=measurement.mfu)
 
 
@@ -186,7 +219,7 @@ def _format_line_cells(
         if line.predicted or line.measured:
             error = line.error_percent
             yield (
-                f"{indent}{line_label(line)}",
+                f"{indent}{_LABELS.get(line.term) or term_label(line.term)}",
                 "-" if line.predicted is None else show(line.predicted),
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",
@@ -195,3 +228,61 @@ def _format_line_cells(
 
 def _format_fraction_as_percent(part: float) -> str:
     return f"{100 * part:.1f} %"
+
+
+def measurement_rows(m: Measurement) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) lines of what was measured, without the figures of the comparison."""
+    ranks = f"{m.world_size} rank{'s' if m.world_size > 1 else ''}"
+    yield "run", f"{m.directory}: {m.strategy} on {ranks} ({m.device})"
+    if m.offload is not None:
+        yield "offload", m.offload
+    if not m.pace.steps:
+        yield "steps", f"none: {m.last_step} were done before"
+        return
+    yield "steps", f"{m.first_step} to {m.last_step}, {m.skipped_steps} skipped"
+    yield from _loss_rows(m)
+    yield from _speed_rows(m)
+    if m.startup_seconds is not None:
+        yield "first step", f"done {format_seconds(m.startup_seconds)} after the command"
+    if m.compilation is not None:
+        yield "compiled", m.compilation.format_text()
+    if m.checkpoint is not None:
+        yield "checkpoint", m.checkpoint
+
+
+def _loss_rows(m: Measurement) -> Iterator[tuple[str, str]]:
+    if m.first_loss is not None and m.last_loss is not None:
+        yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
+    if m.validation_loss is not None:
+        share = ""
+        if m.byte_entropy:
+            ratio = m.validation_loss / m.byte_entropy
+            share = f" = {ratio:.3f} of the entropy of the byte frequencies ({m.byte_entropy:.4f})"
+        yield "validation", f"{m.validation_loss:.4f} nats a token{share}"
+
+
+def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
+    pace, rate = m.pace, m.tokens_per_second
+    left_out = min(pace.steps, pace.warmup_steps)
+    if rate is None:
+        why = "were warmup" if not pace.untimed_steps else "were warmup or measured otherwise"
+        yield "speed", f"not known: all {pace.steps} steps {why}"
+        return
+    many = f"on all ranks, {format_count(rate / m.world_size)} per rank"
+    yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
+    if text := format_trained_share(pace.trained_share):
+        yield "", f"{text}: the labels of the others do not count"
+    slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
+    yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
+    step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
+    yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
+    if m.mfu is not None and m.peak is not None:
+        whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
+        peak = f"{_format_flop_count(m.peak.flops_per_second)}/s per rank"
+        yield "MFU", f"{100 * m.mfu:.1f} % of {peak} ({m.peak.device}, {m.peak.dtype}, {whence})"
+
+
+def _format_flop_count(count: float) -> str:
+    """Returns a FLOP count with its unit: `1.02e11` -> `102 GFLOP`."""
+    text = format_count(count)
+    return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

@@ -269,20 +269,6 @@ def _moment_text(moment: str) -> str:
     return f"{text}, {number}" if number else text
 
 
-def drive_traffic_lines(prediction: Prediction) -> Iterator[str]:
-    """Yields lines about a step's drive traffic, and the wear per day if the step's time is known."""
-    terms = prediction.offload
-    assert terms is not None, "there is a tier"
-    all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
-    written = format_bytes(terms.disk_written_bytes)
-    yield f"a step reads {format_bytes(terms.disk_read_bytes)}{all_there} and writes {written}"
-    if prediction.has_complete_step_time:
-        a_day = terms.disk_written_bytes / prediction.time.total * 86_400
-        yield f"what is written wears it by {format_count(a_day)}B a day for each rank"
-    else:
-        yield "what is written wears it"
-
-
 def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     terms = prediction.offload
     assert terms is not None, "there is a tier"
@@ -292,7 +278,14 @@ def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "host memory", f"{format_bytes(terms.host_bytes)}{of} per rank{room}"
     if terms.disk_bytes:
         yield "drive", f"{format_bytes(terms.disk_bytes)} per rank"
-        yield from (("", line) for line in drive_traffic_lines(prediction))
+        all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
+        written = format_bytes(terms.disk_written_bytes)
+        yield "", f"a step reads {format_bytes(terms.disk_read_bytes)}{all_there} and writes {written}"
+        wear = "what is written wears it"
+        if prediction.has_complete_step_time:
+            a_day = terms.disk_written_bytes / prediction.time.total * 86_400
+            wear += f" by {format_count(a_day)}B a day for each rank"
+        yield "", wear
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
     yield "  at least", f"{each}, beside each other: {terms.step_bottleneck} binds"

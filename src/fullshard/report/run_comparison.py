@@ -1,17 +1,19 @@
 """Several runs side by side: their figures, and the settings in which they differ."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal, cast
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.charts import INKS, short_names
 from fullshard.report.markup import cell, escape, table
-from fullshard.report.page_charts import INKS, short_names
 from fullshard.report.run_record import RunRecord
-from fullshard.report.settings import differing_settings
 from fullshard.report.verdict import recent_tokens_per_second, recent_trained_share, repeated_steps
+from fullshard.spec.run import Run
 
+_OWN = "run.dir"  # differs between any two runs, and says nothing
 _LAST_SHARE = 1 / 20  # part of the steps that the training loss of a run is the mean of
 
 
@@ -25,50 +27,21 @@ class _Figure:
     best: Literal["lowest", "highest"] | None = None
 
 
-def comparison_verdict(runs: Sequence[RunRecord]) -> str:
-    """Returns the sentences that name the runs with the lowest loss and the highest speed."""
-    sentences: list[str] = []
-    validated = [
-        (value, name) for run, name in _named(runs) if (value := _lowest_validation(run)) is not None
-    ]
-    trained = [(value, name) for run, name in _named(runs) if (value := _last_loss(run)) is not None]
-    rates = [
-        (value, name) for run, name in _named(runs) if (value := recent_tokens_per_second(run)) is not None
-    ]
-    losses, kind = (validated, "validation") if len(validated) == len(runs) else (trained, "training")
-    if len(losses) > 1:
-        (lowest, best), (second, other), *_ = sorted(losses)
-        sentences.append(
-            f"{best} has the lowest {kind} loss, {lowest:.4f}; {other} follows with {second:.4f}."
-        )
-    if len(rates) > 1:
-        (rate, fastest), (next_rate, other), *_ = sorted(rates, reverse=True)
-        factor = f", {rate / next_rate:.2f} times {other}" if next_rate else ""
-        sentences.append(f"{fastest} is the fastest: {format_count(rate)} tokens/s{factor}.")
-    unfinished = [
-        f"{name} ({run.state}, step {run.last_step:,})"
-        for run, name in _named(runs)
-        if run.state != "finished"
-    ]
-    if unfinished:
-        sentences.append(f"Not finished: {', '.join(unfinished)}.")
-    return " ".join(sentences) or f"{len(runs)} runs."
-
-
 def figures_table(runs: Sequence[RunRecord]) -> str:
     """Returns the table of figures, with a column for each run. The best figure of a row is bold."""
-    rows = [[escape("state"), *(escape(run.state) for run in runs)]]
+    rows = [["state", *(run.state for run in runs)]]
     for figure in _FIGURES:
         values = [figure.value(run) for run in runs]
         known = [value for value in values if value is not None]
+        if not known:
+            continue
         best = {"lowest": min, "highest": max}.get(figure.best or "")
-        target = None if best is None or not known else figure.show(best(known))
-        if len({figure.show(value) for value in known}) < 2:
-            target = None
-        if known:
-            shown = ["–" if value is None else figure.show(value) for value in values]
-            cells = [cell(escape(text), "best" if text == target else "") for text in shown]
-            rows.append([escape(figure.label), *cells])
+        target = (
+            figure.show(best(known)) if best is not None and len(set(map(figure.show, known))) > 1 else None
+        )
+        shown = ["–" if value is None else figure.show(value) for value in values]
+        cells = [cell(escape(text), "best" if text == target else "") for text in shown]
+        rows.append([figure.label, *cells])
     return _run_table(runs, rows, corner="")
 
 
@@ -76,14 +49,12 @@ def settings_table(runs: Sequence[RunRecord]) -> str:
     """Returns the table of the settings in which the runs differ, or a sentence without any."""
     plans = [run.plan for run in runs if run.plan is not None]
     if len(plans) < len(runs):
-        without = ", ".join(name for run, name in _named(runs) if run.plan is None)
+        without = ", ".join(
+            name for run, name in zip(runs, short_names(runs), strict=True) if run.plan is None
+        )
         return f"<p>Settings are not known for {escape(without)}: there is no plan."
     rows = [[escape(key), *map(escape, values)] for key, values in differing_settings([p.run for p in plans])]
     return _run_table(runs, rows, corner="setting") if rows else "<p>None: the runs have the same settings."
-
-
-def _named(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:
-    return list(zip(runs, short_names(runs), strict=True))
 
 
 def _run_table(runs: Sequence[RunRecord], rows: list[list[str]], *, corner: str) -> str:
@@ -111,7 +82,7 @@ def _step_seconds(run: RunRecord) -> float | None:
 
 def _error_of_plan(run: RunRecord) -> float | None:
     """Returns how much longer a step took than predicted, in percent."""
-    prediction, seconds = None if run.plan is None else run.plan.prediction, _step_seconds(run)
+    prediction, seconds = run.prediction, _step_seconds(run)
     if (
         prediction is None
         or seconds is None
@@ -131,6 +102,36 @@ def _peak_bytes(run: RunRecord) -> float | None:
     if run.measurement is not None and run.measurement.peak_bytes is not None:
         return run.measurement.peak_bytes.total
     return max(run.metrics.values("peak_bytes"), default=None)
+
+
+def list_settings(run: Run) -> dict[str, str]:
+    """Returns the text of every setting by its dotted key, as in `--set`."""
+    return {key: text for key, text in _flatten(run.model_dump(mode="json"), "") if key != _OWN}
+
+
+def changed_settings(run: Run) -> list[tuple[str, str, str]]:
+    """Returns (key, value, default) of the settings that are not at their defaults."""
+    defaults = list_settings(Run())
+    found = list_settings(run).items()
+    return [(key, text, defaults.get(key, "")) for key, text in found if text != defaults.get(key)]
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Returns (key, value of each run) of the settings in which the runs differ. Absent values are ""."""
+    each = [list_settings(run) for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings)
+    rows = [(key, [settings.get(key, "") for settings in each]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast(Mapping[str, Any], value).items():
+            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        yield key, value
+    else:
+        yield key, json.dumps(value)
 
 
 _FIGURES = (

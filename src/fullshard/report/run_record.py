@@ -1,27 +1,34 @@
 """Everything that a run's directory says about the run, also while it trains and after it died."""
 
-from collections.abc import Callable
+import json
+import math
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.report.kernels import KernelSummary, summarise_last_profile
-from fullshard.report.measured_steps import choose_step, read_predicted_step, read_step
-from fullshard.report.metrics import MetricsReader, StepColumns
+from fullshard.report.step_traces import choose_step, read_step
 from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.hardware import Hardware, Rates
 from fullshard.spec.live_status import LiveStatus
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
 from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.spec.step_spans import ProfiledStep, StepSpan
+from fullshard.spec.step_spans import ProfiledStep
+from fullshard.system.files import open_regular_file
 
+Points: TypeAlias = Sequence[tuple[float, float]]
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
 T = TypeVar("T")
 
@@ -29,6 +36,133 @@ MOST_RANKS = 32
 """Ranks whose profiles are read: each takes up to a second."""
 # A launcher starts ranks again within this time; later, it must have ended, too.
 _RESTART_SECONDS = 300.0
+
+
+_NAMES = (
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "trained_tokens",
+    "tokens_per_second",
+    "seconds",
+    "data_seconds",
+    "skipped",
+    "mfu",
+    "peak_bytes",
+    "host_bytes",
+    "resident_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "allocator_retries",
+    "fragmentation",
+)
+_LONGEST_LINE_BYTES = 1 << 16
+_LARGEST_STEP = 2**53  # which a float holds exactly
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """Figures by step. Values that were not measured, or are not finite, are NaN.
+
+    steps: numbers of the steps, ascending
+    columns: values by name, each as long as `steps`. See `fullshard.jobs.progress.StepMetrics`, and
+        `fullshard.profiler.live_memory.LiveMemoryMeter` for those of rank 0's memory.
+    """
+
+    steps: "array[float]" = field(default_factory=lambda: array("d"))
+    columns: "dict[str, array[float]]" = field(
+        default_factory=lambda: {name: array("d") for name in _NAMES},
+    )
+
+    @property
+    def last_step(self) -> int | None:
+        return int(self.steps[-1]) if self.steps else None
+
+    def points(self, name: str) -> Points:
+        """Returns (step, value) of the steps in which `name` was measured."""
+        values = self.columns[name]
+        return [(step, one) for step, one in zip(self.steps, values, strict=True) if not math.isnan(one)]
+
+    def values(self, name: str) -> list[float]:
+        """Returns the measured values of `name`, in the order of steps."""
+        return [value for value in self.columns[name] if not math.isnan(value)]
+
+    def skipped_steps(self) -> list[int]:
+        """Returns the steps that updated nothing."""
+        return [int(step) for step, skipped in self.points("skipped") if skipped]
+
+
+class MetricsReader:
+    """Reads the lines of a `metrics.jsonl` that were added since the last call, also while a run writes it.
+
+    columns: the figures so far. If a step has several lines, the last counts: a resumed run repeats steps.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start_again()
+
+    def read_new_lines(self) -> None:
+        """Adds all whole lines that are new. Starts again if the file was replaced. Raises OSError."""
+        try:
+            with open(self._path, "rb", opener=open_regular_file) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._start_again()
+                self._inode = status.st_ino
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # the rest is written later
+                    self._offset += len(line)
+                    self._add_line(line)
+        except FileNotFoundError:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self.columns, self._inode, self._offset = StepColumns(), 0, 0
+
+    def _add_line(self, line: bytes) -> None:
+        fields = _parse_line(line)
+        step = _number(fields.get("step"))
+        if not 0 < step <= _LARGEST_STEP:
+            return
+        steps = self.columns.steps
+        place = bisect_left(steps, step) if steps and step <= steps[-1] else len(steps)
+        is_known = place < len(steps) and steps[place] == step
+        if not is_known:
+            steps.insert(place, step)
+        for name, column in self.columns.columns.items():
+            value = _number(fields.get(name))
+            if is_known:
+                column[place] = value
+            else:
+                column.insert(place, value)
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    if len(line) > _LONGEST_LINE_BYTES or not line.endswith(b"\n"):
+        return {}
+    try:
+        fields: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
+
+
+def _number(value: object) -> float:
+    """Returns a finite number as float, and NaN for anything else."""
+    if not isinstance(value, int | float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 @dataclass(frozen=True)
@@ -43,7 +177,6 @@ class RunRecord:
     events: empty for a run of a version that did not write any
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
     measured_steps: the last profiled step on each rank, at most MOST_RANKS; empty for a run without profiles
-    predicted_step: spans of the planned step; empty if it is not known
     live: live.json of the last attempt; None if the run has no such file
     kernels: times by kind of kernel in the last profiled step; None without a profile
     unreadable: names of records that are there, and that this version cannot read
@@ -58,7 +191,6 @@ class RunRecord:
     saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
     measured_steps: tuple[ProfiledStep, ...] = ()
-    predicted_step: tuple[StepSpan, ...] = ()
     live: LiveStatus | None = None
     kernels: KernelSummary | None = None
 
@@ -66,6 +198,10 @@ class RunRecord:
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
         return self.metrics.last_step or 0
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return None if self.plan is None else self.plan.prediction
 
     @property
     def steps(self) -> int | None:
@@ -141,7 +277,6 @@ def read_run(
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
         measured_steps=() if is_brief else _read_last_step(directory),
-        predicted_step=() if is_brief else read_predicted_step(directory),
         live=live if live is not None and live.attempt == attempts else None,
         kernels=None if is_brief else summarise_last_profile(directory, rates=rates),
     )

@@ -1,16 +1,18 @@
-"""Sentences about a run: how it ended, what it learnt, and how it compares with its plan."""
+"""Sentences about a run: its events, how it ended, what it learnt, and how it compares with its plan."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.report.markup import percent_text
 from fullshard.report.plan import mesh_text
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.event import RunEvent
 from fullshard.spec.prediction import CALIBRATION_MARKS
 
 _AS_PLANNED_PERCENT = 2.0
+_LARGEST = 1e30
 RECENT_STEPS = 50
 """Number of last steps by which the speed of a run is judged."""
 
@@ -122,7 +124,7 @@ def _loss_sentences(run: RunRecord) -> Iterator[str]:
 
 
 def _plan_sentences(run: RunRecord) -> Iterator[str]:
-    rate, prediction = recent_tokens_per_second(run), None if run.plan is None else run.plan.prediction
+    rate, prediction = recent_tokens_per_second(run), run.prediction
     if rate is not None:
         planned = None
         if prediction is not None and prediction.has_complete_step_time:
@@ -151,3 +153,89 @@ def _against_plan(value: float, planned: float | None) -> str:
 
 def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def describe_event(event: RunEvent) -> str:
+    """Returns what happened, as one sentence without its step."""
+    describe = _SENTENCES.get(event.event)
+    if describe is not None:
+        return describe(event, event.details)
+    known = ", ".join(f"{key} {value}" for key, value in event.details.items())
+    return f"{event.event}: {known}" if known else event.event
+
+
+def _describe_start(event: RunEvent, details: Mapping[str, object]) -> str:
+    return f"started on {details.get('ranks')} {details.get('device')} ranks ({details.get('process')})"
+
+
+def _describe_save(event: RunEvent, details: Mapping[str, object]) -> str:
+    seconds, stalled = _number(details.get("seconds")), _number(details.get("stalled_seconds"))
+    took = "" if seconds is None else f" in {format_seconds(seconds)}"
+    if stalled is not None and stalled != seconds:
+        took += f", while training waited {format_seconds(stalled)}"
+    return f"saved {details.get('path')}{took}"
+
+
+def _describe_skip(event: RunEvent, details: Mapping[str, object]) -> str:
+    loss, norm = (_figure(details.get(name)) for name in ("loss", "grad_norm"))
+    why = "stood out" if event.event == "spike" else "was not finite"
+    return f"left out, for it {why}: loss {loss}, gradient norm {norm}"
+
+
+def _describe_rollback(event: RunEvent, details: Mapping[str, object]) -> str:
+    loss, norm = (_figure(details.get(name)) for name in ("loss", "grad_norm"))
+    return f"rolled back to step {details.get('to_step')}: loss {loss}, gradient norm {norm}"
+
+
+def _describe_straggler(event: RunEvent, details: Mapping[str, object]) -> str:
+    seconds, share = _number(details.get("seconds")), _number(details.get("share"))
+    per_step = f", {format_seconds(seconds)} per step" if seconds and seconds > 0 else ""
+    per_step += f" ({percent_text(share, 1.0)})" if per_step and share else ""
+    since = f" from step {first:,}" if isinstance(first := details.get("from_step"), int) else ""
+    return f"rank {details.get('rank')} held the others up{since}: {details.get('cause')}{per_step}"
+
+
+def _describe_leak(event: RunEvent, details: Mapping[str, object]) -> str:
+    growth = format_bytes(_number(details.get("bytes_per_step")) or 0)
+    return f"rank {details.get('rank')} leaks {details.get('memory')}: {growth} per step"
+
+
+def _describe_out_of_memory(event: RunEvent, details: Mapping[str, object]) -> str:
+    held = format_bytes(_number(details.get("held_bytes")) or 0)
+    where = f"in {details.get('phase')}, while it held {held} of tensors"
+    return f"rank {details.get('rank')} ran out of memory {where}; see {details.get('path')}"
+
+
+def _number(value: object) -> float | None:
+    """Returns a number of a reasonable size, and None for anything else."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
+
+
+def _figure(value: object) -> str:
+    number = _number(value)
+    return "not finite" if number is None else f"{number:.4g}"
+
+
+_SENTENCES: Mapping[str, Callable[[RunEvent, Mapping[str, object]], str]] = {
+    "start": _describe_start,
+    "resume": lambda event, details: f"resumed after this step, on {details.get('ranks')} ranks",
+    "save": _describe_save,
+    "save_failed": lambda event, details: f"NOT SAVED: {details.get('error')}",
+    "skip": _describe_skip,
+    "spike": _describe_skip,
+    "rollback": _describe_rollback,
+    "straggler": _describe_straggler,
+    "straggler_over": lambda event, details: (
+        f"rank {details.get('rank')} no longer did: {details.get('cause')}"
+    ),
+    "leak": _describe_leak,
+    "allocator_retry": lambda event, details: (
+        f"rank {details.get('rank')}'s allocator freed its cache, {details.get('count')} times in 20 steps"
+    ),
+    "out_of_memory": _describe_out_of_memory,
+    "fault": lambda event, details: fault_text(event),
+    "restart": lambda event, details: f"restart {details.get('count')} of {details.get('allowed')}",
+    "signal": lambda event, details: f"the launcher received {details.get('signal')}",
+    "stop": lambda event, details: f"stopped, {'and saved' if details.get('saved') else 'without a save'}",
+    "end": lambda event, details: f"finished: loss {_figure(details.get('loss'))}",
+}

@@ -10,10 +10,10 @@ from typing import Any
 from rich.text import Text
 
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
-from fullshard.report.event_table import describe_event
 from fullshard.report.run_record import RunRecord
 from fullshard.report.verdict import (
     RECENT_STEPS,
+    describe_event,
     fault_text,
     recent_tokens_per_second,
     recent_trained_share,
@@ -69,7 +69,7 @@ class WatchedRun:
 
     @property
     def prediction(self) -> Prediction | None:
-        return None if self.record.plan is None else self.record.plan.prediction
+        return self.record.prediction
 
     @property
     def seconds_left(self) -> float | None:

@@ -1,7 +1,9 @@
-"""Finds and reads the profiled steps of a run, and the planned step beside them."""
+"""The profiled steps of a run and its planned step, and traces of them for https://ui.perfetto.dev."""
 
+import gzip
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fullshard.errors import SpecError
@@ -13,6 +15,9 @@ from fullshard.system.files import open_regular_file
 
 _PROFILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")
 _MOST_BYTES = 16 << 20  # of the planned step
+_PROGRAM = {"program": "fullshard"}
+_SIGN = json.dumps({"otherData": _PROGRAM})[:-2].encode()  # how a trace of fullshard's begins
+_NANOSECONDS = 1_000_000_000
 
 
 def list_profiles(directory: Path) -> dict[int, dict[int, Path]]:
@@ -103,3 +108,51 @@ def _list_text(steps: list[int]) -> str:
     """Returns the steps; of more than eight, the first three and the last three."""
     shown = [f"{one}" for one in steps]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", *shown[-3:]])
+
+
+def save_trace(
+    path: Path, processes: Mapping[str, Sequence[StepSpan]], *, about: Mapping[str, str] | None = None
+) -> None:
+    """Writes a trace in the format of Chrome's viewer, compressed if the name ends in `.gz`. Raises OSError.
+
+    processes: name of each process of the trace -> its spans; each of their tracks is a thread
+    about: further facts, by name, for the trace's information page
+    """
+    events: list[dict[str, object]] = []
+    for process, (name, spans) in enumerate(processes.items(), 1):
+        events += _process_events(name, spans, process=process)
+    trace = {"otherData": {**_PROGRAM, **(about or {})}, "displayTimeUnit": "ms", "traceEvents": events}
+    text = json.dumps(trace, separators=(", ", ": ")).encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.name.endswith(".gz") else text)
+
+
+def check_is_trace(path: Path) -> None:
+    """Raises SpecError if `path` is not a trace that `save_trace` wrote."""
+    try:
+        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+            begins = file.read(len(_SIGN))
+    except (EOFError, gzip.BadGzipFile):
+        begins = b""
+    if begins != _SIGN:
+        raise SpecError(f"{path} is not a trace of fullshard's.")
+
+
+def _process_events(name: str, spans: Sequence[StepSpan], *, process: int) -> Iterator[dict[str, object]]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    tracks = sorted({span.track for span in spans}, key=lambda track: (track != "compute", track))
+    # Perfetto shows the thread that has its process's number first.
+    threads = {track: process + index for index, track in enumerate(tracks)}
+    for track, thread in threads.items():
+        at = {"pid": process, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **at, "args": {"name": track}}
+        yield {"ph": "M", "name": "thread_sort_index", **at, "args": {"sort_index": thread}}
+    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
+        # Both ends are rounded before they are subtracted: a viewer drops spans that overlap in part.
+        begin, end = round(span.begin * _NANOSECONDS), round(span.end * _NANOSECONDS)
+        name = span.name if span.unit is None else f"{span.name} ({span.unit})"
+        event: dict[str, object] = {"ph": "X", "name": name, "cat": span.name}
+        event |= {"pid": process, "tid": threads[span.track]}
+        event |= {"ts": begin / 1000, "dur": (end - begin) / 1000}  # microseconds
+        args = {"unit": span.unit, "microbatch": span.microbatch}
+        yield event | {"args": {key: value for key, value in args.items() if value is not None}}

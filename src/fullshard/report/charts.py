@@ -1,0 +1,357 @@
+"""The charts of the page of `fullshard report --html`, as SVG, and the values that its pointer reads."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fullshard.quantities import format_count
+from fullshard.report.markup import escape
+from fullshard.report.run_record import Points, RunRecord
+from fullshard.report.verdict import describe_event
+
+INKS = 6
+"""Number of colours of curves in `page.css`."""
+_LEFT, _RIGHT, _TOP, _BELOW = 52, 118, 26, 18  # margins for labels, in pixels of the viewBox
+_LANE, _LABEL = 13, 12  # heights of a row of marks, and of a label
+_MARK_COLUMN = 9.0  # marks nearer than this share one sign
+_LONGEST_NAME = 17  # characters, for the right margin
+# Points of a curve that are drawn, and that the pointer reads: of all runs together, so that the page of
+# several runs is not much larger.
+_DRAWN, _READ, _LEAST_POINTS = 200, 240, 40
+# Steps from which a curve is smoothed; and the fraction of a curve on either side of a smoothed point.
+_SMOOTH_FROM, _REACH = 40, 1 / 80
+_LOG_FROM = 3.0  # a logarithmic axis is chosen if the values span at least this factor
+_MOST_TICKS = 5
+_LANES = {
+    "save": "saved",
+    "resume": "resumed",
+    "skip": "not finite",
+    "spike": "stood out",
+    "rollback": "rolled back",
+    "straggler": "held up",
+    "leak": "leak",
+    "fault": "fault",
+}
+
+
+def draw_charts(runs: Sequence[RunRecord]) -> str:
+    """Returns the charts of the runs over one axis of steps, and the values that the pointer reads."""
+    firsts = [run.metrics.steps[0] for run in runs if run.metrics.steps]
+    if not firsts:
+        return ""
+    first, last = min(firsts), max(run.last_step for run in runs)
+    charts = [
+        chart for chart in (_loss_chart(runs), *_small_charts(runs)) if any(c.points for c in chart.curves)
+    ]
+    drawn = [
+        f'<div class="{"wide" if chart.key == "loss" else "small"}">{chart.draw(first, last)}</div>'
+        for chart in charts
+    ]
+    count = max(_LEAST_POINTS, _READ // len(runs))
+    lines = [
+        _readable_values(chart.key, curve, count=count)
+        for chart in charts
+        for curve in chart.curves
+        if curve.points and curve.label is not None
+    ]
+    data = json.dumps({"first": first, "last": last, "lines": lines}, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # which could end the element
+    return (
+        f'<div class="charts">{"".join(drawn)}</div><script type="application/json" id="data">{data}</script>'
+    )
+
+
+def short_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Returns the runs' names without the directories that all have in common, short enough for a label."""
+    parts = [run.name.split("/") for run in runs]
+    common = 0
+    while len(runs) > 1 and all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
+        common += 1
+    names = ["/".join(one[common:]) for one in parts]
+    half = _LONGEST_NAME // 2
+    return [name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half:]}" for name in names]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A curve of a chart.
+
+    label: text at its end; None for a curve without, which the pointer does not read
+    ink: CSS class of its colour
+    smooth: the smoothed curve; `points` are then drawn thin
+    is_dotted: draws points as circles, without a line
+    """
+
+    label: str | None
+    points: Points
+    ink: str
+    smooth: Points | None = None
+    is_dotted: bool = False
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A chart.
+
+    key: name under which the page's data has its values
+    show: formats a value for a label
+    rule: (value, label) of a horizontal line, such as a prediction
+    lanes: rows of marks below the axis: CSS class, label, and the (step, text) of each mark
+    size: width and height of the area of the curves, in pixels
+    from_zero: whether the axis starts at 0; else it fits the values, and may be logarithmic
+    """
+
+    key: str
+    title: str
+    curves: Sequence[_Curve]
+    show: Callable[[float], str]
+    rule: tuple[float, str] | None = None
+    lanes: Sequence[tuple[str, str, Sequence[tuple[float, str]]]] = ()
+    size: tuple[int, int] = (400, 116)
+    from_zero: bool = False
+
+    def draw(self, first: float, last: float) -> str:
+        """Returns the chart of the steps from `first` to `last` as an SVG element."""
+        width, height = self.size
+        values = [value for curve in self.curves for _, value in curve.points]
+        axis = _Axis(
+            [*values, self.rule[0]] if self.rule else values, height=height, from_zero=self.from_zero
+        )
+
+        def place(step: float) -> float:
+            return (step - first) / max(last - first, 1) * width
+
+        foot = height + (7 + _LANE * len(self.lanes) if self.lanes else 0)
+        parts = [
+            f'<svg viewBox="{-_LEFT} {-_TOP} {width + _LEFT + _RIGHT} {foot + _TOP + _BELOW}" '
+            f'data-key="{self.key}" data-width="{width}" role="img" aria-label="{escape(self.title)}">'
+            f'<text class="title" x="{-_LEFT}" y="-12">{escape(self.title)}</text>'
+            f'<text class="readout" x="{width + _RIGHT}" y="-12"></text>'
+            f'<text x="0" y="{foot + 13}">{first:,.0f}</text>'
+            f'<text class="end" x="{width}" y="{foot + 13}">step {last:,.0f}</text>'
+        ]
+        for tick in axis.ticks():
+            y = axis.y(tick)
+            parts.append(f'<path class="grid" d="M0 {y:.1f}H{width}"/>')
+            parts.append(f'<text class="tick" x="-6" y="{y + 3.5:.1f}">{escape(self.show(tick))}</text>')
+        if self.rule is not None:
+            parts.append(f'<path class="rule" d="M0 {axis.y(self.rule[0]):.1f}H{width}"/>')
+        count = max(_LEAST_POINTS, _DRAWN * width // 400 // sum(not one.is_dotted for one in self.curves))
+        for curve in self.curves:
+            parts += _draw_curve(curve, axis, place=place, count=count)
+        parts += self._draw_labels(axis)
+        parts += self._draw_lanes(place)
+        return "".join([*parts, f'<line class="hair" y1="0" y2="{foot}"/></svg>'])
+
+    def _draw_labels(self, axis: "_Axis") -> Iterator[str]:
+        """Yields the labels at the ends of the curves, moved apart where they would overlap."""
+        ends = [
+            (one.ink, one.label, (one.smooth or one.points)[-1][1])
+            for one in self.curves
+            if one.points and one.label is not None
+        ]
+        found = [(axis.y(value), ink, f"{label} {self.show(value)}".strip()) for ink, label, value in ends]
+        if self.rule is not None:
+            found.append((axis.y(self.rule[0]), "plan", self.rule[1]))
+        found.sort()
+        lowest = self.size[1] + 4.0
+        places: list[float] = []
+        for y, *_ in found:
+            places.append(max(y, places[-1] + _LABEL if places else -_TOP))
+        for index in reversed(range(len(places))):  # push up what would be below the axis
+            places[index] = min(places[index], lowest)
+            lowest = places[index] - _LABEL
+        for y, (_, ink, label) in zip(places, found, strict=True):
+            at = f'x="{self.size[0] + 6}" y="{y + 3.5:.1f}"'
+            yield f'<text class="label {ink}" {at}>{escape(label)}</text>'
+
+    def _draw_lanes(self, place: Callable[[float], float]) -> Iterator[str]:
+        """Yields rows of marks. Marks that would overlap share the sign of the first."""
+        for row, (kind, label, marks) in enumerate(self.lanes):
+            y = self.size[1] + 16 + _LANE * row
+            columns: dict[int, list[tuple[float, str]]] = {}
+            for step, text in sorted(marks):
+                columns.setdefault(math.floor(place(step) / _MARK_COLUMN), []).append((step, text))
+            for found in columns.values():
+                more = "" if len(found) == 1 else f" … {found[-1][1]} ({len(found)})"
+                title = f"<title>{escape(found[0][1] + more)}</title>"
+                x = place(found[0][0])
+                yield f'<circle class="sign {kind}" cx="{x:.1f}" cy="{y}" r="3.5">{title}</circle>'
+            yield f'<text class="{kind}" x="{self.size[0] + 10}" y="{y + 3.5}">{escape(label)}</text>'
+
+
+class _Axis:
+    """The vertical axis: places values between its foot, at y = height, and its top, at y = 0."""
+
+    def __init__(self, values: Sequence[float], *, height: int, from_zero: bool) -> None:
+        self._low, self._high, self._height = min(values), max(values), height
+        self._is_log = not from_zero and self._low > 0 and self._high >= _LOG_FROM * self._low
+        self._low = min(0.0, self._low) if from_zero else self._low
+
+    def y(self, value: float) -> float:
+        low, high = self._low, self._high
+        if self._is_log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self._height * (1 - min(max(share, 0.0), 1.0))
+
+    def ticks(self) -> list[float]:
+        """Returns round values within the axis, two to five where there are that many."""
+        low, high = self._low, self._high
+        if self._is_log:
+            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+            ticks = [tick for tick in ticks if low <= tick <= high]
+            if len(ticks) >= 2:
+                return ticks[:: -(-len(ticks) // _MOST_TICKS)]
+        raw = (high - low) / 4
+        if not raw > 0:
+            return [low]
+        unit = 10.0 ** math.floor(math.log10(raw))
+        distance = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw * 0.999)
+        first = math.ceil(low / distance - 1e-9)
+        return [index * distance for index in range(first, math.floor(high / distance + 1e-9) + 1)]
+
+
+def _draw_curve(curve: _Curve, axis: _Axis, *, place: Callable[[float], float], count: int) -> Iterator[str]:
+    def path(points: Points) -> str:
+        spots = [f"{place(step):.1f} {axis.y(value):.1f}" for step, value in points]
+        return f"M{'L'.join(spots if len(spots) > 1 else spots * 2)}"
+
+    if curve.is_dotted:
+        for step, value in _thin_evenly(curve.points, count):
+            yield f'<circle class="{curve.ink}" cx="{place(step):.1f}" cy="{axis.y(value):.1f}" r="3"/>'
+        return
+    if not curve.points:
+        return
+    thin = " thin" if curve.smooth else ""
+    yield f'<path class="{curve.ink}{thin}" d="{path(_thin_to_extremes(curve.points, count))}"/>'
+    if curve.smooth:
+        yield f'<path class="{curve.ink}" d="{path(_thin_evenly(curve.smooth, count))}"/>'
+
+
+def _thin_to_extremes(points: Points, columns: int) -> Points:
+    """Returns at most 2 * columns of the points: the lowest and the highest of each column.
+
+    A curve of any length so keeps a constant size, and every spike that is in it.
+    """
+    if len(points) <= 2 * columns:
+        return points
+    kept: list[tuple[float, float]] = []
+    for column in range(columns):
+        part = points[column * len(points) // columns : (column + 1) * len(points) // columns]
+        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return kept
+
+
+def _thin_evenly(points: Points, count: int) -> Points:
+    """Returns at most `count` of the points, at equal distances, with the first and the last."""
+    if len(points) <= count:
+        return points
+    return [points[index * (len(points) - 1) // (count - 1)] for index in range(count)]
+
+
+def _smooth(points: Points) -> Points | None:
+    """Returns the mean of each point and equally many on either side; None for few points.
+
+    The window is symmetric everywhere, so the curve lags behind nothing.
+    """
+    if len(points) < _SMOOTH_FROM:
+        return None
+    reach = max(1, round(len(points) * _REACH))
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    smooth: list[tuple[float, float]] = []
+    for index, (step, _) in enumerate(points):
+        side = min(reach, index, len(points) - 1 - index)
+        low, high = index - side, index + side + 1
+        smooth.append((step, (sums[high] - sums[low]) / (high - low)))
+    return smooth
+
+
+def _curves(
+    runs: Sequence[RunRecord], key: str, *, factor: float = 1.0, is_smoothed: bool = False, label: str = ""
+) -> list[_Curve]:
+    """Returns the curve of each run. `label` is for a run alone: of several, each has its name."""
+    curves: list[_Curve] = []
+    for index, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
+        points: Points = [(step, value * factor) for step, value in run.metrics.points(key)]
+        smooth = _smooth(points) if is_smoothed else None
+        if smooth is not None and len(runs) > 1:  # several thin curves would cover each other
+            points, smooth = smooth, None
+        curves.append(_Curve(label if len(runs) == 1 else name, points, f"c{index % INKS}", smooth))
+    return curves
+
+
+def _loss_chart(runs: Sequence[RunRecord]) -> _Chart:
+    curves = _curves(runs, "loss", is_smoothed=True, label="train")
+    for run, curve in zip(runs, list(curves), strict=True):
+        validated = run.metrics.points("validation_loss")
+        # Of several runs, the label of the run's curve is enough.
+        label, ink = ("validation", "c2") if len(runs) == 1 else (None, curve.ink)
+        curves.append(_Curve(label, validated, ink, is_dotted=True))
+    is_smoothed = len(runs) == 1 and curves[0].smooth
+    return _Chart(
+        key="loss",
+        title="loss (thin: each step; thick: mean of the steps around it)" if is_smoothed else "loss",
+        curves=curves,
+        show=lambda value: f"{value:.4g}",
+        lanes=_event_lanes(runs[0]) if len(runs) == 1 else (),
+        size=(950, 230),
+    )
+
+
+def _event_lanes(run: RunRecord) -> list[tuple[str, str, list[tuple[float, str]]]]:
+    """Returns the rows of marks for the events of the run whose step is known."""
+    marks: dict[str, list[tuple[float, str]]] = {kind: [] for kind in _LANES}
+    for event in run.of_kind(*_LANES):
+        if event.step is not None and event.event != "save":
+            marks[event.event].append((event.step, f"step {event.step:,}: {describe_event(event)}"))
+    marks["save"] = [(step, f"saved after step {step:,}") for step in run.saved_steps]
+    if not run.events:
+        marks["skip"] = [(step, f"step {step:,} was skipped") for step in run.metrics.skipped_steps()]
+    labels = _LANES if run.events else _LANES | {"skip": "skipped"}
+    return [(kind, labels[kind], found) for kind, found in marks.items() if found]
+
+
+def _small_charts(runs: Sequence[RunRecord]) -> Iterator[_Chart]:
+    rate, planned = _curves(runs, "tokens_per_second", is_smoothed=True), runs[0].prediction
+    rule = None
+    if len(runs) == 1 and planned is not None and planned.has_complete_step_time:
+        rule = (planned.tokens_per_second, f"planned {format_count(planned.tokens_per_second)}")
+    yield _Chart("tokens_per_second", "tokens/s of all ranks", rate, format_count, rule, from_zero=True)
+    yield _Chart("grad_norm", "gradient norm, before clipping", _curves(runs, "grad_norm"), _show_figure)
+    rate = _curves(runs, "learning_rate")
+    yield _Chart("learning_rate", "learning rate", rate, _show_figure, from_zero=True)
+    waits = [value for run in runs for value in run.metrics.values("data_seconds")]
+    unit, factor = ("ms", 1e3) if max(waits, default=0.0) < 1.0 else ("s", 1.0)
+    waiting = _curves(runs, "data_seconds", factor=factor)
+    yield _Chart("data_seconds", f"waiting for data, {unit} a step", waiting, _show_figure, from_zero=True)
+    key, title = "host_bytes", "live host memory after each step on rank 0"
+    if any(run.metrics.values("peak_allocated_bytes") for run in runs):
+        key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
+    most = max((value for run in runs for value in run.metrics.values(key)), default=0.0)
+    unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
+    yield _Chart(key, f"{title}, {unit}", _curves(runs, key, factor=1 / size), _show_figure, from_zero=True)
+
+
+def _readable_values(key: str, curve: _Curve, *, count: int) -> dict[str, object]:
+    """Returns the steps and values of a curve that the page's script shows at the pointer."""
+    points = _thin_evenly(curve.points, count)
+    return {
+        "key": key,
+        "label": curve.label,
+        "steps": [step for step, _ in points],
+        "values": [float(f"{value:.5g}") for _, value in points],
+        "every": not curve.is_dotted,
+    }
+
+
+def _show_figure(value: float) -> str:
+    """Returns a figure in as few characters as an axis has room for: `0.0003` -> `3e-4`."""
+    if value and not 1e-3 <= abs(value) < 1e5:
+        digits, power = f"{value:.1e}".split("e")
+        return f"{digits.removesuffix('.0')}e{int(power)}"
+    return f"{value:.3g}"
