@@ -38,9 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.models.decoder import DecoderModel
+from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.loss import next_token_loss
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("ours", "deepspeed")
@@ -198,7 +198,7 @@ def batches(run: Run, *, rank: int, ranks: int) -> Iterator[dict[str, Tensor]]:
 
 
 def train_ours(run: Run, asked: argparse.Namespace) -> None:
-    from fullshard.sharding.mesh import process_group
+    from fullshard.parallel.mesh import process_group
     from fullshard.training.loop import train
     from fullshard.training.optimizer import build_optimizer
     from fullshard.training.shard import shard
@@ -227,7 +227,7 @@ def train_ours(run: Run, asked: argparse.Namespace) -> None:
 def train_deepspeed(run: Run, asked: argparse.Namespace) -> None:
     import deepspeed
 
-    from fullshard.sharding.materialize import materialize
+    from fullshard.parallel.materialize import materialize
 
     deepspeed.init_distributed(dist_backend="gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Injects every fault of tests/checks/faults.py, and prints which checks found it, as tables of Markdown.
+"""Injects every fault of tests/jobs/checks/faults.py, and prints which checks found it, in Markdown.
 
 $ python -m bench.check
 """
@@ -7,9 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.checks.faults import FAULTS, GROUP_OF, problems
-from tests.checks.test_families import complaints
 from tests.fakes.families import FAMILIES
+from tests.jobs.checks.faults import FAULTS, GROUP_OF, problems
+from tests.jobs.checks.test_families import complaints
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ import xxhash
 
 from fullshard.checkpoint import BackgroundSaver, load, save
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import shard
-from fullshard.sharding.mesh import process_group
+from fullshard.parallel.apply import shard
+from fullshard.parallel.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train

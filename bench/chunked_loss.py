@@ -14,10 +14,10 @@ import torch
 
 from fullshard.models.chunked_loss import chunked_cross_entropy
 from fullshard.models.decoder import DecoderModel
-from fullshard.profiler.memory import measure_peak_memory
+from fullshard.observe.memory import measure_peak_memory
+from fullshard.parallel.materialize import materialize
 from fullshard.quantities import format_bytes
-from fullshard.sharding.materialize import materialize
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 
 LENGTH = 1024
 

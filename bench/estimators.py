@@ -21,11 +21,11 @@ from runs import settings
 from torch import nn
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.planner.memory import peak_bytes
+from fullshard.models.loss import next_token_loss
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.memory import peak_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
 
 
 def accelerate_bytes(model: nn.Module, plan: Plan) -> float:

@@ -3,7 +3,7 @@
     PYTHONPATH=. python bench/leaks.py [--steps 150]
 
 Ten kinds of runs on two CPU ranks, each without a leak and with one of 1 MiB per step on rank 1. Prints the
-events `leak` of each: (step, rank, bytes per step). Thresholds: `fullshard.jobs.memory_watch`.
+events `leak` of each: (step, rank, bytes per step). Thresholds: `fullshard.observe.memory_watch`.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fullshard.jobs.train import run_job
-from fullshard.spec.event import read_events
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import read_events
+from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import EVENTS
-from tests.jobs.test_memory_watch import KEPT
+from tests.observe.test_memory_watch import KEPT
 from tests.ranks import Workers
 
 MODEL = ("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32", "data.sequence_length=16")
@@ -53,7 +53,7 @@ def main() -> None:
         for leaks in (False, True):
             with tempfile.TemporaryDirectory() as directory:
                 settings = (f"train.steps={steps}", f"run.seed={100 + number}", *kind)
-                settings += ("train.loss=tests.jobs.test_memory_watch:leaking_loss",) if leaks else ()
+                settings += ("train.loss=tests.observe.test_memory_watch:leaking_loss",) if leaks else ()
                 pool.run(train, f"{directory}/run", settings)
                 events = read_events(Path(directory, "run", EVENTS))
             found = [(one.step, one.details) for one in events if one.event == "leak"]

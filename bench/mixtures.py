@@ -26,7 +26,7 @@ from fullshard.distributed.row_exchange import exchange_rows
 from fullshard.models.decoder import Attention, DecoderModel, Mixture, RotateByPosition
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.models.experts import multiply_groups
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 
 
 class PaddedExperts(nn.Module):

@@ -12,15 +12,15 @@ import torch
 from runs import settings
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.planner.candidate_costs import add_workspace_bytes, allocator_reserve_bytes
-from fullshard.planner.memory import peak_bytes
-from fullshard.planner.step_time import predict_terms
-from fullshard.spec.hardware import Hardware
-from fullshard.spec.hardware_text import hardware_on
+from fullshard.models.loss import choose_loss
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.memory import peak_bytes
+from fullshard.planner.predict.step_time import predict_terms
+from fullshard.planner.search.candidate_costs import add_workspace_bytes, allocator_reserve_bytes
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import choose_loss
 
 CHIP = "H200"  # what settings for a GPU were measured on
 

@@ -23,19 +23,19 @@ from torch import nn
 from fullshard.errors import FullshardError
 from fullshard.models.chunked_loss import AUTO_ROWS
 from fullshard.models.decoder import DecoderModel
-from fullshard.planner.roofline import phase_costs
-from fullshard.planner.schedule import build_schedule
-from fullshard.planner.search import predict
-from fullshard.spec.catalog import find_catalog_entry_of_chip
-from fullshard.spec.certainty import speed_certainty
-from fullshard.spec.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
-from fullshard.spec.hardware_text import catalog_chip_hardware, hardware_on
+from fullshard.models.loss import Loss, next_token_loss
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.roofline import phase_costs
+from fullshard.planner.predict.schedule import build_schedule
+from fullshard.planner.search.search import predict
+from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
+from fullshard.spec.machine.certainty import speed_certainty
+from fullshard.spec.machine.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
+from fullshard.spec.machine.hardware_text import catalog_chip_hardware, hardware_on
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import Loss, next_token_loss
+from fullshard.spec.settings.model_section import DecoderConfig
 
 ROWS = Path(__file__).with_name("published.toml")
 PREDICTED_SETS = range(8)  # 0: the rows beside which the rates were made

@@ -29,11 +29,11 @@ from torch import Tensor
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
-from fullshard.profiler.memory import measure_peak_memory
-from fullshard.sharding.mesh import RankInfo, process_group
+from fullshard.models.loss import choose_loss
+from fullshard.observe.memory import measure_peak_memory
+from fullshard.parallel.mesh import RankInfo, process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 
 
 class SpelledNorm(nn.Module):

@@ -4,7 +4,7 @@
 
 In each window of steps, at most one rank is delayed by 100 to 200 ms per step, for one cause. Prints for each
 cause how often the right rank and cause were named, nothing, or anything else. `chrt -r 1` before the command
-keeps other programs off the cores. The thresholds are those of `fullshard.survival.stragglers`; the seeds are
+keeps other programs off the cores. The thresholds are those of `fullshard.observe.stragglers`; the seeds are
 not those with which these were chosen.
 """
 
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.ranges import OwnClock, run_own_clock
-from fullshard.jobs.run_log import RunLog
-from fullshard.jobs.straggler_watch import StragglerWatch
-from fullshard.sharding.mesh import process_group
+from fullshard.observe.run_log import RunLog
+from fullshard.observe.straggler_watch import StragglerWatch
+from fullshard.observe.stragglers import StragglerCause
+from fullshard.parallel.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
-from fullshard.survival.stragglers import StragglerCause
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard

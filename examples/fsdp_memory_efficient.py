@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/fsdp_memory_efficient.py
 import torch
 
 import fullshard as fs
-from fullshard.profiler.memory import measure_peak_memory
+from fullshard.observe.memory import measure_peak_memory
 from fullshard.quantities import format_bytes
 
 SMALL = ["model.layers=4", "model.d_model=64", "model.d_ff=192", "data.sequence_length=64", "train.steps=2"]

@@ -17,7 +17,7 @@ from fullshard.spec.run import Run
 from fullshard.data.build import build_data
 from fullshard.training.adamw8bit import import_adamw8bit_class
 
-from fullshard.sharding.fp8 import import_float8
+from fullshard.parallel.fp8 import import_float8
 
 made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: import_adamw8bit_class()}
 made_by["precision"] = lambda _: import_float8()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.presets import preset_or_none
 from fullshard.spec.pretrained import read_config
+from fullshard.spec.records.measurement import model_flops_per_token
 from fullshard.spec.run import Run
 
 ROOT = Path(__file__).parents[1]

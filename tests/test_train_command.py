@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE
-from fullshard.spec.measurement import Measurement
+from fullshard.spec.records.measurement import Measurement
 
 TINY = [
     "model.layers=2",

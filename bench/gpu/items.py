@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Literal
 
-from fullshard.planning.ladder import LADDER, Rung
+from fullshard.planner.ladder import LADDER, Rung
 from fullshard.spec.presets import read_presets
 
 Kind = Literal[

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.record import Figures, Record
-from fullshard.calibration.device import RateMeter
-from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, interpolate_rate
+from fullshard.jobs.calibrate.device import RateMeter
+from fullshard.spec.machine.hardware import ComputeDtype, Curve, Hardware, interpolate_rate
 
 # (output channels, input channels) of linear layers.
 MATMULS = {

@@ -34,21 +34,21 @@ from bench.gpu.split_kernels import (
 )
 from fullshard.data.build import build_data
 from fullshard.errors import LaunchError, MissingExtraError, PlanError, SpecError
-from fullshard.jobs.profiles import StepProfiler
+from fullshard.launch.detect import detect_hardware
 from fullshard.models.build import build_model
-from fullshard.planner.offload import with_infinitely_fast_drive
-from fullshard.planner.search import plan as fastest_plan
-from fullshard.planner.search import predict
-from fullshard.planning.describe_run import describe_run
-from fullshard.profiler.clock import find_matmul_peak, total_seconds_of_calls
-from fullshard.profiler.detect import detect_hardware
-from fullshard.profiler.memory import measure_peak_memory
-from fullshard.sharding.mesh import RankInfo, process_group
-from fullshard.spec.hardware import Hardware
+from fullshard.models.loss import choose_loss
+from fullshard.observe.clock import find_matmul_peak, total_seconds_of_calls
+from fullshard.observe.memory import measure_peak_memory
+from fullshard.observe.profiles import StepProfiler
+from fullshard.parallel.mesh import RankInfo, process_group
+from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.predict.offload import with_infinitely_fast_drive
+from fullshard.planner.search.search import plan as fastest_plan
+from fullshard.planner.search.search import predict
+from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import LogSection, Run
 from fullshard.training.loop import Step, train
-from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState

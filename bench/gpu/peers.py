@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.mesh import build_mesh
-from fullshard.sharding.precision import TORCH_DTYPE
-from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.parallel.mesh import build_mesh
+from fullshard.parallel.precision import TORCH_DTYPE
 from fullshard.spec.plan import Plan
+from fullshard.spec.settings.model_section import HuggingFaceModel
 
 Batches = Iterator[dict[str, Tensor]]
 

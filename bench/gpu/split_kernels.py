@@ -9,7 +9,7 @@ from bench.gpu.kernels import ATTENTION, HEAD_DIM, MATMULS, KernelBench, start_k
 from bench.gpu.record import Record
 from fullshard.distributed.sequence_parts import SequencePart, bounds_of_documents
 from fullshard.models.document_attention import QueryKeyValue, attend_within_documents
-from fullshard.spec.hardware import Hardware
+from fullshard.spec.machine.hardware import Hardware
 
 RANKS = (2, 4, 8)
 # Matmuls that tensor parallelism divides along their output channels; it divides the others along the input.

@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from fullshard.data.build import resolve_epochs as resolve_epochs
     from fullshard.distributed.sequence_parts import cut_sequences as cut_sequences
     from fullshard.errors import FullshardError as FullshardError
+    from fullshard.launch.detect import detect_hardware as detect_hardware
     from fullshard.models.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fullshard.models.decoder import DecoderModel as DecoderModel
     from fullshard.models.huggingface import meta_model as meta_model
-    from fullshard.planner.memory import peak_bytes as peak_bytes
-    from fullshard.planner.search import plan as plan
-    from fullshard.planner.search import predict as predict
-    from fullshard.planner.search import search as search
-    from fullshard.profiler.detect import detect_hardware as detect_hardware
-    from fullshard.sharding.layout import sharding_table as sharding_table
-    from fullshard.sharding.materialize import materialize as materialize
-    from fullshard.sharding.materialize import parameters_on_meta as parameters_on_meta
-    from fullshard.sharding.mesh import process_group as process_group
-    from fullshard.sharding.rank0_values import MissingWeightsWarning as MissingWeightsWarning
-    from fullshard.spec.hardware import Hardware as Hardware
-    from fullshard.spec.hardware_text import hardware_on as hardware_on
+    from fullshard.models.loss import next_token_loss as next_token_loss
+    from fullshard.parallel.layout import sharding_table as sharding_table
+    from fullshard.parallel.materialize import materialize as materialize
+    from fullshard.parallel.materialize import parameters_on_meta as parameters_on_meta
+    from fullshard.parallel.mesh import process_group as process_group
+    from fullshard.parallel.rank0_values import MissingWeightsWarning as MissingWeightsWarning
+    from fullshard.planner.describe.describe import describe as describe
+    from fullshard.planner.predict.memory import peak_bytes as peak_bytes
+    from fullshard.planner.search.search import plan as plan
+    from fullshard.planner.search.search import predict as predict
+    from fullshard.planner.search.search import search as search
+    from fullshard.spec.machine.hardware import Hardware as Hardware
+    from fullshard.spec.machine.hardware_text import hardware_on as hardware_on
     from fullshard.spec.model import ModelSpec as ModelSpec
-    from fullshard.spec.model_section import DecoderConfig as DecoderConfig
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Run as Run
-    from fullshard.tracing.describe import describe as describe
+    from fullshard.spec.settings.model_section import DecoderConfig as DecoderConfig
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
-    from fullshard.training.loss import next_token_loss as next_token_loss
     from fullshard.training.optimizer import build_optimizer as build_optimizer
     from fullshard.training.shard import shard as shard
     from fullshard.training.state import TrainState as TrainState
@@ -75,23 +75,23 @@ _HOMES = {
     "chunked_cross_entropy": "models.chunked_loss",
     "DecoderModel": "models.decoder",
     "meta_model": "models.huggingface",
-    "peak_bytes": "planner.memory",
-    "plan": "planner.search",
-    "predict": "planner.search",
-    "search": "planner.search",
-    "detect_hardware": "profiler.detect",
+    "peak_bytes": "planner.predict.memory",
+    "plan": "planner.search.search",
+    "predict": "planner.search.search",
+    "search": "planner.search.search",
+    "detect_hardware": "launch.detect",
     "shard": "training.shard",
-    "describe": "tracing.describe",
-    "MissingWeightsWarning": "sharding.rank0_values",
-    "sharding_table": "sharding.layout",
-    "materialize": "sharding.materialize",
-    "parameters_on_meta": "sharding.materialize",
-    "process_group": "sharding.mesh",
-    "Hardware": "spec.hardware",
-    "hardware_on": "spec.hardware_text",
+    "describe": "planner.describe.describe",
+    "MissingWeightsWarning": "parallel.rank0_values",
+    "sharding_table": "parallel.layout",
+    "materialize": "parallel.materialize",
+    "parameters_on_meta": "parallel.materialize",
+    "process_group": "parallel.mesh",
+    "Hardware": "spec.machine.hardware",
+    "hardware_on": "spec.machine.hardware_text",
     "ModelSpec": "spec.model",
     "Plan": "spec.plan",
-    "DecoderConfig": "spec.model_section",
+    "DecoderConfig": "spec.settings.model_section",
     "Run": "spec.run",
     "build_data": "data.build",
     "resolve_epochs": "data.build",
@@ -100,7 +100,7 @@ _HOMES = {
     "load_pretrained": "weights.pretrained",
     "Step": "training.loop",
     "train": "training.loop",
-    "next_token_loss": "training.loss",
+    "next_token_loss": "models.loss",
     "build_optimizer": "training.optimizer",
     "TrainState": "training.state",
 }

@@ -40,7 +40,7 @@ class Module:
         return self.text.splitlines()
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """`fullshard.spec.run` -> `spec`; the package itself is ``."""
         return self.name.partition(".")[2].partition(".")[0]
 

@@ -1,13 +1,11 @@
 """Who may import whom, no cycles, and no torch where the command line must answer in a blink.
 
-    cli -> planning -> launch | tracing | training | planner | report | convert
-    cli -> jobs | checks -> calibration -> training -> weights -> offload | checkpoint | models | sharding
-                                  training -> survival | data | profiler
-    jobs -> report
-    tracing -> sharding | models
-    every room with torch -> distributed -> torch_private, spec -> system -> quantities -> errors
+    cli -> jobs -> observe -> training -> weights -> offload | checkpoint | parallel -> models
+    cli -> convert          jobs, planner -> data | launch | report, parallel
+    jobs -> planner         observe, training -> survival
+    every package with torch -> distributed -> torch_private, spec -> system -> quantities -> errors
 
-A room may import anything further right. Rooms separated by a bar do not import each other.
+A package may import anything further right. Packages separated by a bar do not import each other.
 """
 
 import graphlib
@@ -20,7 +18,8 @@ from tests.architecture.source import Import, Module, package, targets
 FOUNDATION = {"quantities", "errors", "system"}
 VALUES = {"spec"} | FOUNDATION
 SHARED = {"distributed", "torch_private"} | VALUES
-LOWER = {"data", "models", "profiler", "sharding", "offload", "checkpoint"}  # import none of each other
+LOWER = {"checkpoint", "data", "launch", "models", "offload", "survival"}  # import none of each other
+STATE = {"checkpoint", "models", "offload", "parallel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "quantities": {"errors"},
@@ -30,34 +29,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"torch_private"} | VALUES,
     **dict.fromkeys(LOWER, SHARED),
     "convert": VALUES,
-    "planner": VALUES,
     "report": VALUES,
-    "tracing": {"models", "sharding"} | SHARED,
-    "survival": SHARED,
-    "weights": {"checkpoint", "models", "offload", "sharding"} | SHARED,
-    "training": {"weights", "survival"} | LOWER | SHARED,
-    "calibration": {"training", "weights", "survival"} | LOWER | SHARED,
-    "jobs": {"report", "calibration", "training", "weights", "survival"} | LOWER | SHARED,
-    "checks": {"training", "weights", "survival"} | LOWER | SHARED,
-    "launch": {"survival", "profiler"} | SHARED,
-    "planning": {"launch", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
-    "cli": {"planning", "launch", "jobs", "checks", "weights", "planner", "report", "convert", ""}
-    | LOWER
-    | SHARED,
-    "": {"planning", "training", "weights", "tracing", "planner", "report"} | LOWER | SHARED,
+    "parallel": {"models"} | SHARED,
+    "planner": {"data", "launch", "models", "parallel", "report"} | SHARED,
+    "weights": STATE | SHARED,
+    "training": {"weights", "survival", "data"} | STATE | SHARED,
+    "observe": {"training", "parallel", "survival", "report"} | SHARED,
+    "jobs": {"observe", "training", "weights", "planner", "parallel", "report"} | LOWER | SHARED,
+    "cli": {"jobs", "observe", "weights", "planner", "report", "convert", ""} | LOWER | SHARED,
+    "": {"training", "weights", "planner", "parallel"} | LOWER | SHARED,
     "__main__": {"cli"},
 }
-TORCH_FREE_ROOMS = {"spec", "convert", "planner", "report", "system", "errors", "quantities"}
+PURE = {"convert", "report", "planner.predict", "planner.search"}
+TORCH_FREE = VALUES | PURE
 TORCH_FREE_AT_IMPORT = ("fullshard", "fullshard.cli", "fullshard.cli.main", "fullshard.__main__")
 
 
+def is_torch_free(module: Module) -> bool:
+    """Whether the module is in a package that must not import torch."""
+    return f"{module.name}.".startswith(tuple(f"fullshard.{name}." for name in TORCH_FREE))
+
+
 def forbidden_imports(module: Module, modules: dict[str, Module]) -> list[str]:
-    allowed = MAY_IMPORT[module.room] | {module.room}
+    allowed = MAY_IMPORT[module.package] | {module.package}
     return [
-        f"{module.path.name}:{imported.line} {module.room or 'fullshard'} imports {target}"
+        f"{module.path.name}:{imported.line} {module.package or 'fullshard'} imports {target}"
         for imported in module.imports
         for target in targets(imported, modules)
-        if modules[target].room not in allowed
+        if modules[target].package not in allowed
     ]
 
 
@@ -108,9 +107,9 @@ def made_of(**texts: str) -> dict[str, Module]:
 PATH = next(iter(package().values())).path
 
 
-def test_every_room_is_on_the_map():
-    """A new room: add it to the map here, in CONTRIBUTING and in the docs."""
-    assert {module.room for module in package().values()} - set(MAY_IMPORT) == set()
+def test_every_package_is_on_the_map():
+    """A new package: add it to the map here, in CONTRIBUTING and in the docs."""
+    assert {module.package for module in package().values()} - set(MAY_IMPORT) == set()
 
 
 def test_imports_follow_the_one_direction():
@@ -126,8 +125,8 @@ def test_no_import_cycle():
     assert cycle(package()) == []
 
 
-def test_values_planner_and_report_never_import_torch():
-    modules = [one for one in package().values() if one.room in TORCH_FREE_ROOMS]
+def test_values_predictions_and_report_never_import_torch():
+    modules = [one for one in package().values() if is_torch_free(one)]
     assert [(m.name, one.line) for m in modules for one in m.imports if is_torch(one)] == []
     assert [way for module in modules if (way := way_to_torch(module.name, package()))] == []
 
@@ -138,7 +137,7 @@ def test_the_command_line_starts_without_torch():
 
 
 def test_no_dependency_brings_torch_in():
-    names = [module.name for module in package().values() if module.room in TORCH_FREE_ROOMS]
+    names = [module.name for module in package().values() if is_torch_free(module)]
     names += [name for name in TORCH_FREE_AT_IMPORT if name in package() and name != "fullshard.__main__"]
     program = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -146,10 +145,12 @@ def test_no_dependency_brings_torch_in():
 
 def test_the_checks_see_what_they_are_for():
     wrong = made_of(
-        fullshard__spec__run="from fullshard.sharding.apply import shard", fullshard__sharding__apply=""
+        fullshard__spec__run="from fullshard.parallel.apply import shard", fullshard__parallel__apply=""
     )
     assert forbidden_imports(wrong["fullshard.spec.run"], wrong)
-    bar = made_of(fullshard__models__a="def f():\n    import fullshard.sharding.b", fullshard__sharding__b="")
+    bar = made_of(
+        fullshard__models__a="def f():\n    import fullshard.checkpoint.b", fullshard__checkpoint__b=""
+    )
     assert forbidden_imports(bar["fullshard.models.a"], bar)
     ring = made_of(
         fullshard__spec__a="from fullshard.spec import b", fullshard__spec__b="import fullshard.spec.a"

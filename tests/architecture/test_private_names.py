@@ -1,4 +1,4 @@
-"""Private names of torch are used in one room, where they are listed."""
+"""Private names of torch are used in one package, where they are listed."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tests.architecture.source import Module, package
 from tests.architecture.test_imports import made_of
 
-ROOM = "torch_private"
+HOME = "torch_private"
 # Names with an underscore that are public by their library's documentation, or not torch's.
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
 OF_PYTHON = {"_exit", "_current_frames"}
@@ -52,10 +52,12 @@ def private_uses(module: Module, *, own: set[str]) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} {text}"
 
 
-def test_private_names_of_torch_are_used_in_one_room():
+def test_private_names_of_torch_are_used_in_one_package():
     modules = package()
-    own = names_defined({name: one for name, one in modules.items() if one.room != ROOM})
-    assert [use for one in modules.values() if one.room != ROOM for use in private_uses(one, own=own)] == []
+    own = names_defined({name: one for name, one in modules.items() if one.package != HOME})
+    assert [
+        use for one in modules.values() if one.package != HOME for use in private_uses(one, own=own)
+    ] == []
 
 
 def test_a_private_name_elsewhere_is_found():

@@ -173,7 +173,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 def measured_on_this_rank(name: str, directory: str) -> list[dict[str, Any]]:
     from bench.gpu.measure import Task, measure_item
     from bench.gpu.record import Record
-    from fullshard.sharding.mesh import process_group
+    from fullshard.parallel.mesh import process_group
 
     item = toy(next(item for item in ITEMS if item.name == name))
     with process_group("cpu") as ranks:

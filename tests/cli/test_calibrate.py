@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.spec.calibration import Calibration
-from fullshard.spec.hardware import Hardware
+from fullshard.spec.machine.calibration import Calibration
+from fullshard.spec.machine.hardware import Hardware
 
 
 def test_the_file_holds_what_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

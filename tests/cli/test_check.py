@@ -4,7 +4,7 @@ import pytest
 
 from fullshard.cli.check import group_text
 from fullshard.cli.main import main
-from fullshard.spec.finding import CheckReport, Finding
+from fullshard.spec.records.finding import CheckReport, Finding
 
 
 def test_a_run_that_cannot_be_planned_is_a_failure_with_its_own_exit_code(

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.jobs.for_run import request_with_plan
 from fullshard.launch.request import LaunchRequest
-from fullshard.planning.for_run import request_with_plan
-from fullshard.planning.spec_cache import SHIPPED_FILE, read_shipped_specs, version_without_build
+from fullshard.planner.describe.spec_cache import SHIPPED_FILE, read_shipped_specs, version_without_build
 from fullshard.spec.run import Run
-from tests.planning.test_describe_run import gpt2
+from tests.planner.describe.test_describe_run import gpt2
 
 PLAN = "import sys; from fullshard.cli.main import main; assert not main(sys.argv[1:])"
 TRAIN = """
 import sys
-from fullshard.planning.for_run import request_with_plan
+from fullshard.jobs.for_run import request_with_plan
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.run import Run
 print(request_with_plan(LaunchRequest(run=Run.load(overrides=sys.argv[1:]))).plan.model_dump_json())

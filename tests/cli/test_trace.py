@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.planner.spans import predict_step_spans
-from fullshard.planner.step_time import StepTimePredictor
+from fullshard.planner.predict.spans import predict_step_spans
+from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.report.step_traces import read_predicted_step
-from fullshard.spec.run_files import METRICS, PREDICTED_STEP, PROFILES
-from fullshard.spec.step_spans import spans_to_json
+from fullshard.spec.records.run_files import METRICS, PREDICTED_STEP, PROFILES
+from fullshard.spec.records.step_spans import spans_to_json
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import decoder_spec, plan_for
-from tests.planner.test_offload import SMALL
-from tests.planner.test_spans import check_sums_are_terms
+from tests.planner.predict.test_offload import SMALL
+from tests.planner.predict.test_spans import check_sums_are_terms
 from tests.report.profiles import made_step
 
 

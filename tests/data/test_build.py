@@ -12,7 +12,7 @@ from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.run_checks import check_data_is_given
+from fullshard.spec.settings.run_checks import check_data_is_given
 from tests.data.samples import END, plan_of, run_of, save_tokenizer, texts_file, write_json_lines
 
 THIS = "tests.data.test_build"

@@ -20,7 +20,7 @@ from fullshard.data.cache import (
     read_manifest,
 )
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSection
+from fullshard.spec.settings.data_section import DataSection
 
 WRITES_AND_DIES = """
 import os, signal, sys

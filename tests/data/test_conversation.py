@@ -12,7 +12,7 @@ from fullshard.data.conversation import Conversation, read_conversation
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data.samples import CHAT, run_of, save_tokenizer, write_rows
 from tests.data.test_chat import WITH_TOOLS
 from tests.data.test_corpus import store_of

@@ -18,7 +18,7 @@ from fullshard.data.token_store import TokenStore
 from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data.samples import (
     CHAT,
     run_of,

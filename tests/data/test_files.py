@@ -8,7 +8,7 @@ import pytest
 from fullshard.data.files import FileKind, SourceFile, list_matching_files, list_stdlib_files
 from fullshard.data.readers import read_records, split_file_into_parts
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 
 
 def test_files_are_listed_once_by_name_without_empty_ones(tmp_path: Path):

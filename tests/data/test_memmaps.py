@@ -10,7 +10,7 @@ from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.token_store import TokenStore
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 1], [9, 10, 11, 12, 1]]
 JOINED = [token for document in DOCUMENTS for token in document]

@@ -21,7 +21,7 @@ from fullshard.data.readers import (
     split_file_into_parts,
 )
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 
 laws = settings(max_examples=60)
 TEXT = DataSourceFields()

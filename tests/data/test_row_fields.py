@@ -9,7 +9,7 @@ from fullshard.data.files import SourceFile
 from fullshard.data.readers import read_records, split_file_into_parts
 from fullshard.data.row_fields import ABSENT, look_up_field, suggest_settings
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data.samples import write_rows
 from tests.data.test_corpus import documents, store_of
 

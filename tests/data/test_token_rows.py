@@ -15,7 +15,7 @@ from fullshard.data.token_rows import (
     read_token_row,
 )
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data.samples import run_of, save_tokenizer, write_rows
 from tests.data.test_corpus import documents, store_of
 

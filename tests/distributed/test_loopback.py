@@ -16,7 +16,7 @@ from fullshard.distributed.loopback import (
     find_loopback_interface,
 )
 from fullshard.errors import LaunchError
-from fullshard.sharding.mesh import process_group
+from fullshard.parallel.mesh import process_group
 from tests.launch.sockets import listening
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the sockets")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 from tests.fakes.models import OddModel
 
 VOCABULARY, LENGTH, WIDTH = 13, 6, 8

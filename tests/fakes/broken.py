@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.loss import next_token_loss
 
 VOCABULARY, WIDTH, LENGTH = 41, 16, 16
 

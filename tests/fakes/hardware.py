@@ -1,6 +1,6 @@
 """Hardware in round figures, none of them anyone's."""
 
-from fullshard.spec.hardware import Chip, CollectiveRate, Curve, Hardware, Link, RatePoint, Rates
+from fullshard.spec.machine.hardware import Chip, CollectiveRate, Curve, Hardware, Link, RatePoint, Rates
 
 
 def hardware_of(nodes: int = 1, ranks_per_node: int = 8, *, gib: float = 80, scale: float = 1.0) -> Hardware:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.checks.machine import MachineAccess, RunContext
+from fullshard.jobs.checks.machine import MachineAccess, RunContext
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, Prediction, TimeTerms
 from fullshard.spec.run import Run

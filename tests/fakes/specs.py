@@ -20,7 +20,7 @@ from fullshard.spec.model import (
 )
 from fullshard.spec.plan import Dtype, Plan, Precision
 from fullshard.spec.run import PrecisionMode, Run
-from fullshard.spec.train_section import RecomputeSection
+from fullshard.spec.settings.train_section import RecomputeSection
 
 MODES: tuple[RecomputeSection, ...] = tuple(
     RecomputeSection.model_validate({"mode": mode}) for mode in ("none", "full", "selective", "every")

@@ -33,11 +33,11 @@ from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.models.huggingface import build_hf_model
-from fullshard.spec.data_section import DataSourceFields
-from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import approximate_by_decoder, find_decoder_incompatibility, read_config
 from fullshard.spec.run import Run
+from fullshard.spec.settings.data_section import DataSourceFields
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export
 from fullshard.weights.files import open_pretrained_files

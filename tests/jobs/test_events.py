@@ -12,10 +12,10 @@ from fullshard.errors import DataError
 from fullshard.jobs.train import run_job
 from fullshard.launch.event_log import LaunchEventLog, OwnFaultRecorder
 from fullshard.launch.outcome import FailureReport
-from fullshard.spec.event import RunEvent, read_events
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import RunEvent, read_events
+from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import EVENTS
 from tests.jobs.test_train import TINY, steps_that_stand_out
 
 

@@ -12,8 +12,8 @@ from fullshard.jobs.launch_record import LaunchId, LaunchRecord
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.run_files import LAUNCH, METRICS
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import LAUNCH, METRICS
 from tests.jobs.test_train import TINY
 
 ONE, OTHER = (LaunchId(agents=frozenset({f"host:{agent}"})) for agent in (1, 2))

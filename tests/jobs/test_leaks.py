@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.jobs.memory_watch import LEAST_BYTES, SKIPPED_STEPS, STEPS, LeakDetector
+from fullshard.observe.memory_watch import LEAST_BYTES, SKIPPED_STEPS, STEPS, LeakDetector
 
 MIB = 1 << 20
 

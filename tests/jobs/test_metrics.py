@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.jobs.progress import StepMetrics
-from fullshard.jobs.run_log import PREVIOUS_METRICS, MetricsLog
-from fullshard.spec.run_files import METRICS
+from fullshard.observe.progress import StepMetrics
+from fullshard.observe.run_log import PREVIOUS_METRICS, MetricsLog
+from fullshard.spec.records.run_files import METRICS
 
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checks.machine import MachineAccess
 from fullshard.errors import TrainError
+from fullshard.jobs.checks.machine import MachineAccess
 from fullshard.jobs.out_of_memory import (
     OutOfMemoryReporter,
     format_held_bytes,
@@ -22,13 +22,13 @@ from fullshard.jobs.out_of_memory import (
     requested_bytes,
 )
 from fullshard.jobs.train import run_job
-from fullshard.sharding.mesh import RankInfo
-from fullshard.spec.event import read_events
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import read_events
+from fullshard.spec.records.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
-from fullshard.training.loss import next_token_loss
 from tests.fakes.machines import context_of
 from tests.jobs.test_train import TINY
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.jobs.train import run_job
-from fullshard.spec.measurement import Measurement
+from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.measurement import Measurement
 from fullshard.spec.run import Run
-from fullshard.training.loss import next_token_loss
 from tests.data.samples import write_json_lines
 from tests.fakes.device import FakeDevice
 

@@ -89,7 +89,7 @@ def leave_early(run: Run, *, resume: bool, plan: Plan | None, command_started: f
 
 def until_interrupted(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Takes its time to save, longer for rank 1 than for rank 0. The ranks are connected."""
-    from fullshard.sharding.mesh import process_group  # imports torch
+    from fullshard.parallel.mesh import process_group  # imports torch
 
     with record_signals(signal.SIGTERM) as signals, process_group("cpu"):
         leave_note(run, str(os.getpid()))

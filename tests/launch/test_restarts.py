@@ -8,10 +8,10 @@ from pathlib import Path
 
 from fullshard.jobs.launch_record import LaunchRecord
 from fullshard.jobs.train import run_job
-from fullshard.spec.event import read_events
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import read_events
+from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import EVENTS
 from tests.launch.jobs import SMALL
 from tests.ranks.command import Command
 

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
 from fullshard.models.build import build_model
-from fullshard.planner.memory import peak_bytes
-from fullshard.sharding.materialize import materialize
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.materialize import materialize
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.memory import peak_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
 from fullshard.training.loop import train
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.models.build import build_model
-from fullshard.sharding.apply import shard
-from fullshard.sharding.materialize import materialize
+from fullshard.models.loss import Loss, choose_loss
+from fullshard.parallel.apply import shard
+from fullshard.parallel.materialize import materialize
+from fullshard.planner.describe.describe import describe
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import Loss, choose_loss
 from tests.fakes.architectures import whole
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, QUICK, batch_of, write_config
 from tests.fakes.plans import plan_of

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from fullshard.models.chunked_loss import Rows, chunked_cross_entropy
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.deferred_logits import WholeLogitsWarning
-from fullshard.sharding.materialize import materialize
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.parallel.materialize import materialize
+from fullshard.spec.settings.model_section import DecoderConfig
 from tests.fakes.architectures_hf import CAUSAL, CONFIGS, VOCABULARY, batch_of
 from tests.models.test_architectures_hf import built, of_transformers
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fullshard.models.constructor_tape import ConstructorTape
 from fullshard.models.meta_init import construct_with_meta_parameters
-from fullshard.sharding.apply import shard
-from fullshard.sharding.materialize import materialize
+from fullshard.parallel.apply import shard
+from fullshard.parallel.materialize import materialize
 from tests.fakes.plans import plan_of
 from tests.training.runs import whole
 

@@ -20,14 +20,14 @@ from fullshard.models.document_attention import (
     document_bounds,
     square_mask,
 )
-from fullshard.planning.describe_run import describe_run
-from fullshard.sharding.materialize import materialize
-from fullshard.sharding.recompute import apply_recompute
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.materialize import materialize
+from fullshard.parallel.recompute import apply_recompute
+from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
+from fullshard.planner.describe.describe_run import describe_run
 from fullshard.spec.run import Run
-from fullshard.spec.train_section import RecomputeSection
-from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
-from fullshard.training.loss import next_token_loss
+from fullshard.spec.settings.model_section import DecoderConfig
+from fullshard.spec.settings.train_section import RecomputeSection
 from tests.models.test_architectures_hf import built
 
 ROWS, LENGTH, HEADS, CHANNELS, VOCABULARY = 2, 24, 4, 8, 41

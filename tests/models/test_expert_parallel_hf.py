@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.errors import ShardError
-from fullshard.sharding.materialize import materialize
-from fullshard.training.loss import next_token_loss
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.materialize import materialize
 from fullshard.training.shard import shard
 from tests.fakes.architectures_hf import LENGTH, batch_of
 from tests.fakes.plans import plan_of

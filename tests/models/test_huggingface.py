@@ -13,8 +13,8 @@ from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.huggingface import build_hf_config, build_hf_model, is_causal_lm, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
-from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from tests.fakes.architectures_hf import CONFIGS, VOCABULARY, write_config
 
 INSTALLED = importlib.util.find_spec("transformers") is not None

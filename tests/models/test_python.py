@@ -5,8 +5,8 @@ import torch
 
 from fullshard.errors import FullshardError, SpecError
 from fullshard.models.build import build_python_model
-from fullshard.sharding.materialize import materialize
-from fullshard.spec.model_section import PythonModel
+from fullshard.parallel.materialize import materialize
+from fullshard.spec.settings.model_section import PythonModel
 
 
 def section(name: str, **options: object) -> PythonModel:

@@ -9,7 +9,7 @@ import pytest
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.errors import CheckpointError, DataError, SpecError
 from fullshard.models.huggingface import build_hf_model, is_causal_lm
-from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.weights.names import build_meta_model
 from tests.data.samples import CHAT, save_tokenizer
 from tests.fakes.architectures_hf import CONFIGS

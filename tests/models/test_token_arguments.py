@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fullshard.errors import TrainError
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.token_arguments import position_and_document_arguments
-from fullshard.sharding.materialize import materialize
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.parallel.materialize import materialize
+from fullshard.spec.settings.model_section import DecoderConfig
 from tests.fakes.architectures_hf import CAUSAL, LENGTH, VOCABULARY
 from tests.models.test_architectures_hf import built
 

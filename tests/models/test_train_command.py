@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.spec.measurement import Measurement
+from fullshard.spec.records.measurement import Measurement
 from tests.fakes.architectures_hf import write_config
 from tests.models.test_architectures_hf import of_transformers
 

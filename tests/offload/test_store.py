@@ -24,7 +24,7 @@ from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentit
 from fullshard.offload.generations import GenerationFiles
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments
-from fullshard.planner.offload import slot_bytes_at_update_start
+from fullshard.planner.predict.offload import slot_bytes_at_update_start
 from fullshard.spec.groups import OffloadGroup, ShardSizes, group_shards
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -27,16 +27,16 @@ from fullshard.distributed.tensors import (
     storage_key,
     tensors_with_data,
 )
-from fullshard.models.model_parallel import divide_model
-from fullshard.sharding.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
-from fullshard.sharding.mesh import build_axis_group, forget_groups
-from fullshard.sharding.precision import replace_buffers_by_id
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
+from fullshard.parallel.mesh import build_axis_group, forget_groups
+from fullshard.parallel.model_parallel import divide_model
+from fullshard.parallel.precision import replace_buffers_by_id
+from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
+from fullshard.planner.describe.example_batch import disable_packing_detection
+from fullshard.planner.describe.kernels import OpCall, run_on_fake_tensors, transient_kernel_bytes
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.torch_private.tensors import storage_address, tree_leaves
-from fullshard.tracing.cuda_kernels import emulate_cuda_kernels
-from fullshard.tracing.example_batch import disable_packing_detection
-from fullshard.tracing.kernels import OpCall, run_on_fake_tensors, transient_kernel_bytes
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 
 

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.models.build import build_model
+from fullshard.models.loss import next_token_loss
+from fullshard.observe.memory import PeakMemory, measure_peak_memory
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
-from fullshard.planner.memory import peak_bytes
-from fullshard.profiler.memory import PeakMemory, measure_peak_memory
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.memory import peak_bytes
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
+from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

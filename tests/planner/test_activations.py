@@ -8,27 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import iterate_candidates
-from fullshard.planner.explain import explain_plan
-from fullshard.planner.memory import peak_bytes
-from fullshard.planner.offload import ActivationIoTicks
-from fullshard.planner.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
-from fullshard.planner.search import plan as plan_best
-from fullshard.planner.search import predict, search
-from fullshard.planner.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
-from fullshard.planner.step_time import StepTimePredictor
-from fullshard.planner.streams import StreamClocks
+from fullshard.planner.predict.memory import peak_bytes
+from fullshard.planner.predict.offload import ActivationIoTicks
+from fullshard.planner.predict.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
+from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
+from fullshard.planner.predict.step_time import StepTimePredictor
+from fullshard.planner.predict.streams import StreamClocks
+from fullshard.planner.search.candidates import iterate_candidates
+from fullshard.planner.search.explain import explain_plan
+from fullshard.planner.search.search import plan as plan_best
+from fullshard.planner.search.search import predict, search
 from fullshard.report.plan import recompute_text
-from fullshard.spec.hardware import Hardware
+from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, fits_in_host_memory
 from fullshard.spec.run import PrefetchSection, Run
-from fullshard.spec.train_section import RecomputeSection
+from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
-from tests.planner.test_search import bare, best_by_rule, brute_force, prediction_of
-from tests.planner.test_simulate import UNIT
+from tests.planner.predict.test_simulate import UNIT
+from tests.planner.search.test_search import bare, best_by_rule, brute_force, prediction_of
 
 SHAPE = Shape(layers=9, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 # What a block of SHAPE saves of one sequence: one storage of no power of two, and one.

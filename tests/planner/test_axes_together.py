@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.planner.search import list_offload_targets, predict
-from fullshard.planner.unit_bytes import unit_bytes
-from fullshard.spec.hardware import CollectiveRate
+from fullshard.models.loss import next_token_loss
+from fullshard.planner.predict.unit_bytes import unit_bytes
+from fullshard.planner.search.search import list_offload_targets, predict
+from fullshard.spec.machine.hardware import CollectiveRate
 from fullshard.spec.plan import Plan
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
@@ -20,7 +20,7 @@ from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import described, meta_model, microbatches, plan_of, predicted
-from tests.planner.test_search import prediction_of
+from tests.planner.search.test_search import prediction_of
 
 LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 2, 4, 8, 2, 64
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.planner.memory import peak_bytes
-from fullshard.sharding.apply import shard
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.apply import shard
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.memory import peak_bytes
 from fullshard.spec.plan import Plan
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step

@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from fullshard.planner.candidate_costs import require_prediction
-from fullshard.planner.search import search
-from fullshard.planning.spec_cache import SHIPPED_FILE, build_spec_key
-from fullshard.planning.target import resolve_plan_target
-from fullshard.spec.hardware_text import hardware_on
+from fullshard.planner.describe.spec_cache import SHIPPED_FILE, build_spec_key
+from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.search import search
+from fullshard.planner.target import resolve_plan_target
+from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -4,10 +4,10 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.planner.search import predict
-from fullshard.spec.hardware import CollectiveRate
+from fullshard.models.loss import next_token_loss
+from fullshard.planner.search.search import predict
+from fullshard.spec.machine.hardware import CollectiveRate
 from fullshard.spec.plan import Plan
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
@@ -15,7 +15,7 @@ from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
-from tests.planner.test_search import prediction_of
+from tests.planner.search.test_search import prediction_of
 
 LAYERS, RANKS = 2, 4
 

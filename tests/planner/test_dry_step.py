@@ -2,9 +2,9 @@
 
 import pytest
 
-from fullshard.planner.memory import peak_bytes
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
+from fullshard.models.loss import next_token_loss
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.memory import peak_bytes
 from tests.fakes.architectures_hf import write_config
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import measured, meta_model, plan_of

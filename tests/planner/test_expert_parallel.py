@@ -9,24 +9,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import PlanError
-from fullshard.planner.collectives import CollectiveLayout, all_to_all_seconds
-from fullshard.planner.search import predict, search
-from fullshard.planner.uneven_routing import fullest_rank_excess
-from fullshard.planner.unit_bytes import unit_bytes
-from fullshard.planning.parallel_degrees import (
+from fullshard.models.loss import next_token_loss
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.predict.collectives import CollectiveLayout, all_to_all_seconds
+from fullshard.planner.predict.uneven_routing import fullest_rank_excess
+from fullshard.planner.predict.unit_bytes import unit_bytes
+from fullshard.planner.search.parallel_degrees import (
     DegreeSearch,
     choose_fastest,
     iterate_expert_degrees,
     search_parallel_degrees,
 )
-from fullshard.spec.catalog import link_from_catalog, read_catalog_links
-from fullshard.spec.hardware import CollectiveRate
-from fullshard.spec.hardware_text import hardware_on
+from fullshard.planner.search.search import predict, search
+from fullshard.spec.machine.catalog import link_from_catalog, read_catalog_links
+from fullshard.spec.machine.hardware import CollectiveRate
+from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
@@ -43,7 +43,7 @@ from tests.planner.measured import (
     plan_of,
     predicted,
 )
-from tests.planner.test_search import prediction_of
+from tests.planner.search.test_search import prediction_of
 
 LAYERS, RANKS, EXPERTS, CHOICES = 2, 4, 8, 2
 

@@ -3,14 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.planner.candidates import build_plan, iterate_candidates
-from fullshard.planner.memory import (
+from fullshard.planner.predict.memory import (
     PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
     trace_dependent_peak_bytes,
 )
+from fullshard.planner.search.candidates import build_plan, iterate_candidates
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of

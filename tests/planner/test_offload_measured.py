@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.models.loss import next_token_loss
 from fullshard.offload.state import find_offloaded_state
-from fullshard.planner.offload import TIERS
-from fullshard.planner.search import predict
+from fullshard.planner.predict.offload import TIERS
+from fullshard.planner.search.search import predict
 from fullshard.spec.groups import PAGE_BYTES
-from fullshard.spec.measurement import DriveTrafficBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms
-from fullshard.training.loss import next_token_loss
+from fullshard.spec.records.measurement import DriveTrafficBytes
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

@@ -3,22 +3,22 @@
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.memory import (
+from fullshard.planner.predict.memory import (
     PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
     trace_dependent_peak_bytes,
 )
-from fullshard.planner.search import predict
-from fullshard.planner.step_time import StepTimePredictor
-from fullshard.spec.hardware import CollectiveRate
+from fullshard.planner.predict.step_time import StepTimePredictor
+from fullshard.planner.search.search import predict
+from fullshard.spec.machine.hardware import CollectiveRate
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import described, measured, meta_model, plan_of, predicted
+from tests.planner.search.test_search import prediction_of
 from tests.planner.test_context_parallel import sent_bytes
-from tests.planner.test_search import prediction_of
 
 LAYERS, RANKS, LENGTH = 2, 4, 256
 

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from fullshard.spec.dotted import import_quietly
+from fullshard.system.dotted import import_quietly
 
 if find_spec("transformers") is not None:
     import_quietly("transformers.models.llama.modeling_llama")

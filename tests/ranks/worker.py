@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.sharding.mesh import forget_groups
+from fullshard.parallel.mesh import forget_groups
 
 # A rank that fails mostly takes the others with it at once, for their connections break; they get so long.
 GRACE_SECONDS = 60.0

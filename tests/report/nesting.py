@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from fullshard.spec.step_spans import StepSpan
+from fullshard.spec.records.step_spans import StepSpan
 
 
 def overlaps_in_part(spans: Iterable[StepSpan]) -> list[StepSpan]:

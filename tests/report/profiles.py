@@ -7,8 +7,8 @@ from typing import Any
 
 from fullshard.report.kernel_trace import ATTEMPT, KernelTrace, parse_profile
 from fullshard.report.profiled_step import STEP_RANGE, profiled_step
-from fullshard.spec.run_files import PROFILES
-from fullshard.spec.step_spans import ProfiledStep
+from fullshard.spec.records.run_files import PROFILES
+from fullshard.spec.records.step_spans import ProfiledStep
 
 HOST_THREAD, BACKWARD_THREAD = 1, 2
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fullshard.spec.event import RunEvent
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import RunEvent
+from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import EVENTS
 from tests.report.test_comparison import measured, prediction
 
 STARTED = datetime(2026, 11, 24, 10, tzinfo=UTC)

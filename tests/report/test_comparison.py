@@ -14,9 +14,9 @@ from fullshard.report.comparison import (
     measurement_rows,
     show_measurement,
 )
-from fullshard.spec.measurement import DriveTrafficBytes, Measurement, PeakBytes, StepSeconds
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, TimeTerms
-from tests.spec.test_measurement import measurement, pace
+from fullshard.spec.records.measurement import DriveTrafficBytes, Measurement, PeakBytes, StepSeconds
+from tests.spec.records.test_measurement import measurement, pace
 
 MEMORY = MemoryTerms(
     moment="backward",

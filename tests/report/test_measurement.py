@@ -3,8 +3,8 @@
 import io
 
 from fullshard.report.comparison import measurement_rows, show_measurement
-from fullshard.spec.measurement import Measurement, Throughput
-from tests.spec.test_measurement import measurement, pace
+from fullshard.spec.records.measurement import Measurement, Throughput
+from tests.spec.records.test_measurement import measurement, pace
 
 
 def whole() -> Measurement:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fullshard.report.page import render_page
 from fullshard.report.run_record import read_run
-from fullshard.spec.live_status import LiveStatus
+from fullshard.spec.records.live_status import LiveStatus
 from tests.report.runs import STARTED, plan, start, write_events, write_steps
 from tests.report.test_watch import live_status
 

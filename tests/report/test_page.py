@@ -11,7 +11,7 @@ import pytest
 from fullshard.errors import SpecError
 from fullshard.report.page import is_page, render_page
 from fullshard.report.run_record import RunRecord, read_run
-from fullshard.spec.run_files import EVENTS
+from fullshard.spec.records.run_files import EVENTS
 from tests.report import runs
 from tests.report.profiles import made_step
 

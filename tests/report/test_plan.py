@@ -15,7 +15,7 @@ from fullshard.report.plan import (
     term_label,
 )
 from fullshard.report.table import show_labelled_lines
-from fullshard.spec.certainty import Certainty
+from fullshard.spec.machine.certainty import Certainty
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.spec.step_spans import COMPUTE, ProfiledStep, StepSpan, parse_spans, spans_to_json
+from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan, parse_spans, spans_to_json
 from tests.report.nesting import overlaps_in_part
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step
 

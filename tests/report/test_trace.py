@@ -8,7 +8,7 @@ import pytest
 
 from fullshard.errors import SpecError
 from fullshard.report.step_traces import check_is_trace, save_trace
-from fullshard.spec.step_spans import StepSpan
+from fullshard.spec.records.step_spans import StepSpan
 
 THIRD = 1e-6 / 3
 SPANS = [

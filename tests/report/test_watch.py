@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fullshard.report.run_record import MetricsReader, read_run
 from fullshard.report.verdict import verdict
 from fullshard.report.watch import WatchedRun, sparkline, watch_lines, watch_values
-from fullshard.spec.live_status import HeldUp, LiveStatus, RankStatus
+from fullshard.spec.records.live_status import HeldUp, LiveStatus, RankStatus
 from tests.report.runs import (
     STARTED,
     begun,

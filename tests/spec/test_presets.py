@@ -3,8 +3,8 @@
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, preset_or_none, read_presets, similar_preset_names
+from fullshard.spec.settings.model_section import DecoderConfig
 
 # The number of parameters that each repository's page on huggingface.co shows (the safetensors' header).
 # Missing: qwen3-1.7b, whose file holds its tied table twice.

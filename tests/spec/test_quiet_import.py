@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from fullshard.spec.dotted import import_quietly
+from fullshard.system.dotted import import_quietly
 
 NOISY = """
 import logging

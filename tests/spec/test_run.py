@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import SpecError
-from fullshard.spec.foreign_names import FOREIGN_NAMES
 from fullshard.spec.run import STRATEGY_ALIASES, Run, Strategy, parse_strategy
+from fullshard.spec.settings.foreign_names import FOREIGN_NAMES
 from fullshard.spec.value import iterate_dotted_field_names
 
 NAMES = {**STRATEGY_ALIASES, **{str(strategy): strategy for strategy in Strategy}}

@@ -12,10 +12,10 @@ from fullshard.errors import FullshardError
 from fullshard.jobs.launch_record import LaunchRecord
 from fullshard.jobs.run_directory import open_run_directory
 from fullshard.jobs.run_lock import check_unlocked
-from fullshard.jobs.run_log import MetricsLog
+from fullshard.observe.run_log import MetricsLog
 from fullshard.offload.directories import lock_directory, replace_file_atomically
 from fullshard.offload.drive import SYSTEM, DriveFile
-from fullshard.spec.event import RunEvent
+from fullshard.spec.records.event import RunEvent
 from fullshard.system.files import open_regular_file, write_file_atomically
 from tests.jobs.test_metrics import metrics
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.main import main
-from fullshard.jobs.progress import show_progress
+from fullshard.observe.progress import show_progress
 from fullshard.report.comparison import show_measurement
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.system.terminal import escape_control_characters, escape_to_single_line
 from tests.checkpoint.states import saved
 from tests.checkpoint.test_strangers import rewritten_manifest
-from tests.spec.test_measurement import measurement
+from tests.spec.records.test_measurement import measurement
 
 EVIL = "a\x1b[2J\x07\x9b\u202eb\rc"
 

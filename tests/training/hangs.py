@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.models.loss import Loss
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
 from fullshard.system.process import call_on_watchdog_exit
 from fullshard.training.loop import train
-from fullshard.training.loss import Loss
 from tests.ranks.pool import warm
 from tests.training.runs import Pairs, mean_square, run_of, sharded
 

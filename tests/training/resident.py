@@ -45,7 +45,7 @@ def measured(run: Run, *, resume: bool, plan: Plan | None, command_started: floa
     import torch
 
     from fullshard.models.decoder import DecoderModel
-    from fullshard.sharding.mesh import process_group
+    from fullshard.parallel.mesh import process_group
     from fullshard.training.loop import train
     from fullshard.training.optimizer import build_optimizer
     from fullshard.training.shard import shard
@@ -98,9 +98,9 @@ def planned_bytes(plan: Plan) -> int:
     import torch
 
     from fullshard.models.decoder import DecoderModel
-    from fullshard.planner.search import predict
-    from fullshard.tracing.describe import describe
-    from fullshard.training.loss import next_token_loss
+    from fullshard.models.loss import next_token_loss
+    from fullshard.planner.describe.describe import describe
+    from fullshard.planner.search.search import predict
     from tests.fakes.hardware import cpu_of
 
     with torch.device("meta"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.materialize import materialize
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.optimizer import build_optimizer

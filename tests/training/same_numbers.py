@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.materialize import materialize
+from fullshard.models.loss import choose_loss
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
-from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.distributed.tensors import local_tensor
-from fullshard.profiler.memory import storage_bytes_of_tensors
+from fullshard.observe.memory import storage_bytes_of_tensors
 from fullshard.spec.plan import Plan
 from fullshard.training.adamw8bit import dequantize, import_adamw8bit_class, quantize_state_for_optimizer
 from fullshard.training.loop import train

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fullshard.checkpoint import save
-from fullshard.sharding.materialize import materialize
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.training.state import TrainState
 from tests.training.meshes import BF16, load_whole, parameters_of, state_of_run, train_and_save

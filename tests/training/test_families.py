@@ -17,12 +17,12 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
 from fullshard.errors import TraceError
 from fullshard.models.build import build_model
-from fullshard.sharding.materialize import materialize
+from fullshard.models.loss import Loss, choose_loss
+from fullshard.parallel.materialize import materialize
+from fullshard.planner.describe.describe import describe
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
 from fullshard.training.loop import train
-from fullshard.training.loss import Loss, choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

@@ -14,17 +14,17 @@ from fullshard.checkpoint import load, save
 from fullshard.distributed.collectives import DirectAllGather
 from fullshard.errors import PlanError, ShardError, SpecError
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.fp8 import choose_fp8_linears, find_weight_scales
-from fullshard.sharding.materialize import materialize
-from fullshard.sharding.units import find_recompute_blocks, find_units
-from fullshard.spec.dotted import import_quietly
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.fp8 import choose_fp8_linears, find_weight_scales
+from fullshard.parallel.materialize import materialize
+from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.survival.fingerprint import count_issued_collectives
+from fullshard.system.dotted import import_quietly
 from fullshard.training.evaluate import validation_loss
 from fullshard.training.loop import train
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

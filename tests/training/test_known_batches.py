@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.planner.candidate_costs import require_prediction
-from fullshard.planner.search import search
-from fullshard.spec.hardware_text import hardware_on
+from fullshard.models.loss import choose_loss
+from fullshard.planner.describe.describe import describe
+from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.search import search
+from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.run import Run
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import choose_loss
 
 # OLMo-core, src/scripts/train/OLMo2/OLMo2-1B.py: microbatches of 8 × 4,096 tokens on H100 of 80 GB.
 OLMO_1B = {"vocabulary": 100352, "d_model": 2048, "layers": 16, "heads": 16, "kv_heads": 16, "d_ff": 8192}

@@ -11,10 +11,10 @@ from torch import Tensor
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.decoder import DecoderModel, Mixture
 from fullshard.models.experts import multiply_groups, multiply_groups_in_turn
-from fullshard.sharding.materialize import materialize
-from fullshard.spec.model_section import DecoderConfig
-from fullshard.tracing.describe import describe
-from fullshard.training.loss import next_token_loss
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.materialize import materialize
+from fullshard.planner.describe.describe import describe
+from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.training.step import balance_experts
 from tests.training.same_numbers import assert_same_numbers, make_run, train_sharded
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.models.build import build_model
+from fullshard.models.loss import next_token_loss
 from fullshard.offload.state import find_offloaded_state
 from fullshard.offload.store import MasterAndMoments
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState

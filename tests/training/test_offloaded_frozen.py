@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import OffloadError, ShardError
+from fullshard.observe.memory import storage_bytes_of_tensors
 from fullshard.offload.drive import SYSTEM
 from fullshard.offload.state import OffloadedState, find_offloaded_state, set_offload_attribute
-from fullshard.profiler.memory import storage_bytes_of_tensors
-from fullshard.sharding import apply
+from fullshard.parallel import apply
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ShardError, SpecError, TrainError
-from fullshard.sharding.apply import shard
+from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train

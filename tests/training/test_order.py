@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import TrainError
+from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import WINDOW, RecentSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.loop import train
-from fullshard.training.loss import next_token_loss
 from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel

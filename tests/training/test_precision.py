@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.sharding.apply import shard
-from fullshard.sharding.materialize import materialize
+from fullshard.parallel.apply import shard
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import DeviceType, Plan, Precision
 from fullshard.spec.run import Run
 from fullshard.training.loop import train

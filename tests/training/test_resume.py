@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
-from fullshard.sharding.apply import shard
+from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer

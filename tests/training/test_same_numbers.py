@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.sharding.materialize import materialize
-from fullshard.training.loss import next_token_loss
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.materialize import materialize
 from tests.fakes.data import global_batch
 from tests.fakes.models import VOCABULARY
 from tests.training.same_numbers import STRATEGIES, assert_same_numbers, build, make_run, train_sharded

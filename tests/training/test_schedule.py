@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.spec.run import Run
-from fullshard.spec.train_section import ScheduleSection
+from fullshard.spec.settings.train_section import ScheduleSection
 from fullshard.training.schedule import learning_rate_factor, warmup_warning
 
 FALLING = ("cosine", "linear", "wsd")

@@ -17,11 +17,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import TrainError
-from fullshard.sharding.apply import shard
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import Step, train
-from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.errors import ShardError, TrainError
+from fullshard.models.loss import next_token_loss
 from fullshard.offload.rounding import shard_index
-from fullshard.sharding.materialize import materialize
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.loss import next_token_loss
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.data import global_batch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from fullshard.models.build import build_model
-from fullshard.sharding.materialize import materialize
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
 from fullshard.weights.adapter_checks import adapter_merging

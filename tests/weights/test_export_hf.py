@@ -14,8 +14,8 @@ from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.models.build import build_model
 from fullshard.models.huggingface import build_hf_model
-from fullshard.sharding.apply import shard
-from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.parallel.apply import shard
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.weights.export_hf import describe_for_transformers, export_hf

@@ -32,10 +32,10 @@ from fullshard.checkpoint.shard_file import SUFFIX, new_hash_for
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.small_files import parse_json
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.files import xxh3_digest
 from fullshard.system.object_store import is_remote_url
+from fullshard.system.small_files import parse_json
 
 FORMAT = 2
 METADATA = ".metadata"

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any, BinaryIO, cast
 
 from fullshard.checkpoint.files import MANIFEST
-from fullshard.spec.small_files import parse_json
 from fullshard.system.object_store import ANSWER_SECONDS, ObjectRangeReader, ObjectStore
+from fullshard.system.small_files import parse_json
 
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20

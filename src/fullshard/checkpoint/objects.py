@@ -33,8 +33,8 @@ from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manife
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_id_in_manifest
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError
-from fullshard.spec.small_files import parse_json
 from fullshard.system.object_store import ANSWER_SECONDS, ObjectSizeAndTime, ObjectStore, PrefixListing
+from fullshard.system.small_files import parse_json
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)

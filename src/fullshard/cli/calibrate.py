@@ -14,8 +14,8 @@ from fullshard.quantities import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from fullshard.launch.request import LaunchRequest
-    from fullshard.spec.calibration import Calibration
-    from fullshard.spec.hardware import Curve, Hardware, Link, Rates
+    from fullshard.spec.machine.calibration import Calibration
+    from fullshard.spec.machine.hardware import Curve, Hardware, Link, Rates
 
 
 def calibrate(
@@ -52,10 +52,10 @@ def calibrate(
     Under torchrun or srun, measures the cluster. `fullshard plan` and `fullshard train` use the rates. The
     default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
+    from fullshard.launch.detect import user_hardware_path
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request
-    from fullshard.profiler.detect import user_hardware_path
-    from fullshard.spec.calibration import Calibration, CalibrationSettings
+    from fullshard.spec.machine.calibration import Calibration, CalibrationSettings
     from fullshard.system.targets import check_output_file
 
     started, path = time.monotonic(), out or user_hardware_path()
@@ -108,8 +108,8 @@ def _print_result(found: "Calibration", *, as_json: bool) -> None:
 
 def _is_hardware_file(path: Path) -> bool:
     """Returns True if the file is a hardware.toml, written by hand or measured."""
-    from fullshard.spec.toml_file import read_toml
     from fullshard.system.targets import build_can_load_predicate
+    from fullshard.system.toml_file import read_toml
 
     return build_can_load_predicate(read_toml)(path) and "chip" in read_toml(path)
 
@@ -146,7 +146,7 @@ def _build_calibration_request(directory: Path, *, ranks: int, device: str) -> "
     from fullshard.spec.run import Run
 
     run = Run.load(overrides=[f"run.dir={directory}", f"run.device={device}", f"run.ranks={ranks}"])
-    return LaunchRequest(run=run, job="fullshard.jobs.calibrate:run_calibration")
+    return LaunchRequest(run=run, job="fullshard.jobs.calibrate.job:run_calibration")
 
 
 def calibration_rows(calibration: "Calibration") -> Iterator[tuple[str, str]]:

@@ -14,9 +14,9 @@ from fullshard.cli.options import AsJson, Overrides, RunPath
 from fullshard.system.terminal import escape_control_characters, is_live_terminal
 
 if TYPE_CHECKING:
-    from fullshard.checks.ranks import RankFacts
-    from fullshard.spec.finding import CheckReport, Finding
+    from fullshard.jobs.checks.ranks import RankFacts
     from fullshard.spec.plan import Plan
+    from fullshard.spec.records.finding import CheckReport, Finding
     from fullshard.spec.run import Run
 
 # On the CPU, two ranks show what more ranks would show.
@@ -38,7 +38,7 @@ def check(
     docs/check.md explains every check.
     """
     from fullshard.errors import CheckFailedError
-    from fullshard.spec.finding import CheckReport, Finding
+    from fullshard.spec.records.finding import CheckReport, Finding
     from fullshard.spec.run import Run
 
     started, run = time.monotonic(), Run.load(run_path, overrides=overrides or [])
@@ -66,9 +66,9 @@ def check(
 def _plan_or_failure(run: "Run") -> "Plan | Finding":
     """Returns the plan that `fullshard train` would run, or its error as a finding."""
     from fullshard.errors import FullshardError
+    from fullshard.jobs.for_run import request_with_plan
     from fullshard.launch.request import LaunchRequest
-    from fullshard.planning.for_run import request_with_plan
-    from fullshard.spec.finding import Finding
+    from fullshard.spec.records.finding import Finding
 
     try:
         plan = request_with_plan(LaunchRequest(run=run)).plan
@@ -87,7 +87,7 @@ def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> 
     facts = _gather_rank_facts(plan) if is_started_by_torchrun() else None
     if not is_first:
         return []
-    from fullshard.checks.every_check import GROUPS, iterate_findings
+    from fullshard.jobs.checks.every_check import GROUPS, iterate_findings
 
     found: list[Finding] = []
     for group in GROUPS:
@@ -102,16 +102,16 @@ def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> 
 def _part_for(group: str, plan: "Plan", *, facts: "RankFacts | Finding | None") -> object:
     """Returns what the checks of `group` read, or the finding that says why it is missing."""
     if group == "model":
-        from fullshard.checks.model_trial import build_model_trial
+        from fullshard.jobs.checks.model_trial import build_model_trial
 
         return build_model_trial(plan)
     if group == "data":
-        from fullshard.checks.data import build_data_trial
+        from fullshard.jobs.checks.data import build_data_trial
 
         return build_data_trial(plan)
     if group == "ranks":
         return _gather_rank_facts(plan) if facts is None else facts
-    from fullshard.checks.machine import RunContext
+    from fullshard.jobs.checks.machine import RunContext
 
     return RunContext(plan)
 
@@ -121,18 +121,20 @@ def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
 
     On the CPU, two ranks are started unless others are there already.
     """
-    from fullshard.checks.ranks import FILE_NAME, RankFacts
+    from fullshard.jobs.checks.ranks import FILE_NAME, RankFacts
     from fullshard.launch.request import LaunchRequest
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request
-    from fullshard.spec.finding import Finding
+    from fullshard.spec.records.finding import Finding
 
     ranks = min(plan.world_size, _CPU_RANKS) if plan.device == "cpu" else plan.world_size
     with temporary_private_directory() as directory:
         own = {"dir": str(directory), "ranks": ranks, "restarts": 0, "device": plan.device}
         setup = plan.run.run.model_copy(update=own)
         run = plan.run.model_copy(update={"run": setup})
-        exit_code = perform_request(LaunchRequest(run=run, job="fullshard.checks.rank_job:run_rank_checks"))
+        exit_code = perform_request(
+            LaunchRequest(run=run, job="fullshard.jobs.checks.rank_job:run_rank_checks")
+        )
         path = Path(directory, FILE_NAME)
         if exit_code == 0 and path.exists():
             return RankFacts.read_json(path, what="the facts of the ranks")
@@ -151,7 +153,7 @@ def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> 
     verbose: print a line about every check, with what was found
     """
     from fullshard.report.table import show_labelled_lines
-    from fullshard.spec.finding import worst_status
+    from fullshard.spec.records.finding import worst_status
 
     status = worst_status(findings)
     if verbose:

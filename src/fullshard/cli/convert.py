@@ -70,7 +70,7 @@ def convert(
 
 def _read_config_text(path: str) -> str:
     from fullshard.errors import SpecError
-    from fullshard.spec.small_files import SETTINGS_BYTES, read_text
+    from fullshard.system.small_files import SETTINGS_BYTES, read_text
 
     try:
         if path != "-":

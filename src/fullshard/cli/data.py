@@ -19,7 +19,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     from fullshard.errors import SpecError
     from fullshard.models.checks import check_vocabulary
     from fullshard.spec.run import Run
-    from fullshard.spec.run_checks import check_data_is_given
+    from fullshard.spec.settings.run_checks import check_data_is_given
 
     run = Run.load(run_path, overrides=overrides or [])
     if run.data.source == "python":

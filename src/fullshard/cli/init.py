@@ -82,7 +82,7 @@ def default_run_toml_text(name: str = "run.toml") -> str:
 
 def _section_lines(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of the table `[name]`: its docstring as comments, its keys, then its nested tables."""
-    from fullshard.spec.toml_file import format_toml_value
+    from fullshard.system.toml_file import format_toml_value
 
     schema = definitions[type(value).__name__]
     yield f"[{name}]"

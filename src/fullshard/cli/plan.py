@@ -13,10 +13,10 @@ from fullshard.cli.options import AsJson, Overrides, complete_presets, require_p
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
-    from fullshard.planning.result import PlanRequest, PlanResult
-    from fullshard.planning.target import PlanTarget
+    from fullshard.planner.result import PlanRequest, PlanResult
+    from fullshard.planner.target import PlanTarget
     from fullshard.report.plan import TrainingBudget
-    from fullshard.spec.hardware import Hardware
+    from fullshard.spec.machine.hardware import Hardware
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
@@ -133,8 +133,8 @@ class _Options(NamedTuple):
 
     def ask(self, machine: str | None) -> "PlanRequest":
         """Returns the planning question on a machine; None is this one. Only a model itself needs torch."""
-        from fullshard.planning.result import PlanRequest, with_assumed_length
-        from fullshard.planning.target import choose_hardware, resolve_plan_target
+        from fullshard.planner.result import PlanRequest, with_assumed_length
+        from fullshard.planner.target import choose_hardware, resolve_plan_target
 
         subject, pinned = resolve_plan_target(self.model), [*self.pinned]
         asked, ranks = subject.load_run(pinned), self.ranks
@@ -161,7 +161,7 @@ class _Options(NamedTuple):
         self, subject: "PlanTarget", asked: "Run", *, hardware: "Hardware"
     ) -> int | None:
         """Returns the sequences of a step by the options or a choice of ours; None if the run has them."""
-        from fullshard.planning.target import choose_global_batch, choose_global_batch_for_any_ranks
+        from fullshard.planner.target import choose_global_batch, choose_global_batch_for_any_ranks
         from fullshard.quantities import parse_count
 
         tokens = parse_count(self.tokens_per_step) if self.tokens_per_step else None
@@ -240,7 +240,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
 
 
 def _choose_plan(question: "PlanRequest", largest: Literal["microbatch", "sequence"] | None) -> "PlanResult":
-    from fullshard.planning.result import choose_fastest_plan, plan_largest_input
+    from fullshard.planner.result import choose_fastest_plan, plan_largest_input
 
     return choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
 
@@ -249,7 +249,7 @@ def _fewest_gpus(
     question: "PlanRequest", days: float, *, budget: "TrainingBudget | None", own_batch: bool
 ) -> "PlanRequest":
     """Returns `question` for the fewest GPUs that are fast enough. `own_batch`: the user gave the batch."""
-    from fullshard.planning.result import fewest_gpus_request
+    from fullshard.planner.result import fewest_gpus_request
 
     may_raise = question.subject.chosen_here and not own_batch
     return fewest_gpus_request(question, days=days, budget=budget, may_raise_batch=may_raise)
@@ -261,7 +261,7 @@ def _check_tables_alone(given: Sequence[str], pinned: Sequence[str]) -> None:
     given: names of the options that the user gave
     """
     from fullshard.errors import SpecError
-    from fullshard.planning.ladder import check_rungs_are_open
+    from fullshard.planner.ladder import check_rungs_are_open
 
     table = next((name for name in _TABLES if name in given), None)
     others = [name for name in given if name != table]
@@ -276,7 +276,7 @@ def _check_tables_alone(given: Sequence[str], pinned: Sequence[str]) -> None:
 
 
 def _print_machines(text: str, options: _Options, *, as_json: bool) -> None:
-    from fullshard.planning.machines import machines_record, parse_machines, plan_machines, show_machines
+    from fullshard.planner.machines import machines_record, parse_machines, plan_machines, show_machines
 
     plans = plan_machines(parse_machines(text), options.ask, budget=options.budget_on)
     if as_json:
@@ -286,7 +286,7 @@ def _print_machines(text: str, options: _Options, *, as_json: bool) -> None:
 
 
 def _print_scaling(question: "PlanRequest", counts: str, *, as_json: bool) -> None:
-    from fullshard.planning.scaling import parse_rank_counts, plan_scaling, scaling_record, show_scaling
+    from fullshard.planner.scaling import parse_rank_counts, plan_scaling, scaling_record, show_scaling
 
     points = plan_scaling(question, parse_rank_counts(counts))
     if as_json:
@@ -296,7 +296,7 @@ def _print_scaling(question: "PlanRequest", counts: str, *, as_json: bool) -> No
 
 
 def _print_ladder(question: "PlanRequest", budget: "TrainingBudget | None", *, as_json: bool) -> None:
-    from fullshard.planning.ladder import plan_ladder
+    from fullshard.planner.ladder import plan_ladder
     from fullshard.report.ladder import ladder_record, show_ladder
     from fullshard.report.table import show_labelled_lines
 
@@ -403,7 +403,7 @@ def _save_trace(answer: "PlanResult", path: Path | None) -> None:
     """Saves the predicted step of the best plan to `path`, if one is given. Raises SpecError."""
     if path is None:
         return
-    from fullshard.planner.spans import predict_step_spans
+    from fullshard.planner.predict.spans import predict_step_spans
     from fullshard.report.step_traces import save_trace
 
     question, plan = answer.question, answer.best

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from fullshard.cli.options import AsJson
-from fullshard.spec.run_files import MEASUREMENT, METRICS, PLAN
+from fullshard.spec.records.run_files import MEASUREMENT, METRICS, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.report.kernels import KernelSummary
     from fullshard.report.run_record import RunRecord
-    from fullshard.spec.hardware import Hardware
-    from fullshard.spec.measurement import Measurement
+    from fullshard.spec.machine.hardware import Hardware
     from fullshard.spec.plan import Plan
+    from fullshard.spec.records.measurement import Measurement
 
 
 class _RunResults(NamedTuple):
@@ -101,8 +101,8 @@ def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
 def _read_run_results(directory: Path) -> _RunResults:
     """Reads a run's results. Raises SpecError if `directory` is not the directory of a finished run."""
     from fullshard.errors import SpecError
-    from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
+    from fullshard.spec.records.measurement import Measurement
 
     if not os.path.isdir(directory):
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
@@ -125,8 +125,8 @@ def _read_run_results(directory: Path) -> _RunResults:
 def _calibrated_hardware() -> "Hardware | None":
     """Returns the hardware that `fullshard calibrate` measured; None without a readable file."""
     from fullshard.errors import SpecError
-    from fullshard.profiler.detect import user_hardware_path
-    from fullshard.spec.hardware import Hardware
+    from fullshard.launch.detect import user_hardware_path
+    from fullshard.spec.machine.hardware import Hardware
 
     path = user_hardware_path()
     try:

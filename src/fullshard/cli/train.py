@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.spec.run_files import EVENTS, LAUNCH, MEASUREMENT, PLAN
+from fullshard.spec.records.run_files import EVENTS, LAUNCH, MEASUREMENT, PLAN
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def train(
     request = request.model_copy(update={"resume": resume})
     _check_run_directory(request.run, resume=resume)
     if request.run.log.trackers:
-        from fullshard.jobs.trackers import check_trackers_installed
+        from fullshard.observe.trackers import check_trackers_installed
 
         check_trackers_installed(request.run.log.trackers)
+    from fullshard.jobs.for_run import request_with_plan
     from fullshard.launch.start import perform_request
-    from fullshard.planning.for_run import request_with_plan
 
     given = request.run
     request = request_with_plan(request, plain_defaults=no_plan)
@@ -74,9 +74,9 @@ def _build_train_request(
     run_path: Path | None, overrides: list[str], *, plan_path: Path | None, started: float
 ) -> "LaunchRequest":
     from fullshard.launch.request import LaunchRequest
-    from fullshard.spec.code_settings import check_plan_is_of_run
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
+    from fullshard.spec.settings.code_settings import check_plan_is_of_run
 
     given = Run.load(run_path, overrides=overrides)
     if plan_path is None:
@@ -111,8 +111,8 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
     """Prints the warnings of the quick checks on rank 0. Raises CheckFailedError for a failure."""
     if request.plan is None or os.environ.get("RANK", "0") != "0":
         return
-    from fullshard.checks.before_run import quick_problems, raise_first_failure
-    from fullshard.checks.machine import RunContext
+    from fullshard.jobs.checks.before_run import quick_problems, raise_first_failure
+    from fullshard.jobs.checks.machine import RunContext
 
     found = quick_problems(RunContext(request.plan))
     for one in found:
@@ -129,7 +129,7 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
     given: the run before the planner chose its open settings
     """
     from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
-    from fullshard.spec.event import read_events
+    from fullshard.spec.records.event import read_events
 
     alone = not (is_started_by_torchrun() or is_started_by_srun())
     try:
@@ -145,7 +145,7 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
     ]
     if not failures or plan is None:
         return
-    from fullshard.planning.after_out_of_memory import fitting_settings_text
+    from fullshard.jobs.after_out_of_memory import fitting_settings_text
 
     text = fitting_settings_text(given, plan, failures=failures)
     if text is None:
@@ -166,8 +166,8 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
         typer.echo(escape_control_characters(path.read_text(encoding="utf-8").rstrip()))
         return
     from fullshard.report.comparison import show_measurement
-    from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
+    from fullshard.spec.records.measurement import Measurement
 
     prediction = Plan.load(path.with_name(PLAN)).prediction
     show_measurement(Measurement.load(path), prediction=prediction)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, require_positive_number
-from fullshard.spec.run_files import LIVE, METRICS
+from fullshard.spec.records.run_files import LIVE, METRICS
 
 if TYPE_CHECKING:
     from fullshard.report.run_record import MetricsReader
     from fullshard.report.watch import WatchedRun
-    from fullshard.spec.live_status import LiveStatus
+    from fullshard.spec.records.live_status import LiveStatus
 
 # The lock of a run on another host cannot be read. Such a run counts as running while its live.json is at
 # most this many intervals old.
@@ -96,7 +96,7 @@ def _read_watched_run(directory: Path, reader: "MetricsReader") -> "WatchedRun":
     """Reads the state of the run. Raises SpecError if `directory` is not the directory of a run."""
     from fullshard.report.run_record import read_run
     from fullshard.report.watch import WatchedRun
-    from fullshard.spec.live_status import LiveStatus
+    from fullshard.spec.records.live_status import LiveStatus
 
     now, live = datetime.now(UTC), LiveStatus.load_if_readable(directory / LIVE)
     record = read_run(

@@ -22,15 +22,15 @@ from fullshard.convert.torchtitan import convert_torchtitan
 from fullshard.convert.trainer import convert_axolotl, convert_trainer
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
-from fullshard.spec.small_files import (
+from fullshard.spec.value import FrozenModel
+from fullshard.system.small_files import (
     ForeignErrorTranslator,
     check_integer_sizes,
     check_nesting_depth,
     parse_json,
     parse_toml,
 )
-from fullshard.spec.toml_file import toml_text
-from fullshard.spec.value import FrozenModel
+from fullshard.system.toml_file import toml_text
 
 _READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
     ConfigFormat.ACCELERATE: convert_accelerate,

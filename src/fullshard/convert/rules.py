@@ -24,8 +24,8 @@ from fullshard.convert.reader import (
     parse_positive_integer,
 )
 from fullshard.errors import SpecError
-from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel
+from fullshard.system.toml_file import read_toml
 
 STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}  # of ZeRO
 DTYPES = {

@@ -25,10 +25,10 @@ from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import Integers, TokenStore, TokenStream, memory_map_npy
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSection
-from fullshard.spec.dotted import import_callable
 from fullshard.spec.run import Run
-from fullshard.spec.run_checks import check_data_is_given
+from fullshard.spec.settings.data_section import DataSection
+from fullshard.spec.settings.run_checks import check_data_is_given
+from fullshard.system.dotted import import_callable
 
 _PARTS = ("training", "held-out")
 

@@ -29,10 +29,10 @@ import xxhash
 
 from fullshard.data.files import SourceFile
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSection
-from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
+from fullshard.spec.settings.data_section import DataSection
 from fullshard.system.files import atomic_replace_context, fsync_path
 from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1

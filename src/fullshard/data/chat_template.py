@@ -31,7 +31,7 @@ from fullshard.data.tokenizer import (
 )
 from fullshard.data.written_content import Content, mark_content
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
+from fullshard.system.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
 
 _MARK = "{% generation"
 _COMPARED = 16  # characters at the end of a content, whose beginning a template may drop

@@ -20,8 +20,8 @@ from fullshard.data.row_fields import (
     sharegpt_role_lines,
 )
 from fullshard.data.token_rows import is_message_trained
-from fullshard.spec.data_section import DataSourceFields
-from fullshard.spec.small_files import parse_json
+from fullshard.spec.settings.data_section import DataSourceFields
+from fullshard.system.small_files import parse_json
 
 Message = Mapping[str, Any]
 

@@ -27,9 +27,9 @@ from fullshard.data.token_store import (
     memory_map_numbers,
 )
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
-from fullshard.spec.small_files import ForeignErrorTranslator
+from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.object_store import ObjectStore, read_object_range, without_secrets
+from fullshard.system.small_files import ForeignErrorTranslator
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).

@@ -27,10 +27,10 @@ from fullshard.data.row_fields import (
 )
 from fullshard.data.token_rows import iterate_list_rows, mark_names
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.data_section import DataSourceFields
-from fullshard.spec.small_files import ForeignErrorTranslator
+from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.disk import ExplainedOSError
 from fullshard.system.object_store import is_remote_url, without_secrets
+from fullshard.system.small_files import ForeignErrorTranslator
 
 SHARD_BYTES = 1 << 20
 """Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""

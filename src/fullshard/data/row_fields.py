@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 
 ABSENT = object()
 """Value of a field that a row does not have."""

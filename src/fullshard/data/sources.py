@@ -36,7 +36,7 @@ from fullshard.data.tokenizer import (
 )
 from fullshard.errors import DataError
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.spec.data_section import DataSection, DataSource, DataSourceFields
+from fullshard.spec.settings.data_section import DataSection, DataSource, DataSourceFields
 from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.process import count_usable_cores
 from fullshard.system.terminal import escape_control_characters

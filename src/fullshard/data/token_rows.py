@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.row_fields import ABSENT, UntokenizableRecordError, look_up_field
-from fullshard.spec.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import DataSourceFields
 
 TOKEN_LIMIT = 1 << 32
 """Number of different tokens that a token store can hold."""

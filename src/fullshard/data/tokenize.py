@@ -39,8 +39,8 @@ from fullshard.data.row_fields import (
 from fullshard.data.token_rows import TOKEN_LIMIT, check_unused_marks, read_token_row
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
-from fullshard.spec.data_section import DataSourceFields
-from fullshard.spec.small_files import ForeignErrorTranslator
+from fullshard.spec.settings.data_section import DataSourceFields
+from fullshard.system.small_files import ForeignErrorTranslator
 
 Worker = subprocess.Popen[bytes]
 Task = Sequence[FilePart]

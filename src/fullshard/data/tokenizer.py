@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.small_files import ForeignErrorTranslator, parse_json, read_text
+from fullshard.system.small_files import ForeignErrorTranslator, parse_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

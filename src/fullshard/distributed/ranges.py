@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from torch.profiler import record_function
 
-from fullshard.spec.step_spans import COLLECTIVES, RANGE_PREFIX
+from fullshard.spec.records.step_spans import COLLECTIVES, RANGE_PREFIX
 
 _WRITE = "write"
 

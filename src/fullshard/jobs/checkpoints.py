@@ -16,7 +16,7 @@ from fullshard.training.state import TrainState
 
 
 class RecordEvent(Protocol):
-    """A function that records an event of the run: `fullshard.jobs.run_log.RunLog.record_event`."""
+    """A function that records an event of the run: `fullshard.observe.run_log.RunLog.record_event`."""
 
     def __call__(self, event: str, *, step: int, details: Mapping[str, object]) -> object: ...
 

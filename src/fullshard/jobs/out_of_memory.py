@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from fullshard.errors import TrainError, error_location_text
-from fullshard.jobs.event_log import count_attempts
-from fullshard.profiler.live_memory import LiveMemoryMeter
-from fullshard.profiler.memory import storage_bytes_by_part
+from fullshard.observe.event_log import count_attempts
+from fullshard.observe.live_memory import LiveMemoryMeter
+from fullshard.observe.memory import storage_bytes_by_part
+from fullshard.parallel.mesh import RankInfo
 from fullshard.quantities import format_bytes
-from fullshard.sharding.mesh import RankInfo
-from fullshard.spec.event import RunEvent
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run_files import EVENTS, OUT_OF_MEMORY
+from fullshard.spec.records.event import RunEvent
+from fullshard.spec.records.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
 
 # Parts of the messages of torch's allocators, of C++, of drivers and of cuBLAS.

@@ -16,7 +16,7 @@ from fullshard.errors import CheckpointError, SpecError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
 from fullshard.jobs.run_lock import convert_os_errors, hold_run_lock, make_run_directory
 from fullshard.spec.plan import Plan
-from fullshard.spec.run_files import (
+from fullshard.spec.records.run_files import (
     CHECKPOINTS,
     EVENTS,
     EXPORT,

@@ -4,15 +4,15 @@ from fullshard.checkpoint import location_of
 from fullshard.jobs.train_job import TrainJob, flops_per_token
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.loss import next_token_loss
 from fullshard.offload.state import find_offloaded_state
-from fullshard.sharding.compile import find_compiled_forwards
-from fullshard.spec.measurement import Measurement, StepSeconds
+from fullshard.parallel.compile import find_compiled_forwards
 from fullshard.spec.plan import Plan
-from fullshard.spec.run_files import EXPORT, MEASUREMENT, PLAN
+from fullshard.spec.records.measurement import Measurement, StepSeconds
+from fullshard.spec.records.run_files import EXPORT, MEASUREMENT, PLAN
 from fullshard.survival.phase import RunPhase
 from fullshard.system.files import write_file_atomically
 from fullshard.training.evaluate import generate
-from fullshard.training.loss import next_token_loss
 from fullshard.training.shard import rank_offload_directory
 from fullshard.weights.export import export
 

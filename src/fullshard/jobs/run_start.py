@@ -13,32 +13,32 @@ from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.ranges import run_own_clock
 from fullshard.errors import PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
-from fullshard.jobs.event_log import record_start
 from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
-from fullshard.jobs.memory_watch import MemoryWatch
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.profiles import StepProfiler
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
-from fullshard.jobs.run_log import RunLog, open_run_log
-from fullshard.jobs.straggler_watch import StragglerWatch
 from fullshard.jobs.train_job import TrainJob, flops_per_token
 from fullshard.models.build import build_model
 from fullshard.models.checks import check_sequence_length, check_vocabulary
+from fullshard.models.loss import choose_loss
+from fullshard.observe.clock import find_matmul_peak
+from fullshard.observe.event_log import record_start
+from fullshard.observe.memory_watch import MemoryWatch
+from fullshard.observe.profiles import StepProfiler
+from fullshard.observe.run_log import RunLog, open_run_log
+from fullshard.observe.straggler_watch import StragglerWatch
 from fullshard.offload.generation_manifest import SavedRunState
-from fullshard.profiler.clock import find_matmul_peak
+from fullshard.parallel.compile import count_compilation
+from fullshard.parallel.fp8 import find_weight_scales
+from fullshard.parallel.mesh import RankInfo
 from fullshard.quantities import format_count
-from fullshard.sharding.compile import count_compilation
-from fullshard.sharding.fp8 import find_weight_scales
-from fullshard.sharding.mesh import RankInfo
-from fullshard.spec.measurement import MatmulPeak, Throughput, peak_tokens_per_second
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.records.measurement import MatmulPeak, Throughput, peak_tokens_per_second
+from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
-from fullshard.spec.run_files import LAUNCH
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.continued_run import check_can_continue, continue_run
-from fullshard.training.loss import choose_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.random_state import seed_generators
 from fullshard.training.resume import (

@@ -16,13 +16,13 @@ from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_end import save_and_report_end
 from fullshard.jobs.run_start import plan_without_prediction, prepare_job
 from fullshard.jobs.train_job import TrainJob
+from fullshard.observe.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
-from fullshard.profiler.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
+from fullshard.parallel.compile import find_compiled_forwards
+from fullshard.parallel.mesh import process_group
 from fullshard.quantities import format_seconds
-from fullshard.sharding.compile import find_compiled_forwards
-from fullshard.sharding.mesh import process_group
-from fullshard.spec.measurement import PeakBytes
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.measurement import PeakBytes
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs

@@ -7,19 +7,19 @@ from torch import nn
 
 from fullshard.data.batches import TrainingData
 from fullshard.jobs.checkpoints import RunCheckpointSaver
-from fullshard.jobs.memory_watch import MemoryWatch
-from fullshard.jobs.profiles import StepProfiler
 from fullshard.jobs.run_directory import RunDirectory
-from fullshard.jobs.run_log import RunLog
-from fullshard.jobs.straggler_watch import StragglerWatch
 from fullshard.models.build import decoder_flops_per_token
-from fullshard.sharding.compile import CompilerTally
-from fullshard.sharding.mesh import RankInfo
-from fullshard.spec.measurement import MatmulPeak, PeakBytes, StepSeconds, Throughput
+from fullshard.models.loss import Loss
+from fullshard.observe.memory_watch import MemoryWatch
+from fullshard.observe.profiles import StepProfiler
+from fullshard.observe.run_log import RunLog
+from fullshard.observe.straggler_watch import StragglerWatch
+from fullshard.parallel.compile import CompilerTally
+from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.measurement import MatmulPeak, PeakBytes, StepSeconds, Throughput
 from fullshard.system.signals import RecordedSignals
 from fullshard.training.loop import Step
-from fullshard.training.loss import Loss
 from fullshard.training.state import TrainState
 
 

@@ -1,4 +1,4 @@
-"""The events that a launcher records about its ranks: see `fullshard.spec.event`."""
+"""The events that a launcher records about its ranks: see `fullshard.spec.records.event`."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from fullshard.launch.outcome import FailureReport
-from fullshard.spec.event import RunEvent, read_events
-from fullshard.spec.run_files import EVENTS, METRICS
+from fullshard.spec.records.event import RunEvent, read_events
+from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.system.files import open_regular_file
 from fullshard.system.process import call_on_watchdog_exit
 

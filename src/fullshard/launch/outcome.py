@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from fullshard.errors import FullshardError, error_location_text
-from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
 from fullshard.system.files import write_file_atomically
+from fullshard.system.small_files import VALUE_BYTES, parse_json, read_text
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from fullshard.launch.gc import disable_gc
-from fullshard.spec.dotted import import_callable
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
+from fullshard.system.dotted import import_callable
 
 FILE_NAME = "request.json"
 

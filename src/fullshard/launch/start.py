@@ -4,10 +4,10 @@ import os
 
 from fullshard.errors import LaunchError
 from fullshard.launch.agent import run_attempts
+from fullshard.launch.detect import may_have_gpus
 from fullshard.launch.environment import prepare_rank_environment
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
-from fullshard.profiler.detect import may_have_gpus
 from fullshard.spec.plan import DeviceType
 
 # See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.spec.dotted import import_quietly
-from fullshard.spec.train_section import AdapterSection
+from fullshard.spec.settings.train_section import AdapterSection
+from fullshard.system.dotted import import_quietly
 
 ADAPTER = "default"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,10 +12,10 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention_hf import use_document_attention
 from fullshard.models.huggingface import build_hf_model, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
-from fullshard.spec.dotted import import_callable
-from fullshard.spec.measurement import model_flops_per_token
-from fullshard.spec.model_section import DecoderConfig, PythonModel
+from fullshard.spec.records.measurement import model_flops_per_token
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig, PythonModel
+from fullshard.system.dotted import import_callable
 
 
 def build_model(run: Run) -> nn.Module:

@@ -6,9 +6,9 @@ from torch import nn
 
 from fullshard.errors import SpecError
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 
 BYTES = 256
 _POSITIONS = "max_position_embeddings"

@@ -6,7 +6,7 @@ parameters are computed at once, and the logits are freed. Backward only scales 
 same matmuls as whole logits. Gradients of parameters in half precision are summed over chunks in fp32.
 
 [Note: a chunk stands for all]
-A trace (see `fullshard.tracing.trace`) runs one chunk and multiplies its work, so that its structure does not
+A trace (see `planner.describe.trace`) runs one chunk and multiplies its work, so that its structure does not
 depend on the size of the microbatch. So no chunk is longer than a sequence, and all have as many rows.
 
 [Note: divided vocabulary]

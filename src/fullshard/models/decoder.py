@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fullshard.models.context_attention import ContextParallel
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.models.experts import Experts, Router
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 
 
 class RotateByPosition(nn.Module):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor
 
 _BLOCK = {

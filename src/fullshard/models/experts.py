@@ -6,7 +6,7 @@ expert computes as many rows as come to it, which may be none.
 [Note: the seam of experts]
 A module of experts has `num_experts`, parameters whose dim 0 is the expert, and
 `forward(hidden_states, top_k_index, top_k_weights)`, as those of transformers 5 have. So it can compute with
-other rows and with fewer experts: see `fullshard.models.expert_parallel`.
+other rows and with fewer experts: see `fullshard.parallel.expert_parallel`.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import reduce_over_ranks
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.torch_private.fake_tensors import FakeTensor
 from fullshard.torch_private.tensors import grouped_matmul
 

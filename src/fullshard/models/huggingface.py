@@ -13,10 +13,10 @@ from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.meta_init import construct_with_meta_parameters
-from fullshard.spec.dotted import import_quietly
-from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.pretrained import check_config_limits, locate_config_file, read_config
-from fullshard.spec.small_files import ForeignErrorTranslator
+from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.system.dotted import import_quietly
+from fullshard.system.small_files import ForeignErrorTranslator
 
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"

@@ -26,7 +26,7 @@ import numpy as np
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
-from fullshard.spec.measurement import DriveTrafficBytes
+from fullshard.spec.records.measurement import DriveTrafficBytes
 from fullshard.system.direct_io import ALIGNMENT, clear_o_direct_flag, has_o_direct_flag, open_direct
 from fullshard.system.disk import os_error_reason_and_fix
 from fullshard.system.files import atomic_replace_context

@@ -26,10 +26,10 @@ from fullshard.offload.directories import (
     replace_file_atomically,
 )
 from fullshard.offload.drive import CHECK_DRIVE, DriveSystemCalls, round_up_to_blocks
-from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import open_regular_file, xxh3_digest
+from fullshard.system.small_files import read_bytes
 
 SLOTS = (0, 1)
 _MOST_BYTES = 256 << 20

@@ -124,7 +124,7 @@ class OffloadedState:
         self.names_of: Mapping[Tensor, str] = {}
         self._release: Callable[[str], object] = lambda _name: None
 
-    # `fullshard.sharding.apply.ShardSink`
+    # `fullshard.parallel.apply.ShardSink`
 
     def set_up_for_model(self, model: nn.Module, *, unset: bool = False) -> None:
         """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""

@@ -1,1 +1,1 @@
-"""Predictions from a ModelSpec and a Plan, computed from shapes alone. This package does not import torch."""
+"""Plans: describes the model, finds the hardware, predicts memory and seconds, and searches."""

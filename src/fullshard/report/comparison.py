@@ -23,8 +23,8 @@ from pydantic import computed_field
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.report.plan import term_label
 from fullshard.report.table import show_labelled_lines, show_table
-from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
+from fullshard.spec.records.measurement import Measurement, PeakBytes
 from fullshard.spec.value import FrozenModel
 from fullshard.system.terminal import escape_control_characters
 

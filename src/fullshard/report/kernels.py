@@ -15,8 +15,8 @@ from fullshard.report.kernel_trace import DeviceWork, HostOperation, KernelTrace
 from fullshard.report.markup import percent_text
 from fullshard.report.step_traces import list_profiles
 from fullshard.report.table import show_table
-from fullshard.spec.hardware import ComputeDtype, Rates, interpolate_rate
-from fullshard.spec.step_spans import COLLECTIVES, RANGE_PREFIX
+from fullshard.spec.machine.hardware import ComputeDtype, Rates, interpolate_rate
+from fullshard.spec.records.step_spans import COLLECTIVES, RANGE_PREFIX
 
 
 class KernelKind(StrEnum):

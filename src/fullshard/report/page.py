@@ -25,11 +25,11 @@ from fullshard.report.run_comparison import (
 )
 from fullshard.report.run_record import RunRecord
 from fullshard.report.verdict import circumstances, describe_event, verdict
-from fullshard.spec.event import RunEvent
-from fullshard.spec.live_status import RankStatus
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import RunEvent
+from fullshard.spec.records.live_status import RankStatus
+from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import Run
-from fullshard.spec.step_spans import ProfiledStep
 
 _MOST_MEMORY_ROWS, _MOST_STEP_ROWS, _MOST_EVENT_ROWS = 16, 8, 120
 _HIDDEN_EVENTS = ("plan",)  # has a section of its own

@@ -5,7 +5,7 @@ from typing import NamedTuple, TextIO
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
-from fullshard.spec.certainty import Certainty
+from fullshard.spec.machine.certainty import Certainty
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import (
     CALIBRATION_MARKS,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import SpecError
 from fullshard.report.kernel_trace import ALL_REDUCE, DeviceWork, HostOperation, KernelTrace
-from fullshard.spec.step_spans import COLLECTIVES, COMPUTE, RANGE_PREFIX, ProfiledStep, StepSpan
+from fullshard.spec.records.step_spans import COLLECTIVES, COMPUTE, RANGE_PREFIX, ProfiledStep, StepSpan
 
 STEP_RANGE = "fullshard::step"
 """Name of the range of the whole step."""

@@ -17,16 +17,16 @@ from pydantic import ValidationError
 from fullshard.errors import SpecError
 from fullshard.report.kernels import KernelSummary, summarise_last_profile
 from fullshard.report.step_traces import choose_step, read_step
-from fullshard.spec.event import RunEvent, read_events
-from fullshard.spec.hardware import Hardware, Rates
-from fullshard.spec.live_status import LiveStatus
-from fullshard.spec.measurement import Measurement
+from fullshard.spec.machine.hardware import Hardware, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
-from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.spec.step_spans import ProfiledStep
+from fullshard.spec.records.event import RunEvent, read_events
+from fullshard.spec.records.live_status import LiveStatus
+from fullshard.spec.records.measurement import Measurement
+from fullshard.spec.records.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
+from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.system.files import open_regular_file
+from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
@@ -69,8 +69,8 @@ class StepColumns:
     """Figures by step. Values that were not measured, or are not finite, are NaN.
 
     steps: numbers of the steps, ascending
-    columns: values by name, each as long as `steps`. See `fullshard.jobs.progress.StepMetrics`, and
-        `fullshard.profiler.live_memory.LiveMemoryMeter` for those of rank 0's memory.
+    columns: values by name, each as long as `steps`. See `fullshard.observe.progress.StepMetrics`, and
+        `fullshard.observe.live_memory.LiveMemoryMeter` for those of rank 0's memory.
     """
 
     steps: "array[float]" = field(default_factory=lambda: array("d"))

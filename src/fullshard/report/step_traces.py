@@ -9,8 +9,8 @@ from pathlib import Path
 from fullshard.errors import SpecError
 from fullshard.report.kernel_trace import read_kernel_trace
 from fullshard.report.profiled_step import profiled_step
-from fullshard.spec.run_files import METRICS, PREDICTED_STEP, PROFILES
-from fullshard.spec.step_spans import ProfiledStep, StepSpan, parse_spans
+from fullshard.spec.records.run_files import METRICS, PREDICTED_STEP, PROFILES
+from fullshard.spec.records.step_spans import ProfiledStep, StepSpan, parse_spans
 from fullshard.system.files import open_regular_file
 
 _PROFILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")

@@ -8,8 +8,8 @@ from fullshard.quantities import format_bytes, format_count, format_seconds, for
 from fullshard.report.markup import percent_text
 from fullshard.report.plan import mesh_text
 from fullshard.report.run_record import RunRecord
-from fullshard.spec.event import RunEvent
 from fullshard.spec.prediction import CALIBRATION_MARKS
+from fullshard.spec.records.event import RunEvent
 
 _AS_PLANNED_PERCENT = 2.0
 _LARGEST = 1e30

@@ -18,9 +18,9 @@ from fullshard.report.verdict import (
     recent_tokens_per_second,
     recent_trained_share,
 )
-from fullshard.spec.event import RunEvent
-from fullshard.spec.live_status import LiveStatus, RankStatus
 from fullshard.spec.prediction import Prediction
+from fullshard.spec.records.event import RunEvent
+from fullshard.spec.records.live_status import LiveStatus, RankStatus
 from fullshard.system.terminal import escape_to_single_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -11,7 +11,7 @@ from fullshard.errors import PlanError
 from fullshard.quantities import format_count
 from fullshard.spec.plan import DeviceType, Dtype, Plan, Precision
 from fullshard.spec.run import UnitOverride
-from fullshard.spec.train_section import RecomputeSection
+from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt
 
 
@@ -292,7 +292,7 @@ class ModelSpec(FrozenModel):
 
     device_type: type of device whose kernels the traces contain
     scalars: number of parameters without dimensions, which are replicated and in no unit
-    flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`. It is counted from the traced
+    flops_per_token: see `spec.records.measurement.model_flops_per_token`. It is counted from the traced
         matmuls, so a mixture of experts counts only the experts that a token reaches.
     active_numel: number of parameters that a token is multiplied with
     untraced: settings that were to be traced, and cannot be

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from fullshard.errors import PlanError
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, PrecisionSection, Run, Strategy, UnitOverride
-from fullshard.spec.run_checks import (
+from fullshard.spec.settings.run_checks import (
     check_experts_are_divisible,
     check_offload_supports_optimizer,
     check_sequence_is_divisible,

@@ -13,7 +13,7 @@ CALIBRATION_MARKS = {"none": "not calibrated", "busy": "calibrated on a busy mac
 
 
 class MemoryTerms(FrozenModel):
-    """Predicted bytes of live tensors on one rank at the peak of a step. See `fullshard.planner.memory`.
+    """Predicted bytes of live tensors on one rank at the peak of a step. See `planner.predict.memory`.
 
     P: parameters; N: shards; master: bytes per element of a shard. Shards are padded so that N divides dim 0.
 
@@ -159,7 +159,7 @@ class Prediction(FrozenModel):
     capacity_bytes: limit on the sum of these three
     offload: use of the host and drive by the plan's offload target; None without one
     activations: use of the host by blocks that save activations there; None without any
-    flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`
+    flops_per_token: see `fullshard.spec.records.measurement.model_flops_per_token`
     mfu: model FLOP utilisation; None if the chip's peak is unknown
     compile_seconds: seconds of compiling before the first step, which are not in `time`
     calibration: how the hardware's rates, on which `time` depends, were measured; see `Hardware.calibration`

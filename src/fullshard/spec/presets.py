@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import DecoderConfig
-from fullshard.spec.toml_file import read_toml
+from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.value import FrozenModel
+from fullshard.system.toml_file import read_toml
 
 QKV_BIASES = "the biases of its query, key and value are left out"
 QK_NORMS = "the norms of its query and key are left out, and what they save for backward"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import MOST_LAYERS, DecoderConfig
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS
-from fullshard.spec.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes
+from fullshard.spec.settings.model_section import MOST_LAYERS, DecoderConfig
 from fullshard.spec.value import FrozenModel
+from fullshard.system.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes
 
 CONFIG_NAME = "config.json"
 _REVISION_BYTES = 4096

@@ -8,13 +8,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
-from fullshard.spec.data_section import DataSection
-from fullshard.spec.fault_tolerance_section import CheckpointSection, FaultToleranceSection
-from fullshard.spec.foreign_names import FOREIGN_NAMES
-from fullshard.spec.model_section import DecoderConfig, ModelSection
-from fullshard.spec.small_files import TomlError, parse_toml
-from fullshard.spec.toml_file import read_toml
-from fullshard.spec.train_section import (
+from fullshard.spec.settings.data_section import DataSection
+from fullshard.spec.settings.fault_tolerance_section import CheckpointSection, FaultToleranceSection
+from fullshard.spec.settings.foreign_names import FOREIGN_NAMES
+from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
+from fullshard.spec.settings.train_section import (
     AdapterSection,
     OptimizerSection,
     PlanSection,
@@ -33,6 +31,8 @@ from fullshard.spec.value import (
     Processes,
     find_key_by_name,
 )
+from fullshard.system.small_files import TomlError, parse_toml
+from fullshard.system.toml_file import read_toml
 
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure", "fp8", "fp8_rowwise"]
 Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]

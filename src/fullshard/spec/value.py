@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
-from fullshard.spec.small_files import VALUE_BYTES, check_nesting_depth, read_bytes
+from fullshard.system.small_files import VALUE_BYTES, check_nesting_depth, read_bytes
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

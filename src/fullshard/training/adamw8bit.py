@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.errors import MissingExtraError
-from fullshard.spec.dotted import import_quietly
+from fullshard.system.dotted import import_quietly
 
 
 @cache

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.distributed.agreement import world_size
-from fullshard.sharding.fp8 import reuse_weight_scales
+from fullshard.models.loss import Loss, sum_and_count
+from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.training.between_steps import evaluation_mode
-from fullshard.training.loss import Loss, sum_and_count
 from fullshard.training.step import move_batch_to_device
 
 _TEMPERATURE = 0.7

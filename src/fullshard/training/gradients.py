@@ -16,7 +16,7 @@ from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.sharding.mesh import TENSOR_AXIS
+from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm
 
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
@@ -130,7 +130,7 @@ def _replica(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, 
     coordinate, index, replicas = mesh.get_coordinate(), 0, 1
     assert coordinate is not None, "every rank has a place in the mesh"
     for axis, placement in enumerate(placements):
-        # See [Note: the order of two splits] in `fullshard.sharding.split_parameters`.
+        # See [Note: the order of two splits] in `fullshard.parallel.split_parameters`.
         if placement.is_replicate():
             index, replicas = index * mesh.size(axis) + coordinate[axis], replicas * mesh.size(axis)
     return index, replicas

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
 from fullshard.spec.run import Run
-from fullshard.spec.train_section import OptimizerSection
+from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.training.schedule import learning_rate_factor
 
 logger = logging.getLogger("fullshard")

@@ -20,6 +20,7 @@ from fullshard.distributed.agreement import all_gather_object, all_ranks_have, r
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
+from fullshard.models.loss import Loss, next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
@@ -28,7 +29,6 @@ from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.learning_rates import warn_of_unused_settings
-from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.state import LossScale, TrainState
 from fullshard.training.step import count_computed_tokens, run_step
 

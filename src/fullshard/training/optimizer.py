@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.spec.dotted import import_named_module
 from fullshard.spec.plan import Plan
-from fullshard.spec.run_checks import check_offload_supports_optimizer
-from fullshard.spec.train_section import OptimizerSection
+from fullshard.spec.settings.run_checks import check_offload_supports_optimizer
+from fullshard.spec.settings.train_section import OptimizerSection
+from fullshard.system.dotted import import_named_module
 from fullshard.training.adamw8bit import import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.state import check_state_can_be_saved

@@ -6,10 +6,10 @@ from fullshard.checkpoint import NodeLocalDirectory, load
 from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_complete_step
 from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, SpecError, TrainError
-from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.state import TrainState
 from fullshard.weights.files import find_weights_file
 from fullshard.weights.pretrained import LoadReport, load_pretrained

@@ -3,7 +3,7 @@
 import math
 
 from fullshard.spec.run import Run
-from fullshard.spec.train_section import ScheduleSection
+from fullshard.spec.settings.train_section import ScheduleSection
 
 
 def learning_rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:

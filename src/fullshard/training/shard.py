@@ -14,7 +14,6 @@ from torch import nn
 
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
-from fullshard.models.model_parallel import divide_model
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
 from fullshard.offload.directories import rank_directory, remove_empty_parents
@@ -33,10 +32,11 @@ from fullshard.offload.state import (
     set_offload_attribute,
 )
 from fullshard.offload.store import GroupLayout as GroupRecord
-from fullshard.sharding import apply
-from fullshard.sharding.materialize import Initialise, local_device
-from fullshard.sharding.mesh import build_axis_group
-from fullshard.sharding.units import Predicate
+from fullshard.parallel import apply
+from fullshard.parallel.materialize import Initialise, local_device
+from fullshard.parallel.mesh import build_axis_group
+from fullshard.parallel.model_parallel import divide_model
+from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import compute_dtype
@@ -56,10 +56,10 @@ def shard(
     methods: Sequence[str] = (),
     system: DriveSystemCalls = SYSTEM,
 ) -> nn.Module:
-    """Shards `model` like `fullshard.sharding.apply.shard`, and creates the state that the plan offloads.
+    """Shards `model` like `fullshard.parallel.apply.shard`, and creates the state that the plan offloads.
 
     If the plan divides sequences over ranks, the attention of `model` reaches the keys of other ranks. If it
-    divides matmuls, see `fullshard.models.tensor_parallel`; experts, `fullshard.models.expert_parallel`.
+    divides matmuls, see `fullshard.parallel.tensor_parallel`; experts, `fullshard.parallel.expert_parallel`.
 
     system: the system calls for the drive of the offload target
 

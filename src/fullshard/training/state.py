@@ -16,7 +16,7 @@ from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_s
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.sharding.precision import persistent_buffers
+from fullshard.parallel.precision import persistent_buffers
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer

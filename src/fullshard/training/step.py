@@ -38,9 +38,10 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_unit_events
 from fullshard.errors import ShardError, TrainError
 from fullshard.models.experts import Router
-from fullshard.sharding.fp8 import reuse_weight_scales
-from fullshard.spec.model_section import DecoderConfig
+from fullshard.models.loss import Loss, sum_and_count
+from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
+from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.survival.fingerprint import (
     WIDTH,
     StepFingerprint,
@@ -62,7 +63,6 @@ from fullshard.training.gradients import (
     tensors_counted_here,
 )
 from fullshard.training.learning_rates import set_learning_rates
-from fullshard.training.loss import Loss, sum_and_count
 from fullshard.training.state import TrainState
 from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 

@@ -17,7 +17,7 @@ from fullshard.models.adapters import (
     iterate_adapted_layers,
     make_lora_config,
 )
-from fullshard.spec.train_section import AdapterSection
+from fullshard.spec.settings.train_section import AdapterSection
 from fullshard.spec.weight_map import Shape
 from fullshard.weights.tensor_source import ADDED, BASE, LayerMerging
 

@@ -22,11 +22,11 @@ from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.decoder_names import llama_config, llama_weight_map
 from fullshard.models.huggingface import build_hf_model, remove_code_references
-from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
-from fullshard.spec.small_files import read_bytes
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Naming
+from fullshard.system.small_files import read_bytes
 from fullshard.weights.adapter_checks import adapter_merging
 from fullshard.weights.export import check_shard_bytes, export_in_hf_layout, names_without_wrappers
 from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file

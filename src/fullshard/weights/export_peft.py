@@ -20,8 +20,8 @@ from fullshard.models.adapters import (
     iterate_adapted_layers,
     make_lora_config,
 )
-from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system import disk
 from fullshard.weights.adapter_checks import adapter_merging, check_peft_loads

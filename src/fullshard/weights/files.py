@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.spec.small_files import ForeignErrorTranslator, parse_json, read_bytes
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
+from fullshard.system.small_files import ForeignErrorTranslator, parse_json, read_bytes
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.models.huggingface import auto_map_class_references, remove_code_references
-from fullshard.spec.dotted import import_quietly
 from fullshard.spec.pretrained import check_config_limits
-from fullshard.spec.small_files import ForeignErrorTranslator
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor, map_weights_by_name
+from fullshard.system.dotted import import_quietly
+from fullshard.system.small_files import ForeignErrorTranslator
 from fullshard.weights.trace import TracedTensor, UntraceableOperationError, make_source_tensor
 
 # Names of the part without a head, for models that do not define base_model_prefix.

@@ -21,10 +21,10 @@ from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
-from fullshard.sharding.materialize import Initialise, initialise_parameters
-from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.parallel.materialize import Initialise, initialise_parameters
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.spec.weight_map import WeightMap
 from fullshard.weights.files import (
     PretrainedFiles,

@@ -1,1 +1,0 @@
-"""Rates of this machine, measured: matmuls, memory, updates, collectives and drives."""

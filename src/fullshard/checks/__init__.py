@@ -1,1 +1,0 @@
-"""Checks before a run: whether the settings, the machine, the model, the data and the ranks are right."""

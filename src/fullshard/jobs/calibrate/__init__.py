@@ -1,0 +1,1 @@
+"""Measurement of this machine: matmuls, memory, links and drive."""

@@ -1,0 +1,345 @@
+"""Rates of one rank's computing, copying and writing, measured while all ranks do the same."""
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard.distributed.agreement import world_size
+from fullshard.observe.clock import total_seconds_of_calls
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
+from fullshard.spec.machine.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
+from fullshard.training.stochastic_adamw import StochasticAdamW
+
+_TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_MATMUL_EDGES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_SEQUENCES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
+_HEADS, _HEAD_DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
+_ELEMENTS = {
+    "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
+    "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
+}
+_CHUNKS = (1 << 10, 1 << 14, ROUNDING_CHUNK_ELEMENTS)
+_COPY_BYTES = 64 * 1024**2
+_HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
+_LEAST_PARAMETERS = 1 << 18
+_WINDOWS, _LEAST_WINDOWS = 8, 2
+_ISSUED, _TURNS = 64, 3  # operations of a chain, and its turns, in `measure_seconds_per_operation`
+
+
+class BenchmarkTask(NamedTuple):
+    """A piece of work to time, with the FLOP or bytes of one launch (`size`) and of one call (`amount`)."""
+
+    work: Callable[[], object]
+    size: float
+    amount: float
+
+
+class RateMeter:
+    """Times tasks on one device, on all ranks at once. Every rank gets the mean over all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def random_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns a tensor of normally distributed numbers. (GPUs compute faster on constant data.)"""
+        return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
+
+    def measure_calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
+        """Returns the calls of `work` per second on each rank, from the second fastest window.
+
+        A window is several calls on all ranks, from the first rank's start until the last has finished: with
+        more ranks than cores, a rank may have a whole core to itself in between. The mean of the windows
+        would contain other load on the machine, and the fastest may be an outlier.
+        """
+        work()  # the first call of a shape chooses a kernel
+        once = self._time_calls(work, 2) / 2
+        fit = round(seconds / max(once, 1e-7))
+        windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(round(fit / _WINDOWS), 1)
+        rates: list[float] = []
+        for _ in range(windows):
+            rates.append(calls / self._time_calls(work, calls))
+        return sorted(rates)[-2]
+
+    def _time_calls(self, work: Callable[[], object], calls: int) -> float:
+        """Returns the seconds in which each rank makes `calls` calls. Collective."""
+        mean_over_ranks(0.0)  # a barrier: all ranks start together
+        started = time.perf_counter()
+        seconds = total_seconds_of_calls(work, calls, device=self.device)
+        if self.kind == "cpu":
+            mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
+            seconds = time.perf_counter() - started
+        return max(maximum_over_ranks(seconds), 1e-9)
+
+    def measure_rate_curve(
+        self, make: Callable[[int], BenchmarkTask], sizes: Sequence[int], *, seconds: float
+    ) -> Curve:
+        """Returns the rate of the task `make(size)` for each size, measured in about `seconds` in total.
+
+        Sizes increase. The larger ones are skipped once a call takes more than its share of the time.
+        """
+        window, points = seconds / len(sizes), list[RatePoint]()
+        for size in sizes:
+            task = make(size)  # one at a time, because all would not fit in memory
+            rate = self.measure_calls_per_second(task.work, seconds=window)
+            points.append(RatePoint(task.size, _round_to_four_digits(rate * task.amount)))
+            if _WINDOWS / rate > 2 * window:
+                break
+        return tuple(points)
+
+
+def mean_over_ranks(value: float) -> float:
+    """Returns the mean of `value` over ranks, sent as a CPU tensor on any device. Collective."""
+    return _reduce_over_ranks(value, dist.ReduceOp.SUM) / world_size()
+
+
+def maximum_over_ranks(value: float) -> float:
+    """Returns the largest `value` of all ranks, sent as a CPU tensor on any device. Collective."""
+    return _reduce_over_ranks(value, dist.ReduceOp.MAX)
+
+
+def _reduce_over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
+    if world_size() == 1:
+        return value
+    reduced = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(reduced, op=op)
+    return reduced.item()
+
+
+def matmul_dtypes_to_measure(device: torch.device) -> tuple[ComputeDtype, ...]:
+    """Returns the dtypes in which matmuls are measured on this device."""
+    if device.type != "cuda":
+        return ("fp32", "bf16")  # fp16 is emulated, and some 50 times slower than fp32
+    tensor_cores = torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip is not None
+    return ("fp32", "tf32", "bf16", "fp16") if tensor_cores else ("fp32", "fp16")
+
+
+def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> Curve:
+    """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
+
+    def make_task(n: int) -> BenchmarkTask:
+        work = _matmuls_of_linear_layer(meter, dtype, rows=2 * n, edge=n)
+        return BenchmarkTask(work, size=4 * n**3, amount=12 * n**3)
+
+    with _use_matmul_precision(dtype):
+        return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
+
+
+def _matmuls_of_linear_layer(
+    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int
+) -> Callable[[], None]:
+    """Returns a function that runs the three matmuls of an edge × edge linear layer on `rows` tokens."""
+    x, g = (meter.random_tensor(rows, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
+    weight = meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype])
+
+    def run_matmuls() -> None:
+        torch.mm(x, weight.t())
+        torch.mm(g, weight)
+        torch.mm(g.t(), x)
+
+    return run_matmuls
+
+
+def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
+    """Returns the part of the rate that a matmul reaches whose rows are no multiple of 16 bytes."""
+    aligned = {"cpu": 256, "cuda": 4096}[meter.kind]
+
+    def measure_rate(n: int) -> float:
+        x, w = (meter.random_tensor(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n))
+        return n**3 * meter.measure_calls_per_second(lambda: torch.mm(x, w.t()), seconds=seconds / 2)
+
+    return min(1.0, measure_rate(aligned + 1) / measure_rate(aligned))
+
+
+def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
+    """Returns the FLOP/s of causal attention by size, for forward and for backward.
+
+    Only the computed pairs of positions count, S (S + 1) / 2 per head: two matmuls in forward (4 · head size
+    FLOP per pair), five in backward.
+    """
+    heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
+
+    def random_inputs(sequence: int) -> list[Tensor]:
+        return [meter.random_tensor(1, heads, sequence, size, dtype=_TORCH_DTYPES[dtype]) for _ in range(4)]
+
+    def make_forward_task(sequence: int) -> BenchmarkTask:
+        q, k, v, _ = random_inputs(sequence)
+        flops = 4 * size * heads * sequence * (sequence + 1) / 2
+
+        def run_attention_forward() -> None:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return BenchmarkTask(run_attention_forward, size=flops, amount=flops)
+
+    def make_backward_task(sequence: int) -> BenchmarkTask:
+        q, k, v, gradient = random_inputs(sequence)
+        needed = [one.requires_grad_() for one in (q, k, v)]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        flops = 10 * size * heads * sequence * (sequence + 1) / 2
+
+        def run_attention_backward() -> None:
+            torch.autograd.grad(out, needed, gradient, retain_graph=True)
+
+        return BenchmarkTask(run_attention_backward, size=flops, amount=flops)
+
+    sequences = _SEQUENCES[meter.kind]
+    with torch.no_grad():
+        first = meter.measure_rate_curve(make_forward_task, sequences, seconds=seconds * 0.4)
+    return first, meter.measure_rate_curve(make_backward_task, sequences, seconds=seconds * 0.6)
+
+
+def measure_elementwise_bandwidth(meter: RateMeter, *, seconds: float) -> tuple[Curve, float]:
+    """Returns the bytes/s, read plus written, of a product and a SiLU by size; and the part of it in bf16.
+
+    A product moves three numbers per element, and a SiLU two. Both write into new memory, as in a model.
+    """
+
+    def make_task(n: int, dtype: torch.dtype = torch.float32) -> BenchmarkTask:
+        a, b = meter.random_tensor(n, dtype=dtype), meter.random_tensor(n, dtype=dtype)
+
+        def run_product_and_silu() -> None:
+            torch.mul(a, b)
+            F.silu(a)
+
+        count = a.element_size() * n
+        return BenchmarkTask(run_product_and_silu, size=2.5 * count, amount=5 * count)
+
+    curve = meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds * 0.8)
+    half = make_task(_ELEMENTS[meter.kind][4], torch.bfloat16)
+    rate = half.amount * meter.measure_calls_per_second(half.work, seconds=seconds * 0.2)
+    return curve, min(1.0, rate / interpolate_rate(curve, half.size))
+
+
+def measure_adamw_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
+    """Returns the bytes/s of fused AdamW in fp32, which reads four tensors and writes three."""
+
+    def make_task(n: int) -> BenchmarkTask:
+        parameter = meter.random_tensor(n).requires_grad_()
+        parameter.grad = meter.random_tensor(n)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        return BenchmarkTask(optimizer.step, size=28 * n, amount=28 * n)
+
+    return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
+
+
+def measure_rounded_adamw(meter: RateMeter, *, seconds: float) -> Curve | None:
+    """Returns the elements/s of AdamW with stochastic rounding by those of a chunk; None on a GPU."""
+    if meter.kind == "cuda":
+        return None
+
+    def make_task(n: int) -> BenchmarkTask:
+        parameter = meter.random_tensor(n, dtype=torch.bfloat16).requires_grad_()
+        parameter.grad = meter.random_tensor(n, dtype=torch.bfloat16)
+        optimizer = StochasticAdamW([parameter], lr=1e-3)
+        return BenchmarkTask(optimizer.step, size=n, amount=n)
+
+    return meter.measure_rate_curve(make_task, _CHUNKS, seconds=seconds)
+
+
+def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
+    """Returns the host seconds that torch and autograd take per operation, over forward and backward.
+
+    A chain of small products is timed, each with 2 operations. On the CPU, the time of the products
+    themselves is subtracted. Both are timed in turn, and the median of the differences is taken: a machine
+    may become slower or faster in between. It is 0 if the median is negative.
+    """
+    start, factor = meter.random_tensor(64).requires_grad_(), meter.random_tensor(64)
+
+    def run_chain_with_autograd() -> None:
+        x = start
+        for _ in range(_ISSUED):
+            x = x * factor
+        x.backward(factor)
+
+    def run_chain_without_autograd() -> None:
+        with torch.no_grad():
+            x = start
+            for _ in range(2 * _ISSUED):
+                x = x * factor
+
+    def time_once() -> float:
+        taken = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=part)
+        if meter.kind == "cpu":
+            taken -= 1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=part)
+        return taken
+
+    part = seconds / _TURNS / (2 if meter.kind == "cpu" else 1)
+    return max(median(time_once() for _ in range(_TURNS)), 0.0) / (2 * _ISSUED)
+
+
+def measure_round_trip_copy_rate(meter: RateMeter, *, seconds: float) -> float | None:
+    """Returns the bytes/s between pinned host memory and the device, in both directions; None on the CPU."""
+    if meter.kind == "cpu":
+        return None
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=meter.device)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def copy_there_and_back() -> None:
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+
+    rate = meter.measure_calls_per_second(copy_there_and_back, seconds=seconds)
+    return _round_to_four_digits(2 * _COPY_BYTES * rate)
+
+
+def host_adamw_params_per_second(*, seconds: float) -> float:
+    """Returns the parameters per second that fused AdamW updates on the host, per rank while all ranks do.
+
+    With less than a second, fewer parameters are updated, which may then fit in a cache.
+    """
+    count = max(_LEAST_PARAMETERS, int(_HOST_PARAMETERS * min(seconds, 1.0)))
+    parameter = torch.randn(count).requires_grad_()
+    parameter.grad = torch.randn(count)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # creates its state
+    mean_over_ranks(0.0)
+    started = time.perf_counter()
+    for _ in range(_HOST_UPDATES):
+        optimizer.step()
+    return _round_to_four_digits(mean_over_ranks(count * _HOST_UPDATES / (time.perf_counter() - started)))
+
+
+def measure_bytes_outside_allocator(device: torch.device) -> int:
+    """Returns the bytes of device memory (on the CPU, of resident memory) outside torch's allocator.
+
+    On CUDA this is all memory in use outside the allocator, so no other process should run on the device.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(total - free - torch.cuda.memory_reserved(device), 0)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@contextmanager
+def _use_matmul_precision(dtype: ComputeDtype) -> Generator[None]:
+    """Runs fp32 matmuls on CUDA in `dtype` inside the block."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _round_to_four_digits(rate: float) -> float:
+    """Rounds to four digits, more than the clock's precision."""
+    return float(f"{rate:.4g}")

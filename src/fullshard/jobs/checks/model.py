@@ -1,0 +1,359 @@
+"""Checks of a model: its loss and gradients, by `loss(model, batch)` alone, and its parameters and graphs."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.distributed.agreement import ErrorCapture
+from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
+from fullshard.models.build import build_model
+from fullshard.parallel.blocks import find_repeated_blocks
+from fullshard.spec.records.finding import Finding
+from fullshard.spec.settings.model_section import HuggingFaceModel, PythonModel
+from fullshard.system.dotted import import_callable
+from fullshard.torch_private.compiler import dynamo
+from fullshard.torch_private.tensors import BatchNorm
+
+# Bounds on the first loss as a multiple of ln(vocabulary), for labels drawn at random. Logits of standard
+# deviation s add s² / 2 nats to ln V, so that a spread of 1 is 1.09 for V = 256. Below the least, the model
+# knows labels that nobody can know.
+_LEAST_FIRST_LOSS, _MOST_FIRST_LOSS = 0.9, 1.15
+# In fp32, sums in another order differ by 1e-6 of the loss at most here.
+_TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE = 1e-3
+_NOISE = 0.02  # added to parameters, so that a zero that was initialised does not hide what follows it
+_UNUSED_SHARE = 0.5
+_BATCHES = 3
+_NO_TOKENS = "its batches are not tokens with labels"
+_CONSTANT_SHARE = 0.5
+_LARGEST_VALUE = 100.0
+
+
+def check_first_loss(trial: ModelTrial) -> Finding:
+    """Compares the loss of new parameters on random tokens with ln(vocabulary)."""
+    model = trial.build()
+    with torch.no_grad():
+        loss = sum(float(trial.mean_loss(model, trial.batches(n))) for n in range(_BATCHES)) / _BATCHES
+    if not math.isfinite(loss):
+        return Finding.failure(
+            f"the first loss is {loss}",
+            why="every step would be skipped",
+            fix="smaller initial values, or a look at divisions and logarithms in forward",
+        )
+    batch = trial.token_batch()
+    if batch is None or not trial.has_default_loss:
+        return Finding.ok(
+            f"first loss {loss:.3f} of {trial.description}; nothing is known to compare it with"
+        )
+    with torch.no_grad():
+        width = _logits_of(model(batch["tokens"])).shape[-1]
+    ratio = loss / math.log(width)
+    text = f"first loss {loss:.3f}, {ratio:.2f} of ln {width:,}"
+    if ratio < _LEAST_FIRST_LOSS:
+        return Finding.failure(
+            text,
+            why="random labels cannot be predicted: the model sees them, or the loss leaves something out",
+            fix="labels shifted by one token, and attention that is causal",
+        )
+    if ratio > _MOST_FIRST_LOSS:
+        return Finding.warning(
+            text,
+            why="a new model that knows nothing has 1.00; larger initial logits cost hundreds of steps",
+            fix="a smaller standard deviation of the head and embedding, such as 0.02; tied ones share it",
+        )
+    return Finding.ok(f"{text}, of {trial.description}")
+
+
+def _logits_of(output: object) -> Tensor:
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    assert isinstance(logits, Tensor), "the default loss has read them"
+    return logits
+
+
+def check_sees_future(trial: ModelTrial) -> Finding:
+    """Changes the tokens behind a position: the loss at that position must not change."""
+    batch, model = trial.token_batch(), trial.build().eval()
+    if batch is None or batch["tokens"].shape[1] < 4 or len(batch["tokens"]) < 2:
+        return Finding.skipped(_NO_TOKENS)
+    if (reason := trial.reason_against_masking(model)) is not None:
+        return Finding.skipped(reason)
+    place = batch["tokens"].shape[1] // 2
+    labels = torch.full_like(batch["labels"], IGNORED)
+    labels[:, place] = batch["labels"][:, place].clamp(min=0)
+    changed = batch["tokens"].clone()
+    changed[:, place + 1 :] = changed.roll(1, 0)[:, place + 1 :].flip(1)
+    if not _counts_only_labels(trial, model, batch={**batch, "labels": labels}):
+        return Finding.skipped("the loss counts labels of -100")
+    moved = _relative_change(
+        trial, model, batches=[{**batch, "labels": labels}, {**batch, "tokens": changed, "labels": labels}]
+    )
+    if moved > _TOLERANCE:
+        return Finding.failure(
+            f"the loss of token {place} changes by {moved:.1e} of itself when later tokens change",
+            why="the model reads what it should predict: the loss falls, and it cannot generate",
+            fix="a causal mask in every layer, and no shift of tokens that undoes it",
+        )
+    return Finding.ok(f"later tokens change the loss by {moved:.0e} of itself")
+
+
+def check_row_independence(trial: ModelTrial) -> Finding:
+    """Changes all rows of a batch except the first: the loss of the first must not change."""
+    batch, model = trial.labelled_rows(), trial.build().train()
+    if batch is None or len(batch["labels"]) < 3:
+        return Finding.skipped("its batches are not rows with integer labels")
+    if (reason := trial.reason_against_masking(model)) is not None:
+        return Finding.skipped(reason)
+    labels = torch.full_like(batch["labels"], IGNORED)
+    labels[0] = batch["labels"][0]
+    if not _counts_only_labels(trial, model, batch={**batch, "labels": labels}):
+        return Finding.skipped("the loss counts labels of -100")
+    others = {name: torch.cat((one[:1], one[1:].roll(1, 0))) for name, one in batch.items()}
+    noise = {name: _changed_rows(one) for name, one in others.items() if name not in ("labels", "documents")}
+    moved = _relative_change(
+        trial, model, batches=[{**batch, "labels": labels}, {**others, **noise, "labels": labels}]
+    )
+    if moved <= _TOLERANCE:
+        return Finding.ok(f"other rows change the loss of a row by {moved:.0e} of itself")
+    normalised = any(isinstance(one, BatchNorm) for one in model.modules())
+    text = f"the loss of a row changes by {moved:.1e} of itself when other rows change"
+    if normalised:
+        return Finding.warning(
+            text,
+            why="BatchNorm uses the rows of one rank's microbatch, so results depend on ranks and microbatch",
+            fix="LayerNorm or GroupNorm, or torch.nn.SyncBatchNorm",
+        )
+    return Finding.failure(
+        text,
+        why="rows are separate samples: results depend on the microbatch and on the number of ranks",
+        fix="a look for sums, means or attention over dim 0",
+    )
+
+
+def _changed_rows(tensor: Tensor) -> Tensor:
+    """Returns `tensor` with the second dim of all rows except the first reversed, if it has one."""
+    return tensor if tensor.ndim < 2 else torch.cat((tensor[:1], tensor[1:].flip(1)))
+
+
+def _counts_only_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str, Tensor]) -> bool:
+    """Returns whether a change of labels from -100 leaves the loss alone, as all of fullshard's losses do.
+
+    The batch has few labels. A loss that returns a count must count those; a mean must be finite.
+    """
+    with torch.no_grad():
+        torch.manual_seed(0)
+        result = trial.loss(model, batch)
+    if not isinstance(result, tuple):
+        return bool(result.isfinite())
+    return float(result[1]) <= int((batch["labels"] != IGNORED).sum())
+
+
+def _relative_change(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]) -> float:
+    losses: list[float] = []
+    for batch in batches:
+        torch.manual_seed(1)  # the same dropout
+        with torch.no_grad():
+            losses.append(float(trial.mean_loss(model, batch)))
+    return abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-3)
+
+
+def check_gradients(trial: ModelTrial) -> Finding:
+    """Looks for trainable parameters whose gradient is missing, zero or not finite."""
+    model = trial.build().train()
+    trial.mean_loss(model, trial.batches(0)).backward()
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    broken = [n for n, one in trained.items() if one.grad is not None and not one.grad.isfinite().all()]
+    if broken:
+        return Finding.failure(
+            f"gradients of {_some(broken)} are not finite",
+            why="every step would be skipped",
+            fix="torch.autograd.set_detect_anomaly(True) in a loop of your own shows the operation",
+        )
+    missing = [name for name, one in trained.items() if one.grad is None]
+    dead = [name for name, one in trained.items() if one.grad is not None and not one.grad.any()]
+    if dead or missing:
+        dead, missing = _still_without_gradient(trial, [*dead, *missing])
+    count = sum(trained[name].numel() for name in (*dead, *missing))
+    share = count / max(1, sum(one.numel() for one in trained.values()))
+    if (dead or missing) and (not trial.is_from_transformers or share > _UNUSED_SHARE):
+        parts = [f"no gradient reaches {_some(missing)}"] if missing else []
+        parts += [f"the gradient of {_some(dead)} is zero"] if dead else []
+        return Finding.warning(
+            f"{'; '.join(parts)} ({share:.1%} of the parameters)",
+            why="they are not trained, although memory and communication are spent on them",
+            fix="a look for .detach(), no_grad or an unused module; requires_grad_(False) if it is meant",
+        )
+    unused = (
+        f", except {_some([*missing, *dead])}, which its transformers model does not use" if count else ""
+    )
+    return Finding.ok(f"gradients reach all of {len(trained)} parameters{unused}")
+
+
+def _still_without_gradient(trial: ModelTrial, names: list[str]) -> tuple[list[str], list[str]]:
+    """Returns (zero, missing) gradients among `names` after several batches, from values without zeros.
+
+    A factor that is initialised as zero (LoRA, residual gates) leaves others without gradient in the first
+    step only, and an expert may get no token of one batch.
+    """
+    model, random = trial.build().train(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=random)
+                parameter.add_((_NOISE * noise).to(parameter.dtype))
+    for number in range(_BATCHES):
+        trial.mean_loss(model, trial.batches(number)).backward()
+    own = {name: one for name, one in model.named_parameters() if name in names}
+    missing = [name for name, one in own.items() if one.grad is None]
+    return [n for n, one in own.items() if one.grad is not None and not one.grad.any()], missing
+
+
+def check_microbatches(trial: ModelTrial) -> Finding:
+    """Compares the gradient of a batch with that of its two halves, one microbatch each, added up."""
+    batch, model = trial.labelled_rows(), trial.build().eval()
+    if batch is None:
+        return Finding.skipped("its batches are not rows with integer labels")
+    if (reason := trial.reason_against_masking(model)) is not None:
+        return Finding.skipped(reason)
+    labels = batch["labels"].clone()
+    if labels.ndim > 1 and labels.shape[1] > 3:
+        labels[0, 3:] = IGNORED  # rows of unequal weight
+    batch = {**batch, "labels": labels}
+    whole = _step_gradient(trial, model, batches=[batch])
+    half = len(labels) // 2
+    halves = [{name: one[part] for name, one in batch.items()} for part in (slice(half), slice(half, None))]
+    parts = _step_gradient(trial, model, batches=halves)
+    error = float((whole - parts).norm() / whole.norm().clamp(min=1e-12))
+    if error > _GRADIENT_TOLERANCE:
+        return Finding.warning(
+            f"the gradient of two microbatches differs from that of all rows at once by {error:.1%}",
+            why="a mean of means weighs rows with few labels too much, so results depend on the microbatch",
+            fix="a loss that returns (sum, number of labels) instead of their quotient",
+        )
+    return Finding.ok(f"microbatches add up to the whole gradient, within {error:.0e}")
+
+
+def _step_gradient(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+    """Returns the gradient of a step as fullshard computes it: summed losses over the summed count."""
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        result = trial.loss(model, batch)
+        loss, count = result if isinstance(result, tuple) else (result, 1)
+        loss.backward()
+        total += float(count)
+    found = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
+    return torch.cat(found) / total
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_tied_parameters(trial: ModelTrial) -> Finding:
+    """Looks for parameters that share memory without being one parameter, and for ties that are missing."""
+    section = trial.run.model
+    if isinstance(section, PythonModel):
+        # As the user's function makes it: on the meta device nothing has memory to share.
+        made = import_callable(section.python, key="model.python")(**section.options)
+        shared = _names_that_share_memory(made)
+        if shared:
+            return Finding.failure(
+                f"{' and '.join(shared)} share memory, and are different parameters",
+                why="sharding copies each into shards of its own, so they are no longer tied",
+                fix="one nn.Parameter for both: head.weight = embedding.weight, without .data",
+            )
+    model = build_model(trial.run)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    tied = [" = ".join(found) for found in names.values() if len(found) > 1]
+    if isinstance(section, HuggingFaceModel) and _lacks_tie(model):
+        return Finding.warning(
+            "the config has tie_word_embeddings, and the head has weights of its own",
+            why="the weights of the checkpoint are for a tied head",
+            fix="model.architecture as in the config, or model.options.tie_word_embeddings = false",
+        )
+    return Finding.ok(f"tied: {'; '.join(tied[:2])}" if tied else "no tied parameters")
+
+
+def _names_that_share_memory(model: nn.Module) -> list[str]:
+    places: dict[int, dict[int, str]] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.numel():
+            places[parameter.untyped_storage().data_ptr()][id(parameter)] = name
+    return next((list(found.values()) for found in places.values() if len(found) > 1), [])
+
+
+def _lacks_tie(model: nn.Module) -> bool:
+    config: Any = getattr(model, "config", None)
+    wanted = bool(getattr(config, "tie_word_embeddings", False))
+    attempt = ErrorCapture()
+    with attempt:  # some models of transformers do not implement these methods
+        ends: list[Any] = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
+        weights = [getattr(end, "weight", None) for end in ends]
+        return wanted and all(isinstance(one, Tensor) for one in weights) and weights[0] is not weights[1]
+    return False
+
+
+def check_initial_values(trial: ModelTrial) -> Finding:
+    """Looks for initial values that are not finite, very large, or constant in most matrices."""
+    matrices, constant = 0, list[str]()
+    for name, parameter in trial.build().named_parameters():
+        values = parameter.detach()
+        if not values.is_floating_point() or not values.numel():
+            continue
+        if not values.isfinite().all():
+            return Finding.failure(
+                f"{name} has values that are not finite",
+                why="it is not initialised",
+                fix="reset_parameters()",
+            )
+        if values.abs().max() > _LARGEST_VALUE:
+            return Finding.warning(
+                f"{name} has values up to {float(values.abs().max()):.3g}",
+                why="it is probably memory that nothing has initialised",
+                fix="reset_parameters() in its module, which sets it",
+            )
+        if values.ndim >= 2 and min(values.shape) > 1 and not name.endswith("bias"):
+            matrices += 1
+            constant += [name] if bool((values == values.flatten()[0]).all()) else []
+    if constant and len(constant) > _CONSTANT_SHARE * matrices:
+        return Finding.warning(
+            f"{len(constant)} of {matrices} matrices are constant, such as {constant[0]}",
+            why="equal rows get equal gradients, and never become different",
+            fix="reset_parameters() with random values",
+        )
+    return Finding.ok(f"{matrices} matrices have finite values that vary")
+
+
+def check_graphs(trial: ModelTrial) -> Finding:
+    """Traces the first block as torch.compile does, and counts the places where its graph breaks."""
+    if not trial.plan.run.run.compile:
+        return Finding.skipped("run.compile is false in the plan")
+    model = trial.build().train()
+    blocks = find_repeated_blocks(model)
+    if not blocks:
+        return Finding.skipped("there are no repeated blocks to compile")
+    name, block = next(iter(blocks.items()))
+    calls: list[tuple[Any, Any]] = []
+
+    def keep_arguments(_module: nn.Module, args: Any, given: Any) -> None:  # signature: torch's hook
+        calls.append((args, given))
+
+    with block.register_forward_pre_hook(keep_arguments, with_kwargs=True):
+        trial.mean_loss(model, trial.batches(0))
+    args, given = calls[0]
+    explained = dynamo.explain(block)(*args, **given)
+    dynamo.reset()
+    if count := explained.graph_break_count:
+        reason = str(explained.break_reasons[0].reason).splitlines()[0] if explained.break_reasons else ""
+        return Finding.warning(
+            f"the graph of {name} has {count} break{'s' if count > 1 else ''}: {reason}",
+            why="the block runs eagerly, so run.compile gains nothing and costs its time",
+            fix="no .item(), print or Python branch on values in the block; TORCH_LOGS=graph_breaks names it",
+        )
+    return Finding.ok(f"{name} is one graph")

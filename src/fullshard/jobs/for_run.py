@@ -1,0 +1,284 @@
+"""The plan that `fullshard train` runs: the planner's choice for this machine and the run's own settings."""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fullshard.errors import PlanError, SpecError, TraceError
+from fullshard.launch.detect import detect_hardware
+from fullshard.launch.environment import (
+    is_started_by_torchelastic,
+    is_started_by_torchrun,
+    prepare_rank_environment,
+)
+from fullshard.launch.gc import disable_gc, freeze_imports_in_gc
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.start import choose_rank_count_and_device
+from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.predict.offload import with_infinitely_fast_drive
+from fullshard.planner.search.parallel_degrees import (
+    iterate_expert_degrees,
+    may_pay_to_share_matmuls,
+    search_parallel_degrees,
+)
+from fullshard.planner.search.search import no_plan_fits_error, predict, search
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.records.run_files import CHECKPOINTS
+from fullshard.spec.records.step_spans import spans_to_json
+from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig
+from fullshard.spec.settings.run_checks import check_data_is_given
+from fullshard.spec.settings.unused_settings import unused_setting_notes
+from fullshard.system.terminal import escape_control_characters
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+# Units of all microbatches of a step, each with about 20 spans, above which no predicted step is saved.
+_MOST_TRACED_UNITS = 2000
+
+
+def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:
+    """Returns `request` with the fastest plan that fits, and its prediction.
+
+    Every process that calls this for the same run on the same machine gets the same plan. If the planner
+    cannot decide (because it does not know the hardware or the optimizer, or cannot trace the model), the
+    plan has the run's plain defaults, and a note on standard error reports this.
+
+    plain_defaults: whether to plan nothing, and use the plain defaults
+
+    Raises the error of a run that cannot be trained, before anything is allocated.
+    """
+    check_data_is_given((request.plan or request).run)
+    request = _with_resolved_epochs(request)
+    ranks, device = _rank_count_and_device_type(request)
+    if request.plan is not None and not _is_plan_for_ranks(request.plan, ranks, device=device):
+        return request  # nodes have left or joined: only the job can decide
+    # Plain mistakes are found here, before torch is imported (unless something has imported it already).
+    run = _with_resolved_precision((request.plan or request).run, device)
+    plain = Plan.from_run(run, world_size=ranks, device=device)
+    for note in unused_setting_notes(run, device):
+        _print_note_on_rank_0(note)
+    _check_checkpoint_dir(run)
+    # A model of this package imports only torch, if anything.
+    with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
+        model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
+        if plain_defaults:
+            _check_host_limit_is_planned(run, why="--no-plan was given", fix="leave out one of the two")
+            choice = _PlanChoice(plain)
+        else:
+            choice = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
+    plan = choice.plan
+    if plan.prediction is not None and not plan.prediction.has_complete_step_time:
+        _print_note_on_rank_0(
+            "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
+            "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
+        )
+    update = {"run": plan.run, "plan": plan, "predicted_step": choice.predicted_step_text()}
+    return request.model_copy(update=update)
+
+
+class _PlanChoice(NamedTuple):
+    """The plan to train with, and the spec and the hardware that its prediction is of, if it has one."""
+
+    plan: Plan
+    spec: ModelSpec | None = None
+    hardware: Hardware | None = None
+
+    def predicted_step_text(self) -> str | None:
+        """Returns the spans of the predicted step as JSON; None if unknown or too many."""
+        spec, hardware, prediction = self.spec, self.hardware, self.plan.prediction
+        if spec is None or hardware is None or prediction is None or not self.plan.run.log.trace_every:
+            return None
+        if len(spec.units) * self.plan.accumulation > _MOST_TRACED_UNITS:
+            return None
+        from fullshard.planner.predict.spans import predict_step_spans
+
+        spans = predict_step_spans(spec, self.plan, hardware=hardware)
+        return spans_to_json(spans)
+
+
+def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
+    """Returns `request` with the number of steps that its epochs take, which needs the tokenized data."""
+    run = request.run
+    if run.train.epochs is None:
+        return request
+    with freeze_imports_in_gc():
+        from fullshard.data.build import build_data, resolve_epochs
+
+    data = build_data(run)
+    step, rows = _newest_step_and_rows(run) if request.resume else (0, 0)
+    resolved = resolve_epochs(run, data, step=step, rows=rows)
+    _print_note_on_rank_0(
+        f"train.epochs = {run.train.epochs:g} of {data.training_sequences:,} sequences: "
+        f"train.steps = {resolved.train.step_count:,}"
+    )
+    plan = request.plan and request.plan.model_copy(update={"run": resolved})
+    return request.model_copy(update={"run": resolved, "plan": plan})
+
+
+def _newest_step_and_rows(run: Run) -> tuple[int, int]:
+    """Returns the step of the run's newest checkpoint, and how many rows of the data its steps took."""
+    from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of
+    from fullshard.training.state import rows_in_values
+
+    place = location_of(run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS))
+    for _, manifest in iterate_complete_checkpoints(place):
+        rows = rows_in_values(manifest.state_values)
+        return manifest.step, manifest.step * run.train.global_batch if rows is None else rows
+    return 0, 0
+
+
+def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:
+    """Returns the number of ranks that the request will run on, and their device type."""
+    if not prepare_rank_environment():
+        return choose_rank_count_and_device(request)
+    from fullshard.parallel.mesh import choose_device_type
+
+    return int(os.environ["WORLD_SIZE"]), choose_device_type(request.run.run.device)
+
+
+def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
+    """Returns whether the plan is for this number of ranks. Under torchrun, their number may have changed.
+
+    Raises PlanError for a plan for another device, or, without torchrun, for other ranks.
+    """
+    if plan.device != device:
+        raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
+    if plan.world_size != ranks and not is_started_by_torchelastic():
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks.",
+            got=f"{ranks} ranks",
+            fix=f"start {plan.world_size}, or make a plan for {ranks}",
+        )
+    return plan.world_size == ranks
+
+
+def _check_checkpoint_dir(run: Run) -> None:
+    """Raises an error if the checkpoint location is not valid, before the model is built."""
+    if run.checkpoint.dir is not None:
+        from fullshard.checkpoint.location import location_of
+
+        location_of(run.checkpoint.dir)
+
+
+def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> _PlanChoice:
+    """Returns the plan to train with, including its prediction unless the planner cannot decide.
+
+    chosen: the user's plan, which gets a prediction; None to search for the fastest plan
+    plain: the run's plan with plain defaults, returned if there is no other
+    model: the run's model; None if it is built only if the planner needs it
+    """
+    try:
+        # Under torchrun, it finds the ranks per node in the environment.
+        hardware = detect_hardware(plain.device, ranks=None if is_started_by_torchrun() else plain.world_size)
+        if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
+            hardware = with_infinitely_fast_drive(hardware)
+        if chosen is not None:
+            spec = _describe_on(hardware, chosen, model=model)
+            return _PlanChoice(predict(spec, chosen, hardware), spec, hardware)
+        quick = _find_plan_without_recompute(run, hardware, model=model)
+        if quick is not None:
+            return quick
+        _, spec, found = search_parallel_degrees(
+            lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
+        )
+    except (PlanError, SpecError, TraceError) as error:
+        _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
+        got = f" ({error.got})" if isinstance(error, TraceError) else ""
+        fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
+        _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
+        return _PlanChoice(chosen or plain)
+    for left_out in spec.untraced:
+        _print_note_on_rank_0(str(left_out))
+    if found.best is None:
+        assert found.closest is not None, "a search that considered something has a best plan or a closest"
+        raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
+    return _PlanChoice(found.best, spec, hardware)
+
+
+def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
+    """Raises PlanError if the run, which is not planned, limits the host's memory."""
+    uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
+    if run.offload.host_bytes is not None and uses_host:
+        raise PlanError(
+            "offload.host_bytes cannot be held to: this run cannot be planned.",
+            got=f"offload.host_bytes = {run.offload.host_bytes}",
+            why=why,
+            fix=fix,
+        )
+
+
+def _has_only_builtin_parts(run: Run) -> bool:
+    """Returns whether model, data and loss are from this package, so that loading the run checked them."""
+    outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
+    return isinstance(run.model, DecoderConfig) and not outside
+
+
+def _build_and_check_model(run: Run) -> "Module":
+    """Builds the run's model. Raises the errors that the ranks would raise for it, the data and the loss."""
+    if "torch" not in sys.modules:
+        with freeze_imports_in_gc():  # the user's own modules are imported later
+            import_module("fullshard.torch_private.compiler")  # needed by fake tensors
+            import_module("fullshard.planner.describe.describe")
+    from fullshard.data.build import tokenizer_vocabulary_size
+    from fullshard.models.build import build_model
+    from fullshard.models.checks import check_sequence_length, check_vocabulary
+    from fullshard.models.loss import choose_loss
+
+    model = build_model(run)
+    check_sequence_length(model, run)
+    check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data), model=model)
+    choose_loss(run, model)
+    return model
+
+
+def _find_plan_without_recompute(
+    run: Run, hardware: Hardware, *, model: "Module | None"
+) -> _PlanChoice | None:
+    """Returns the fastest plan without recompute if it fits; None if it does not, or recompute is not auto.
+
+    None also if ranks may divide experts, or it may pay that they share matmuls. Recompute trades time for
+    memory, so no plan with recompute is faster. Tracing the model without it takes a quarter of the time of
+    tracing all modes.
+    """
+    if run.recompute.mode != "auto":
+        return None
+    plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
+    spec = _describe_on(hardware, plain, model=model)
+    is_open = run.sharding.expert_parallel == "auto"
+    if is_open and any(iterate_expert_degrees(hardware, spec.experts)):
+        return None
+    found = search(spec, hardware, plain)
+    if found.best is None or found.best != found.fastest:
+        return None
+    if may_pay_to_share_matmuls(found.best, hardware):
+        return None
+    return _PlanChoice(found.best, spec, hardware)
+
+
+def _describe_on(hardware: Hardware, plan: Plan | Run, *, model: "Module | None") -> ModelSpec:
+    """Returns the spec of the plan's model with the kernels that run on `hardware`."""
+    return describe_run(plan, hardware.device, model=model, attention_kernel=hardware.attention_kernel)
+
+
+def _with_resolved_precision(run: Run, device: DeviceType) -> Run:
+    """Returns the run with the precision `auto` replaced by bf16 if the device supports it, else by fp32."""
+    if run.precision.mode != "auto":
+        return run
+    bf16 = False
+    if device == "cuda":
+        import torch
+
+        bf16 = torch.cuda.is_bf16_supported()
+    precision = run.precision.model_copy(update={"mode": "bf16" if bf16 else "fp32"})
+    return run.model_copy(update={"precision": precision})
+
+
+def _print_note_on_rank_0(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {escape_control_characters(text)}", file=sys.stderr)

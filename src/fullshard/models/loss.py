@@ -1,0 +1,219 @@
+"""Loss functions: their type, the default loss of decoders, and the loss that a model computes itself."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.distributed.agreement import rank
+from fullshard.errors import TrainError
+from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
+from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.token_arguments import position_and_document_arguments
+from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.system.dotted import import_callable
+
+logger = logging.getLogger("fullshard")
+
+# (model, microbatch) -> the summed loss and the number of items in the sum, or only a mean, which counts as
+# one item: means of microbatches of different lengths then weigh the same.
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
+
+
+def sum_and_count(value: Any) -> tuple[Tensor, Tensor | float]:
+    """Returns (sum, count) from the result of a loss function, with count 1 for a mean.
+
+    Raises TrainError for any other result. Values are not read, as the device may still compute them.
+    """
+    is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
+    pair: tuple[Any, Any] = cast(tuple[Any, Any], value) if is_pair else (value, 1)
+    total, count = pair
+    if not _is_real_scalar(total):
+        raise TrainError(
+            "the loss function gave no loss to train on.",
+            got=_result_text(total),
+            fix="a mean, or (sum, count): a scalar tensor that depends on the model's parameters",
+        )
+    if not isinstance(count, int | float) and not _is_real_scalar(count):
+        raise TrainError(
+            "the loss function gave no count with its sum.",
+            got=_result_text(count),
+            why="the second of two results is the number of items in the sum",
+            fix="a mean alone, or (sum, count)",
+        )
+    return total.reshape(()), count.detach().reshape(()) if isinstance(count, Tensor) else count
+
+
+def _is_real_scalar(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.numel() == 1
+        and not value.is_complex()
+        and not isinstance(value, DTensor)
+    )
+
+
+def _result_text(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = "a DTensor" if isinstance(value, DTensor) else f"a {value.dtype} tensor".replace("torch.", "")
+    return f"{kind} of shape {list(value.shape)}"
+
+
+def choose_loss(run: Run, model: nn.Module) -> Loss:
+    """Returns the loss function of `run`: `train.loss`, or else the default for the model.
+
+    The default is `model_computed_loss` for a transformers model that is not a causal language model, and
+    `next_token_loss` for any other. A causal language model computes its own loss of a batch from Python that
+    has no `tokens` but its own arguments (images). Raises SpecError if `train.loss` cannot be imported.
+    """
+    if run.train.loss is not None:
+        return import_callable(run.train.loss, key="train.loss")
+    if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
+        return model_computed_loss
+    rows = run.train.loss_chunk
+    loss = next_token_loss if rows == 0 else partial(next_token_loss, chunk_rows=rows)
+    if isinstance(run.model, HuggingFaceModel) and run.data.source == "python":
+        return partial(_loss_by_batch, of_tokens=loss)
+    return loss
+
+
+def _loss_by_batch(
+    model: nn.Module, batch: Any, *, of_tokens: Loss
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | int]:
+    """Returns the model's own loss for a batch of its own arguments, and `of_tokens` for any other batch."""
+    is_own = isinstance(batch, Mapping) and "tokens" not in batch and "labels" in batch
+    return model_computed_loss(model, batch) if is_own else of_tokens(model, batch)
+
+
+def next_token_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], *, chunk_rows: Rows = 0
+) -> tuple[Tensor, Tensor]:
+    """Returns the summed cross entropy in nats, and the number of labels in the sum.
+
+    batch["tokens"], batch["labels"]: (microbatch, sequence) int64; a label of -100 does not count
+    batch["positions"], batch["documents"]: optional, see `token_arguments`
+    chunk_rows: rows of logits that are computed at once; see `chunked_cross_entropy`
+
+    The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
+    TrainError for a batch without tokens or labels.
+
+    >>> loss, count = fs.next_token_loss(model, {"tokens": tokens, "labels": labels})
+    >>> int(count) == labels.numel()
+    True
+    """
+    try:
+        tokens, labels = batch["tokens"], batch["labels"]
+    except (KeyError, TypeError, IndexError):
+        raise TrainError(
+            "the default loss needs a batch with tokens and labels.",
+            got=_batch_text(batch),
+            fix="fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
+        ) from None
+    arguments = position_and_document_arguments(model, batch)
+    total, output = chunked_cross_entropy(
+        model, lambda: model(tokens, **arguments), labels=labels, chunk_rows=chunk_rows
+    )
+    count = (labels != IGNORED_LABEL).sum()
+    rows: Tensor | None = getattr(output, "balance_loss", None)  # of the reference decoder, per sequence
+    if rows is not None:
+        total = total + (rows * (labels != IGNORED_LABEL).sum(dim=1)).sum()
+    balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
+    if balance is not None:
+        total = total + cast(Any, model.config).router_aux_loss_coef * balance * count
+    return total, count
+
+
+def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the loss that the model computes itself, `model(**batch).loss`.
+
+    With labels, the model's mean is returned as a sum and the number of labels that are not -100 (of all
+    labels, if they are floating point), so microbatches with more labels weigh more. Without labels (a
+    contrastive loss), the mean alone is returned. A causal language model keeps documents apart where
+    `position_ids` begin again, also beside an `attention_mask` of tokens and padding.
+
+    Raises TrainError if the batch does not suit this model, or if the model computes no loss.
+    """
+    name = type(model).__name__.removeprefix("FSDP")
+    takes = inspect.signature(model.forward).parameters
+    if not isinstance(batch, Mapping) or "tokens" in batch:
+        raise TrainError(
+            f"{name} trains on arguments of its own, not on the next token.",
+            got=_batch_text(batch),
+            why=f"its forward takes {', '.join(list(takes)[:6])}, …",
+            fix='data.source = "python", whose batches have these, or train.loss = "package.module:function"',
+        )
+    given, count = dict(batch), None
+    if isinstance(labels := given.get("labels"), Tensor):
+        shifted = _does_model_shift_labels(model)
+        given["labels"], count = _avoid_all_ignored_and_count(labels, shifted=shifted)
+        if shifted:
+            _keep_packed_documents_apart(given)
+    elif "return_loss" in takes:
+        given.setdefault("return_loss", True)
+    loss: Tensor | None = getattr(model(**given), "loss", None)
+    if loss is None:
+        raise TrainError(
+            f"{name} computes no loss.",
+            got=_batch_text(batch),
+            why="it has no head for a task, or the batch lacks the labels",
+            fix='another model.architecture, labels in the batch, or train.loss = "package.module:function"',
+        )
+    return loss if count is None else (loss * count, count)
+
+
+def _keep_packed_documents_apart(given: dict[str, Any]) -> None:
+    """Replaces a mask (rows, tokens) beside `position_ids` that begin again by positions alone, in place.
+
+    transformers finds the documents of a packed row by their positions, but only in batches without a mask.
+    Padding becomes documents of one token each. Reads the values, as transformers does with either.
+    """
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
+        return
+    if mask.shape != positions.shape or mask.ndim != 2:  # noqa: PLR2004
+        return
+    is_token = mask != 0
+    begins_again = (positions[:, 1:] <= positions[:, :-1]) & is_token[:, 1:] & is_token[:, :-1]
+    if bool(begins_again.any()):
+        given["position_ids"] = positions.masked_fill(~is_token, 0)
+        del given["attention_mask"]
+        _log_that_documents_are_kept_apart()
+
+
+@cache
+def _log_that_documents_are_kept_apart() -> None:
+    if rank() == 0:
+        logger.warning(
+            "rows have position_ids that begin again: attention is within these documents. attention_mask "
+            "then only says what is padding"
+        )
+
+
+def _avoid_all_ignored_and_count(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+    """Returns (labels, number of valid ones). Makes one valid if none is: a mean over none is NaN."""
+    if labels.is_floating_point():
+        return labels, torch.tensor(labels.numel(), device=labels.device)
+    counted = labels[..., 1:] if shifted else labels
+    count = (counted != IGNORED_LABEL).sum()
+    changed = labels.clone().flatten()
+    changed[-1] = torch.where(count == 0, 0, changed[-1])
+    return changed.view_as(labels), count
+
+
+def _does_model_shift_labels(model: nn.Module) -> bool:
+    """Returns whether the model's own loss shifts the labels, and so ignores the first one of each row."""
+    config: Any = getattr(model, "config", None)
+    own = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return own == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)
+
+
+def _batch_text(batch: object) -> str:
+    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    return f"{type(batch).__name__}{names}"

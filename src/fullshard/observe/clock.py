@@ -1,0 +1,116 @@
+"""Measures the time of calls, and the highest FLOP/s of matmuls on a rank, which is the reference of MFU."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fullshard.spec.machine.catalog import find_chip_by_device_name
+from fullshard.spec.machine.hardware import ComputeDtype
+from fullshard.spec.plan import Dtype
+from fullshard.spec.records.measurement import MatmulPeak
+
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Sizes n of the n × n matrices to try. Larger ones are not faster, and the CUDA cache would keep them.
+_EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
+
+Timer = Callable[[Callable[[], object], int], float]
+"""Function `timer(work, calls)`, which returns the seconds that `calls` calls of `work` take."""
+
+
+def total_seconds_of_calls(work: Callable[[], object], calls: int, *, device: torch.device) -> float:
+    """Calls `work` `calls` times, waits until the device has finished, and returns the seconds taken."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return time.perf_counter() - started
+    stream = torch.cuda.current_stream(device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
+    for _ in range(calls):
+        work()
+    end.record(stream)
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def measure_calls_per_second(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
+    """Returns the calls of `work` per second, measured over a window of about `seconds`.
+
+    With more ranks than cores, a single call may get a whole core, but a window shows this rank's share.
+    """
+    work()  # the first call of a shape chooses a kernel
+    single: list[float] = []
+    while len(single) < 3 and sum(single) < seconds:
+        single.append(timer(work, 1))
+    count = max(1, round(seconds / max(min(single), 1e-7)))
+    return count / max(timer(work, count), 1e-9)
+
+
+def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
+    """Returns the FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), measured in about `seconds`.
+
+    Each size is measured with the layouts of a linear layer's forward and backward: in bf16, some CPUs are
+    ten times as fast with one of them as with another.
+
+    Collective if there is a process group: all ranks measure at the same time, so that ranks that share cores
+    measure their share. Returns the mean over the ranks.
+    """
+    _mean_over_ranks(0.0, device)  # a barrier that every backend has
+    best, started = 0.0, time.perf_counter()
+    edges = _EDGES.get(device.type, _EDGES["cpu"])
+    window, timer = seconds / (3 * len(edges)), partial(total_seconds_of_calls, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # keeps the run's own random state unchanged
+    for n in edges:
+        if best and time.perf_counter() - started > seconds:
+            break  # slow in this dtype: the larger ones would take seconds
+        a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        for left, right in ((a.t(), b), (a, b.t()), (a, b)):
+            multiply = partial(torch.mm, left, right, out=out)
+            best = max(best, 2 * n**3 * measure_calls_per_second(multiply, seconds=window, timer=timer))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return _mean_over_ranks(best, device)
+
+
+def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
+    """Returns the matmul FLOP/s that MFU refers to: the catalog's for this chip and dtype, or else measured.
+
+    Collective if there is a process group: returns the mean over the ranks' chips. If the catalog lacks any
+    of them, all ranks measure.
+    """
+    arithmetic = _matmul_compute_dtype(device, dtype)
+    name, listed = _name_and_catalog_rate(device, arithmetic)
+    if _mean_over_ranks(float(listed is not None), device) == 1:
+        rate = _mean_over_ranks(listed or 0.0, device)
+        return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="catalog", device=name)
+    rate = measure_matmul_peak(device, _TORCH_DTYPES[dtype])
+    return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="measured", device=name)
+
+
+def _name_and_catalog_rate(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float | None]:
+    """Returns (name, FLOP/s) of the device; the FLOP/s are None if the catalog does not list them."""
+    if device.type != "cuda":
+        threads = torch.get_num_threads()
+        return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}", None
+    name = torch.cuda.get_device_name(device)
+    chip = find_chip_by_device_name(name, memory_bytes=torch.cuda.get_device_properties(device).total_memory)
+    return (name, None) if chip is None else (chip.name, chip.flops_per_second.get(arithmetic))
+
+
+def _matmul_compute_dtype(device: torch.device, dtype: Dtype) -> ComputeDtype:
+    """Returns the dtype in which matmuls of `dtype` compute: `dtype`, or tf32 if torch is set to that."""
+    rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if dtype == "fp32" and rounded else dtype
+
+
+def _mean_over_ranks(value: float, device: torch.device) -> float:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

@@ -1,0 +1,291 @@
+"""The log of a run on rank 0: progress on the terminal, `metrics.jsonl`, `events.jsonl`, and trackers."""
+
+import json
+import math
+import sys
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing, contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any, TextIO
+
+from fullshard.errors import SpecError, TrainError
+from fullshard.observe.event_log import EventLog
+from fullshard.observe.live_status import LiveStatusWriter
+from fullshard.observe.progress import Progress, StepMetrics, show_progress
+from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
+from fullshard.spec.records.run_files import METRICS
+from fullshard.spec.run import Run
+from fullshard.survival.phase import PhaseTracker
+from fullshard.system.files import atomic_replace_context, open_regular_file
+from fullshard.training.loop import Step
+
+PREVIOUS_METRICS = "metrics.previous.jsonl"
+
+
+class MetricsLog:
+    """Writes the file `metrics.jsonl` in the run's directory, one line of JSON per step.
+
+    A run that resumes after `after_step` drops incomplete lines, and those of later steps, which it repeats.
+    A new run (`after_step` 0) renames the last run's file to `metrics.previous.jsonl`. Raises SpecError if
+    the directory cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
+        self.path = Path(directory, METRICS)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if after_step and self.path.exists():
+                _drop_lines_after_step(self.path, after_step)
+            elif self.path.exists() and self.path.stat().st_size:
+                self.path.replace(self.path.with_name(PREVIOUS_METRICS))
+            # Unbuffered, so that each line is one write and a crash between two steps loses nothing.
+            self._file = FileIO(self.path, "ab", opener=open_regular_file)
+        except OSError as error:
+            raise SpecError(
+                f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
+            ) from error
+
+    def write_step(self, metrics: StepMetrics, *, window: Mapping[str, object] | None = None) -> None:
+        """Appends the line of a step, with the figures of a window of steps if one has ended.
+
+        Raises TrainError if it cannot be written.
+        """
+        values = {k: _json_value(v) for k, v in (metrics.measured_values() | dict(window or {})).items()}
+        data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise self._write_failed_error(str(error.strerror)) from error
+        if written != len(data):
+            raise self._write_failed_error(f"{written} of {len(data)} bytes were written: the disk is full")
+
+    def drop_steps_after(self, last_step: int) -> None:
+        """Drops the lines of steps after `last_step`, which the run repeats. Raises TrainError."""
+        self._file.close()
+        try:
+            _drop_lines_after_step(self.path, last_step)
+            self._file = FileIO(self.path, "ab", opener=open_regular_file)
+        except OSError as error:
+            raise self._write_failed_error(str(error.strerror)) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_failed_error(self, got: str) -> TrainError:
+        return TrainError(
+            f"{self.path} cannot be written any more.",
+            got=got,
+            why="a run whose figures are lost would continue unseen",
+            fix="free the disk, then fullshard train --resume",
+        )
+
+
+class RunLog:
+    """Records finished steps, and events. Does nothing on ranks other than 0. See `open_run_log`."""
+
+    def __init__(
+        self,
+        *,
+        every: int,
+        peak_tokens_per_second: float | None = None,
+        progress: Progress | None = None,
+        metrics: MetricsLog | None = None,
+        events: EventLog | None = None,
+        trackers: Iterable[TrackerThread] = (),
+    ) -> None:
+        self.every, self._peak, self._events = every, peak_tokens_per_second, events
+        self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
+        self.live: LiveStatusWriter | None = None
+        self._window: Mapping[str, object] = {}  # figures that the next line of metrics.jsonl gets
+        self._tracked: dict[str, float] = {}  # values that the trackers get with the next step
+
+    def record_step(
+        self,
+        step: Step,
+        *,
+        compile_seconds: float | None = None,
+        peak_bytes: int | None = None,
+        validation_loss: float | None = None,
+        memory: Mapping[str, float] | None = None,
+    ) -> None:
+        """Records and shows a finished step. Raises TrainError if its line cannot be written to disk.
+
+        compile_seconds: seconds of the step in torch.compile, if any
+        memory: this rank's memory at its end, by name
+
+        The trackers receive every `log.every`-th step, and every step with a validation loss.
+        """
+        metrics = StepMetrics(
+            step=step.index,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            learning_rate=step.learning_rate,
+            tokens=step.tokens,
+            trained_tokens=step.trained_tokens,
+            seconds=step.seconds,
+            data_seconds=step.data_seconds,
+            compile_seconds=compile_seconds,
+            skipped=step.skipped,
+            mfu=step.tokens / step.seconds / self._peak if self._peak and step.seconds > 0 else None,
+            peak_bytes=peak_bytes,
+            validation_loss=validation_loss,
+        )
+        if self._metrics is not None:
+            self._metrics.write_step(metrics, window={**(memory or {}), **self._window})
+        self._window = {}
+        figures = metrics.measured_values() | dict(memory or {})
+        if self.live is not None:
+            self.live.note_step(metrics, figures=figures)
+        if step.skipped:
+            self.record_skip(step)
+        if step.index % self.every == 0 or validation_loss is not None:
+            for one in self._trackers:
+                one.log(step.index, figures | self._tracked)
+            self._tracked = {}
+        self._print_thread_messages()
+        if self._progress is not None:
+            self._progress.show_step_if_due(metrics)
+        if validation_loss is not None:
+            self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
+
+    def record_window(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
+        """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""
+        self._window = figures
+        self._tracked |= tracked
+
+    def record_memory(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
+        """Records the figures of the ranks' memory, by rank. Trackers get the highest of each."""
+        if self.live is not None:
+            self.live.note_memory(by_rank)
+        names = dict.fromkeys(name for figures in by_rank.values() for name in figures)
+        self._tracked |= {
+            f"{name}_most": max(figures[name] for figures in by_rank.values() if name in figures)
+            for name in names
+        }
+
+    @property
+    def attempt(self) -> int:
+        """Number of the run's attempt, which only rank 0 knows; 1 on the others."""
+        return 1 if self._events is None else self._events.attempt
+
+    def record_event(
+        self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None
+    ) -> None:
+        """Appends an event to events.jsonl. See `spec.records.event.RunEvent` for kinds and details."""
+        if self._events is not None:
+            self._events.record(event, step=step, details=details)
+        if self.live is not None:
+            self.live.note_event(event, step=step, details=details or {})
+
+    def record_skip(self, step: Step) -> None:
+        """Appends the event of a step that updated nothing."""
+        details = {"loss": step.loss, "grad_norm": step.grad_norm}
+        self.record_event("spike" if step.spike else "skip", step=step.index, details=details)
+
+    def print_message(self, text: str) -> None:
+        """Prints `text` on standard error, for an event between steps such as a saved checkpoint."""
+        if self._progress is not None:
+            self._progress.print_line(text)
+
+    def drop_steps_after(self, last_step: int) -> None:
+        """Drops the steps after `last_step` from metrics.jsonl, because the run repeats them."""
+        if self._metrics is not None:
+            self._metrics.drop_steps_after(last_step)
+
+    def close_trackers(self, *, exit_code: int = 0) -> None:
+        """Closes the trackers, and passes them the `exit_code` of the run. Waits at most CLOSE_SECONDS."""
+        close_trackers(self._trackers, exit_code=exit_code)
+        self._print_thread_messages()
+        self._trackers.clear()
+
+    def _print_thread_messages(self) -> None:
+        if self.live is not None and (message := self.live.take_message()) is not None:
+            self.print_message(message)
+        for one in self._trackers:
+            if (message := one.take_message()) is not None:
+                self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
+
+
+@contextmanager
+def open_run_log(
+    run: Run,
+    *,
+    rank: int,
+    world_size: int,
+    after_step: int = 0,
+    peak_tokens_per_second: float | None = None,
+    where: PhaseTracker | None = None,
+    file: TextIO | None = None,
+) -> Generator[RunLog]:
+    """Context with the log of a run that resumes after `after_step` (0: a new run). Every rank opens it.
+
+    peak_tokens_per_second: speed of all ranks at which MFU is 1; None if it is not known
+    where: phase of this rank; with it, `live.json` is written
+    file: destination of the progress; standard error by default
+
+    Raises an error on all ranks if a tracker is not installed, and SpecError if one of a new run does not
+    start.
+    """
+    steps, every = run.train.step_count, run.log.every
+    check_trackers_installed(run.log.trackers)
+    if rank != 0:
+        yield RunLog(every=every)
+        return
+    with (
+        closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics,
+        show_progress(steps=steps, every=every, world_size=world_size, file=file or sys.stderr) as shown,
+    ):
+        trackers = open_trackers(run, after_step=after_step, say=shown.print_line)
+        log = RunLog(
+            every=every,
+            peak_tokens_per_second=peak_tokens_per_second,
+            progress=shown,
+            metrics=metrics,
+            events=EventLog(run.run.dir, say=shown.print_line),
+            trackers=trackers,
+        )
+        if where is not None:
+            log.live = LiveStatusWriter(run, world_size=world_size, attempt=log.attempt, where=where)
+        exit_code = 1
+        try:
+            yield log
+            exit_code = 0
+        except SystemExit as left:
+            exit_code = left.code if isinstance(left.code, int) else 1
+            raise
+        finally:
+            if log.live is not None:
+                log.live.close()
+            log.close_trackers(exit_code=exit_code)
+
+
+def _json_value(value: Any) -> Any:
+    """Returns None for NaN and infinity, which JSON does not have, and other values unchanged."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_lines_after_step(path: Path, last_step: int) -> None:
+    """Rewrites the file without incomplete lines and lines of steps after `last_step`, if it has such."""
+
+    def is_kept(line: bytes) -> bool:
+        step = _parse_line_step(line)
+        return step is not None and step <= last_step
+
+    with open(path, "rb", opener=open_regular_file) as old:
+        if all(map(is_kept, old)):
+            return
+        old.seek(0)
+        with atomic_replace_context(path) as draft, draft.open("xb") as new:
+            new.writelines(filter(is_kept, old))
+
+
+def _parse_line_step(line: bytes) -> int | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    step = fields.get("step") if isinstance(fields, dict) else None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,452 @@
+"""Applies a Plan to a module, in the order that must hold.
+
+fp8 matmuls, then recompute, then compile (both per block), then `fully_shard` from the innermost unit to the
+root, then values, then what is gathered in fp8.
+The optimizer is built afterwards: one built earlier would hold parameters that the model no longer has.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.distributed.agreement import rank, world_size
+from fullshard.distributed.collectives import replace_gloo_collectives
+from fullshard.distributed.tensors import local_tensor
+from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
+from fullshard.errors import PlanError, ShardError
+from fullshard.parallel.compile import (
+    CompiledForward,
+    EagerBlockWarning,
+    compile_blocks,
+    set_compiled_forwards,
+)
+from fullshard.parallel.fp8 import (
+    Fp8Choice,
+    check_fp8_device,
+    choose_fp8_linears,
+    convert_linears_to_fp8,
+    gather_in_fp8,
+)
+from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
+from fullshard.parallel.mesh import (
+    build_expert_mesh,
+    build_mesh,
+    build_unsharded_mesh,
+    share_post_forward_mesh,
+    split_inner_axis,
+)
+from fullshard.parallel.model_parameters import CarriedOver, join_names
+from fullshard.parallel.precision import (
+    cast_buffers,
+    fsdp_mixed_precision_policy,
+    persistent_buffers,
+    warn_of_modules_to_keep_in_fp32,
+)
+from fullshard.parallel.rank0_values import collect_rank0_values, warn_of_missing_weights
+from fullshard.parallel.recompute import apply_recompute
+from fullshard.parallel.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
+from fullshard.parallel.unit_events import record_unit_events
+from fullshard.parallel.units import (
+    Predicate,
+    Unit,
+    check_experts_are_separate,
+    find_blocks_with_units_inside,
+    find_recompute_blocks,
+    find_units,
+)
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import PrefetchSection
+from fullshard.spec.settings.model_section import expert_shard_dim
+from fullshard.spec.settings.run_checks import check_offload_supports_optimizer, check_settings_work_together
+from fullshard.torch_private.fsdp import (
+    gather_before_backward,
+    gather_without_prefetch,
+    parameter_groups,
+    reduce_missing_gradients_as_zeros,
+)
+from fullshard.torch_private.tensors import tree_leaves, version
+
+logger = logging.getLogger("fullshard")
+
+
+class ShardSink(Protocol):
+    """Receives the initialised shards of each unit when the plan offloads them."""
+
+    def set_up_for_model(self, model: nn.Module, *, unset: bool) -> None:
+        """Prepares to receive the shards of `model`, whose parameters are on the meta device under FSDP2.
+
+        If `unset`, `offload_unit_shards` receives only NaN, and a later load sets the values.
+        """
+
+    def offload_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Receives the parameters of one unit, by name, with values. Called in the units' order of use."""
+
+    def finish_offloading_shards(self) -> None:
+        """Waits until all shards are stored. Called after the last unit."""
+
+
+def shard(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    units: Predicate | None = None,
+    init: Initialise | Literal["none"] | None = None,
+    methods: Sequence[str] = (),
+    keeper: ShardSink | None = None,
+    split: SplitDims | None = None,
+) -> nn.Module:
+    """Shards `model` in place according to `plan`, and sets its values. Returns the same module.
+
+    A model on the meta device is initialised unit by unit. Its values depend on `run.seed` and the model, but
+    not on ranks or strategy. A model that holds its weights, on every rank or on rank 0 only, gets rank 0's.
+    Each rank holds at most one whole unit at a time.
+
+    units: predicate `units(name, module)` that overrides the plan's unit policy
+    init: the initialiser, `init(module)`; by default the modules' own `reset_parameters`, then the model's
+        `_init_weights(module)`. With "none", shards of meta parameters are NaN until a load
+        (`load_pretrained`).
+    methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
+        gathers these as for `forward`
+    keeper: receives the shards if they are offloaded
+    split: how parameters are divided over the `tp` axis, or experts over `ep`, if the plan has one
+
+    Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
+    sharded like this; that model cannot be used any more. Warns of a model that lacks some of its weights
+    (MissingWeightsWarning).
+    """
+    prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
+    warn_of_modules_to_keep_in_fp32(model, plan.precision)
+    given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
+    if init != "none":
+        warn_of_missing_weights(model, given, stacklevel=2)
+    apply_recompute_and_fsdp(model, prepared)
+    order, keep = prepared.units, None
+    if keeper is not None:
+        given_some = any(name in given.tensors for name, _ in model.named_parameters())
+        keeper.set_up_for_model(model, unset=init == "none" and not given_some)
+        order, keep = _sort_units_in_forward_order(model, order), keeper.offload_unit_shards
+    allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
+    if keeper is not None:
+        keeper.finish_offloading_shards()
+    finish_sharding(model, prepared)
+    carried.set_on(model)
+    return model
+
+
+@dataclass(frozen=True)
+class PreparedSharding:
+    """The choices with which a model is sharded by a plan."""
+
+    plan: Plan
+    device: DeviceType  # whose kernels run: the plan's, except in a test on fake tensors
+    methods: Sequence[str]  # names of methods that compute with the parameters, besides `forward`
+    units: list[Unit]
+    blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
+    mesh: DeviceMesh  # of sharded units
+    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
+    fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
+    split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
+    expert_meshes: Mapping[bool, DeviceMesh]  # of experts with their own: by whether the unit is sharded
+
+    def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
+        """Returns the mesh of a unit's parameters."""
+        if unit.has_experts and self.expert_meshes:
+            return self.expert_meshes[unit.is_sharded]
+        return self.mesh if unit.is_sharded else self.unsharded_mesh
+
+
+def prepare_sharding(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    units: Predicate | None = None,
+    methods: Sequence[str] = (),
+    split: SplitDims | None = None,
+) -> PreparedSharding:
+    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
+    check_settings_work_together(plan.run)
+    check_offload_supports_optimizer(plan.run)
+    _check_not_sharded(model)
+    is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
+    assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
+    _check_methods_exist(model, methods)
+    section = plan.run.sharding.units
+    found = find_units(model, section, predicate=units)
+    _check_reshard_degrees(found, plan)
+    repeated = find_recompute_blocks(model, section, units=found)
+    mesh = unsharded_mesh = build_mesh(plan)
+    if not all(unit.is_sharded for unit in found):
+        unsharded_mesh = build_unsharded_mesh(plan)
+    expert_meshes = dict[bool, DeviceMesh]()
+    if plan.has_expert_mesh:
+        check_experts_are_separate(found, model)
+        kinds = sorted({unit.is_sharded for unit in found if unit.has_experts})
+        expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
+    check_fp8_device(plan)
+    fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
+    return PreparedSharding(
+        plan, plan.device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
+    )
+
+
+def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
+    """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device."""
+    plan, units, device = prepared.plan, prepared.units, prepared.device
+    replace_parameters_by_meta(model, units, plan=plan)
+    for unit in units:
+        mesh = prepared.mesh_of_unit(unit)
+        if split_inner_axis(mesh)[1] is not None:
+            split_over_inner_axis(model, unit, split=prepared.split, mesh=mesh)
+    if prepared.fp8 is not None:
+        convert_linears_to_fp8(prepared.fp8, device=device)
+    compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
+    set_compiled_forwards(model, compiled)
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    names: list[UnitNames] = []
+    order = UnitOrder(names)
+    with share_post_forward_mesh(plan):
+        for unit in units:
+            mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
+            _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+            names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
+            _reduce_gradients_of_all_experts(unit)
+    set_unit_order(model, order)
+    model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
+    for method in prepared.methods:
+        register_fsdp_forward_method(model, method)
+
+
+def finish_sharding(model: nn.Module, prepared: PreparedSharding) -> None:
+    """Casts buffers, sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
+    plan = prepared.plan
+    cast_buffers(model, plan.precision)
+    order = _sort_units_in_forward_order(model, prepared.units)
+    _apply_prefetch([cast(FSDPModule, unit.modules[0]) for unit in order], plan.run.prefetch)
+    if prepared.fp8 is not None:
+        gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    name = type(model).__name__
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ShardError(f"{name} is sharded already.", fix="shard a model once")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ShardError(
+            f"{name} holds DTensors already.",
+            why="sharding.tensor_parallel makes them itself",
+            fix="shard a model of plain parameters",
+        )
+
+
+def _check_methods_exist(model: nn.Module, methods: Sequence[str]) -> None:
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            name = type(model).__name__
+            raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
+
+
+def _check_reshard_degrees(units: Sequence[Unit], plan: Plan) -> None:
+    for unit in units:
+        settings = unit.settings(plan)
+        kept_over, degree = settings.reshard_after_forward, settings.shard_degree
+        if not isinstance(kept_over, bool) and (degree % kept_over or kept_over in (1, degree)):
+            proper = [d for d in range(2, degree) if degree % d == 0]
+            raise PlanError(
+                f"{unit.name}: parameters sharded over {degree} ranks cannot be kept over {kept_over}.",
+                got=f"sharding.units.overrides: reshard_after_forward = {kept_over}",
+                why="it must divide the shard degree; 1 would be false, and all of them true",
+                fix=f"one of {proper}, true or false" if proper else "true or false",
+            )
+
+
+def _apply_recompute_and_compile(
+    blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
+) -> list[CompiledForward]:
+    """Compiles and recomputes blocks. Replaces `forward`s, not modules, so that state-dict names stay."""
+    section = plan.run.recompute
+    if plan.run.run.compile is not True:
+        apply_recompute(blocks, section, device=device)
+        return []
+    pieces = find_blocks_with_units_inside(blocks, units)
+    if section.mode == "offload":
+        # The hooks of this mode wrap the compiled forward, which saves tensors as eager code does.
+        compiled = compile_blocks(blocks, pieces=pieces)
+        apply_recompute(blocks, section, device=device)
+        return compiled
+    whole = [block for block in blocks if block not in pieces]
+    # The compiler recomputes a whole graph or none. So a block in pieces is compiled first, and recomputed
+    # around them; others are compiled with recompute. Selective recompute must see operations, which compiled
+    # pieces hide.
+    compiled = list[CompiledForward]()
+    if section.mode != "selective":
+        compiled = compile_blocks([block for block in blocks if block in pieces], pieces=pieces)
+    elif pieces:
+        kinds = ", ".join(sorted({type(block).__name__ for block in pieces}))
+        warnings.warn(
+            f"{kinds} runs eagerly: it holds units of its own, and is recomputed selectively. The compiler "
+            'takes a recomputed block whole or not at all: recompute.mode = "full" or "none" compiles it in '
+            "pieces, sharding.units.separate_experts = false as a whole.",
+            EagerBlockWarning,
+            stacklevel=2,
+        )
+    apply_recompute(blocks, section, compiled=set(whole), device=device)
+    return compiled + compile_blocks(whole, pieces=pieces)
+
+
+def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
+    settings = unit.settings(plan)
+    modules = list(unit.modules)
+    engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
+    try:
+        engine(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=fsdp_mixed_precision_policy(settings.precision, is_root=unit.is_root),
+            ignored_params=scalars or None,
+            shard_placement_fn=partial(_shard_experts, degree=settings.shard_degree)
+            if settings.shards_any_dim
+            else None,
+        )
+    except RuntimeError as error:
+        integers = {one.dtype for m in modules for one in m.parameters() if not one.is_floating_point()}
+        if not integers:
+            raise
+        raise ShardError(
+            f"torch {torch.__version__} cannot shard the integer parameters of {unit.name}.",
+            got=", ".join(map(str, integers)),
+            why=str(error),
+            fix="a newer torch, or register them as buffers",
+        ) from error
+    gather_before_backward_of_each_module(modules)
+    engine_module = cast(FSDPModule, modules[0])
+    if plan.tensor_parallel > 1 or (plan.expert_parallel > 1 and unit.has_experts):
+        compute_with_local_parts(engine_module)
+    if not settings.gathers_in_backward:
+        engine_module.set_unshard_in_backward(False)
+    if plan.device == "cpu":
+        replace_gloo_collectives(engine_module)
+
+
+def _shard_experts(parameter: nn.Parameter, *, degree: int) -> Shard:
+    """Returns the placement of stacked experts over `degree` ranks."""
+    return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree))
+
+
+def _reduce_gradients_of_all_experts(unit: Unit) -> None:
+    """Makes ranks take part in reducing experts that none of their tokens reached, without a gradient."""
+    if not unit.holds_experts:
+        return
+    engine_module = cast(FSDPModule, unit.modules[0])
+    if hasattr(engine_module, "set_reduce_scatter_unused_params"):
+        engine_module.set_reduce_scatter_unused_params(True, recurse=False)
+    else:
+        reduce_missing_gradients_as_zeros(engine_module)
+
+
+def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `forward` so that a parameter that is not gathered raises ShardError, not torch's error."""
+
+    @wraps(forward)
+    def explaining_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ShardError(
+                "the model computes with a parameter that is not gathered at the time.",
+                got=str(error).partition(",")[0],
+                why="a unit is gathered while its modules run; the line above reads a weight elsewhere",
+                fix="call the module that holds it, or keep its unit gathered after forward: sharding.units."
+                'overrides = [{match = "<the unit>", reshard_after_forward = false}]',
+            ) from error
+
+    return explaining_forward
+
+
+def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `forward` so that the first one in training mode logs the buffers that it changes.
+
+    Each rank changes them by its own batch, and a checkpoint has those of one rank.
+    """
+    is_first = world_size() > 1 and rank() == 0
+
+    @wraps(forward)
+    def naming_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+        nonlocal is_first
+        if not (is_first and model.training):
+            return forward(*args, **kwargs)
+        is_first = False
+        before = {name: (id(one), version(one)) for name, one in persistent_buffers(model).items()}
+        result = forward(*args, **kwargs)
+        now = persistent_buffers(model).items()
+        if changed := [name for name, one in now if before.get(name) != (id(one), version(one))]:
+            logger.warning(
+                "forward changes %d buffers, on each rank by its own batch, and a checkpoint has one rank's: "
+                "%s. All-reduce what they follow; torch.nn.SyncBatchNorm does so on GPUs",
+                len(changed),
+                join_names(changed),
+            )
+        return result
+
+    return naming_forward
+
+
+def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:
+    """Sets which units FSDP2 prefetches. `units` are in order of use.
+
+    Number of units unsharded at once, in addition to the root and units kept unsharded:
+
+        none                     1
+        implicit                 2: FSDP2 overlaps the next one
+        explicit with depth k    k + 1
+    """
+    if section.mode == "implicit":
+        return
+    forward, backward = (0, 0) if section.mode == "none" else (section.forward, section.backward)
+    for i, unit in enumerate(units):
+        # An empty list would restore FSDP2's default. The unit itself is gathered already when FSDP2 reads
+        # the list, so that listing it prefetches nothing.
+        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
+        if section.mode == "none":
+            gather_without_prefetch(unit)
+
+
+def _sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Sorts units in order of registration, the root first, since its pre-forward runs before all others."""
+    by_module = {unit.modules[0]: unit for unit in units}
+    return [by_module[module] for module in model.modules() if module in by_module]
+
+
+def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
+    """Makes one FSDP2 unit of several modules gather before the backward of whichever comes first.
+
+    FSDP2 watches only the outputs of the module that ran last. If these need no gradient (a frozen embedding
+    of positions), or the loss does not depend on them (a pooler), the other modules would run their backward
+    on parameters that were freed after forward.
+    """
+    unit = cast(FSDPModule, modules[0])
+    if len(modules) == 1 or not parameter_groups(unit):
+        return
+    gather_if_freed = partial(gather_before_backward, unit)
+
+    def watch_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's forward hook
+        if not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(gather_if_freed)
+
+    for module in modules:
+        module.register_forward_hook(watch_outputs)

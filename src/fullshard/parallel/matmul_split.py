@@ -1,0 +1,195 @@
+"""Divides the matmuls of a model over ranks: one method for each kind of module."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.distributed.sequence_parts import gather_sequence, indivisible_length_error, reduce_sequence
+from fullshard.distributed.tensors import find_product, set_product
+from fullshard.distributed.vocabulary_part import VocabularyPart
+from fullshard.errors import ShardError
+from fullshard.models.deferred_logits import DividedHead, set_divided_head
+from fullshard.parallel.gathered_input import gather_for_matmuls, multiply_gathered
+
+
+@dataclass
+class MatmulSplit:
+    """The division of one model over `ranks` ranks.
+
+    See [Note: tensor and sequence parallel] in `fullshard.parallel.tensor_parallel`.
+
+    gathers_again: see [Note: saved parts]
+    dims: id of each divided parameter -> its divided dim; all others are whole
+    """
+
+    ranks: int
+    rank: int
+    group: str
+    gathers_again: bool
+    dims: dict[int, int] = field(default_factory=dict[int, int])
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.gathers_again:
+            return gather_for_matmuls(x, ranks=self.ranks, group=self.group)
+        return gather_sequence(x, self.ranks, 1, self.group)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return reduce_sequence(x, self.ranks, 1, self.group)
+
+    def gather_output(self, module: Any) -> None:
+        """Makes `module`, which computes with this rank's tokens, return the outputs of all ranks."""
+        forward = module.forward
+
+        def gathering_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the module's own
+            output = forward(*args, **kwargs)
+            return (self.gather(output[0]), *output[1:]) if isinstance(output, tuple) else self.gather(output)
+
+        module.forward = gathering_forward
+
+    def gather_input(self, module: Any) -> None:
+        """Makes `module`, which gets this rank's tokens, compute with those of all ranks."""
+        _replace_hidden_states(module, self.gather)
+
+    def cut_input(self, module: Any) -> None:
+        """Makes `module`, which gets the tokens of all ranks, compute with this rank's."""
+
+        def cut(whole: Tensor) -> Tensor:
+            length = whole.shape[-2] // self.ranks
+            return whole.narrow(-2, self.rank * length, length)
+
+        _replace_hidden_states(module, cut)
+
+    def divide_columns(self, linear: Any) -> None:
+        """Divides the rows of the weight of `linear`, and of its adapters' second matrices."""
+        base, firsts, seconds = parts_of_linear(linear)
+        for one in (base, *seconds):
+            self.dims |= {id(parameter): 0 for parameter in one.parameters()}
+        for one in (base, *firsts):
+            _replace_forward(one)
+
+    def divide_row(self, linear: Any, *, cuts_input: bool = False) -> None:
+        """Divides the columns of the weight of `linear`, and of its adapters' first matrices.
+
+        cuts_input: whether its input has all columns, not this rank's
+        """
+        base, firsts, _ = parts_of_linear(linear)
+        self.dims |= {id(one.weight): 1 for one in (base, *firsts)}
+        columns = base.in_features // self.ranks
+        _replace_forward(base, adds_bias=False)
+        add = linear.forward
+
+        def reducing_forward(x: Tensor) -> Tensor:
+            if cuts_input:
+                x = x.narrow(-1, self.rank * columns, columns)
+            y = self.reduce(add(x))
+            return y if base.bias is None else y + base.bias
+
+        linear.forward = reducing_forward
+
+    def divide_kv_projection(self, projection: Any, *, kv_heads: int) -> None:
+        """Divides the heads of keys or values. If they are fewer than ranks, several ranks compute each."""
+        if kv_heads % self.ranks == 0:
+            self.divide_columns(projection)
+            return
+        rows = projection.out_features // kv_heads
+        begin = self.rank // (self.ranks // kv_heads) * rows
+        self.use_rows(projection, [slice(begin, begin + rows)])
+
+    def rows_of_parts(self, linear: Any, *, parts: int) -> list[slice]:
+        """Returns this rank's rows of each of the equal `parts` of a packed weight."""
+        whole = linear.out_features // parts
+        own = whole // self.ranks
+        return [slice(p * whole + self.rank * own, p * whole + (self.rank + 1) * own) for p in range(parts)]
+
+    def use_rows(self, linear: Any, rows: list[slice]) -> None:
+        """Makes `linear`, whose weight is whole on each rank, compute with these rows of it."""
+        base, firsts, seconds = parts_of_linear(linear)
+        for one in (base, *seconds):
+            _replace_forward(one, rows=rows)
+        for one in firsts:
+            _replace_forward(one)
+
+    def divide_embedding(self, embedding: Any, *, scatters: bool) -> None:
+        """Divides the vocabulary of an embedding.
+
+        scatters: whether it returns this rank's tokens, or those of all ranks
+        """
+        self.dims[id(embedding.weight)] = 0
+        part, forward = self._vocabulary_part(embedding.num_embeddings), embedding.forward
+        if (padding := embedding.padding_idx) is not None:
+            embedding.padding_idx = padding - part.first if padding in part.tokens else None
+
+        def embed(tokens: Tensor) -> Tensor:
+            if tokens.shape[1] % self.ranks:
+                raise indivisible_length_error(tokens.shape[1], ranks=self.ranks, pieces=1)
+            rows, own = part.local_tokens(tokens)
+            # (batch, sequence, width): not 0 on one rank
+            cut = self.reduce(torch.where(own.unsqueeze(-1), forward(rows), 0.0))
+            return cut if scatters else self.gather(cut)
+
+        embedding.forward = embed
+
+    def divide_head(self, head: Any) -> None:
+        """Divides the vocabulary of the head. Called directly, the head returns whole logits."""
+        self.divide_columns(head)
+        part = self._vocabulary_part(head.out_features)
+        own: Callable[[Tensor], Tensor] = head.forward
+        set_divided_head(head, DividedHead(part, own))
+
+        def whole_logits(x: Tensor) -> Tensor:
+            return part.gather_logits(own(x))
+
+        head.forward = whole_logits
+
+    def _vocabulary_part(self, size: int) -> VocabularyPart:
+        return VocabularyPart(size, self.ranks, self.rank, self.group)
+
+
+def parts_of_linear(linear: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Returns (linear module, first matrices of its adapters, second matrices)."""
+    if not hasattr(linear, "base_layer"):
+        return linear, [], []
+    if len(getattr(linear, "lora_variant", ())) or not isinstance(linear.base_layer, nn.Linear):
+        raise ShardError(
+            "the matmuls of this kind of adapter cannot be divided over ranks.",
+            got=f"a variant of LoRA on {type(linear.base_layer).__name__}",
+            why="its output is not a sum of the outputs that ranks compute",
+            fix="adapter.options without variants, or sharding.tensor_parallel = 1",
+        )
+    return linear.base_layer, [*linear.lora_A.values()], [*linear.lora_B.values()]
+
+
+def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias: bool = True) -> None:
+    """Makes a linear module compute with its local weight, or only with these `rows` of a whole weight."""
+    if find_product(linear) is None:
+        set_product(linear, multiply_gathered)
+    linear.forward = partial(_multiply, linear, rows=rows, adds_bias=adds_bias)
+
+
+def _multiply(linear: Any, x: Tensor, *, rows: list[slice] | None, adds_bias: bool) -> Tensor:
+    weight, bias = linear.weight, linear.bias if adds_bias else None
+    if rows is not None:
+        weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
+    product = find_product(linear)
+    assert product is not None, "set with this forward"
+    return product(x, weight, bias=bias)
+
+
+def _select_rows(whole: Tensor, rows: list[slice]) -> Tensor:
+    return whole[rows[0]] if len(rows) == 1 else torch.cat([whole[one] for one in rows])
+
+
+def _replace_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Applies `change` to the hidden states that `module` gets: its first argument, or `hidden_states`."""
+    forward = module.forward
+
+    def changed_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the module's own
+        if args:
+            return forward(change(args[0]), *args[1:], **kwargs)
+        return forward(**kwargs | {"hidden_states": change(kwargs["hidden_states"])})
+
+    module.forward = changed_forward

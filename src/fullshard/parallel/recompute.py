@@ -1,0 +1,149 @@
+"""Applies activation checkpointing (recompute) and activation offload, per block.
+
+Recompute: Chen et al., arXiv:1604.06174.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fullshard.errors import ShardError
+from fullshard.parallel.activation_offload import offload_activations
+from fullshard.parallel.host_copy import HostCopier
+from fullshard.spec.plan import DeviceType
+from fullshard.spec.settings.train_section import RecomputeSection
+from fullshard.torch_private.fake_tensors import TorchDispatchMode
+
+# Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
+# By name, since a build of torch has only the kernels of its own devices, and some exist only once imported.
+_MATMUL_NAMES = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"))
+_ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_SAVED_NAMES = _MATMUL_NAMES | {
+    *(f"aten::{name}" for name in ("convolution", "_grouped_mm", "_scaled_grouped_mm")),
+    *(f"aten::_scaled_dot_product_{kind}" for kind in (*_ATTENTION_KINDS, "fused_attention_overrideable")),
+    *(f"aten::_{kind}_attention_forward" for kind in ("flash", "efficient", "cudnn")),
+    *("torch_attn::_varlen_attn", "flex_attention"),
+    "fullshard::_grouped_mm",
+    "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
+}
+OperationPolicy = Callable[[Any], CheckpointPolicy]
+
+
+def is_saved_operation(operation: Any) -> bool:
+    """Returns whether selective recompute may save an operation's results: an OpOverload, or any callable."""
+    name = getattr(operation, "name", None)
+    return callable(name) and name() in _SAVED_NAMES
+
+
+def apply_recompute(
+    blocks: Sequence[nn.Module],
+    section: RecomputeSection,
+    *,
+    compiled: Collection[nn.Module] = (),
+    device: DeviceType = "cpu",
+    copier: HostCopier | None = None,
+) -> None:
+    """Makes the blocks to which `section` applies recompute or offload activations, according to its mode.
+
+    The block's `forward` is replaced, not the block, so that names in the state dict do not change.
+
+    compiled: the blocks that are compiled afterwards; for mode `offload` they are compiled before
+    device: the device on which the blocks will run
+    copier: the copier of mode `offload`; None chooses the device's
+
+    Raises ShardError if there are fewer than `section.blocks`.
+    """
+    if section.mode == "none":
+        return
+    check_recomputed_blocks(section, len(blocks))
+    chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
+    if section.mode == "offload":
+        offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
+        return
+    for block in chosen:
+        recomputed = partial(checkpoint, block.forward, use_reentrant=False)
+        if section.mode == "selective" and not _changes_its_matmuls(block):
+            # The compiler reads torch's contexts, and must see all operations.
+            own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
+            recomputed = partial(recomputed, context_fn=own)
+        block.forward = recomputed
+
+
+def check_recomputed_blocks(section: RecomputeSection, blocks: int) -> None:
+    """Raises ShardError if more blocks are to recompute than there are."""
+    if section.blocks is not None and section.blocks > blocks:
+        raise ShardError(
+            f"only {blocks} of {section.blocks} blocks that are to recompute exist.",
+            got=f"recompute.blocks = {section.blocks}",
+            fix=f"recompute.blocks = {blocks} or fewer, or leave it out to recompute all" if blocks else "",
+        )
+
+
+def _changes_its_matmuls(block: nn.Module) -> bool:
+    """Returns whether a recurrent layer in `block` writes into the results of its matmuls.
+
+    Such a result cannot be saved, and torch does not notice. The whole block is recomputed then.
+    """
+    return any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in block.modules())
+
+
+def block_recompute_policy(section: RecomputeSection) -> OperationPolicy | None:
+    """Returns whether a recomputed block saves or recomputes each operation; None if it is not recomputed."""
+    if section.mode in ("none", "offload", "auto"):
+        return None
+    if section.mode != "selective":
+        return lambda _operation: CheckpointPolicy.PREFER_RECOMPUTE
+    return partial(
+        _SelectiveRecomputePolicy(section.save_matmuls), SelectiveCheckpointContext(is_recompute=False)
+    )
+
+
+class _SelectiveRecomputePolicy:
+    """Policy function for selective recompute: saves attention and every `every`-th matmul of a block.
+
+    Matmuls of forward and of recompute are counted separately, so that both choose the same ones.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if not is_saved_operation(operation):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if operation.name() in _MATMUL_NAMES:
+            self._matmuls[context.is_recompute] += 1
+            if (self._matmuls[context.is_recompute] - 1) % self.every:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+
+def _selective_recompute_contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
+    """Returns the contexts for forward and for recompute. `save_matmuls`: save every n-th matmul."""
+    save, reuse = create_selective_checkpoint_contexts(_SelectiveRecomputePolicy(save_matmuls))
+    return (save, reuse) if compiled else (_SavedOperationFilter(save), _SavedOperationFilter(reuse))
+
+
+class _SavedOperationFilter(TorchDispatchMode):
+    """Wraps one of torch's selective-recompute contexts, and passes only saved operations to it.
+
+    Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the
+    operations that gather a unit inside the block, none of which is saved.
+    """
+
+    def __init__(self, context: TorchDispatchMode) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_saved_operation(func):
+            return self.context.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

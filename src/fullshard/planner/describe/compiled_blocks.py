@@ -1,0 +1,255 @@
+"""Blocks on fake tensors as `torch.compile` runs them: what they save, recompute and fuse.
+
+A block's forward and backward are traced into one graph, which torch's own partitioner splits into what
+forward saves and what backward computes again, as for Inductor. Both graphs then run operation by
+operation on fake tensors, so that the tracer counts them as it counts eager code. Elementwise operations
+between two other kernels count as one kernel, which never writes the tensors between them to memory. No
+code is generated, and no GPU or C++ compiler is needed.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from fullshard.parallel.recompute import OperationPolicy, block_recompute_policy
+from fullshard.planner.describe.cuda_kernels import decompose_fused_norms
+from fullshard.spec.settings.train_section import RecomputeSection
+from fullshard.torch_private.compiler import (
+    aot_function,
+    detect_fake_mode,
+    empties_its_arguments,
+    min_cut_rematerialization_partition,
+    reparametrize_module,
+    select_decomp_table,
+)
+from fullshard.torch_private.fake_tensors import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from fullshard.torch_private.tensors import TreeSpec, tree_flatten, tree_unflatten
+
+# What tracing a block may raise that eager code does not: torch's compiler cannot take every block.
+_FAILURES = (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError, KeyError)
+Program = Callable[..., Any]
+
+
+class CompiledPrograms:
+    """Graphs of blocks on fake tensors, which equal blocks share: of a model, and of its copies.
+
+    fakes: the mode of all these tensors
+    fuse: context in which launches are fused and memory is counted as compiled code uses it
+    """
+
+    def __init__(self) -> None:
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fuse: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._programs: dict[Hashable, Program | None] = {}
+
+    def find_program(
+        self, key: Hashable, function: Program, *, tensors: Sequence[Tensor], policy: OperationPolicy | None
+    ) -> Program | None:
+        """Returns `function`, traced on `tensors`, for `key`; None if it cannot be traced."""
+        if key not in self._programs:
+            try:
+                self._programs[key] = self._trace_program(function, tensors, policy=policy)
+            except _FAILURES:
+                self._programs[key] = None
+        return self._programs[key]
+
+    def _trace_program(
+        self, function: Program, tensors: Sequence[Tensor], *, policy: OperationPolicy | None
+    ) -> Program:
+        """Returns `function` as a forward and a backward graph for tensors of these shapes."""
+
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:  # signature: torch's
+            if policy is not None:
+                _tag_operations(joint.graph, policy)
+            return min_cut_rematerialization_partition(joint, inputs, **options)
+
+        def run_graph(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+            def run(arguments: list[Any]) -> Any:
+                with self.fuse():
+                    return _GraphInterpreter(graph).boxed_run(arguments)
+
+            empties_its_arguments(run)
+            return run
+
+        compilers: dict[str, Any] = {"fw_compiler": run_graph, "bw_compiler": run_graph}
+        program = aot_function(
+            function, partition_fn=partition, decompositions=select_decomp_table(), **compilers
+        )
+        fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
+        with disable_current_modes(), decompose_fused_norms():
+            with fakes:
+                likes = [_empty_like(one) for one in tensors]
+            program(*likes)
+        return program
+
+
+class CompiledBlocks:
+    """Replaces `forward`s of blocks by the graphs that `torch.compile` would run.
+
+    failed: blocks that run eagerly, since they cannot be a graph
+    """
+
+    def __init__(self, programs: CompiledPrograms) -> None:
+        self.programs = programs
+        self.failed: set[nn.Module] = set()
+
+    def replace_forwards(
+        self,
+        blocks: Sequence[nn.Module],
+        section: RecomputeSection,
+        *,
+        pieces: Collection[nn.Module],
+        recompute: Callable[[], None],
+    ) -> None:
+        """Replaces the `forward` of each block, except of `pieces`, which cannot be one graph.
+
+        section: the blocks to which it applies recompute within their graphs
+        recompute: applies `section` to all blocks as if they were eager
+        """
+        if section.mode == "selective":  # then pieces run eagerly
+            self.failed.update(pieces)
+        own = [block.forward for block in blocks]
+        if section.mode != "offload":
+            recompute()
+        for position, (block, forward) in enumerate(zip(blocks, own, strict=True)):
+            recomputed = section if section.applies_to(position) else RecomputeSection(mode="none")
+            if block not in pieces:
+                block.forward = _GraphForward(block, forward, blocks=self, section=recomputed)
+        if section.mode == "offload":  # which takes what the graphs save
+            recompute()
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Returns a new leaf like `tensor`, which may be a wrapper of other tensors (a weight in fp8)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+    wrapper = cast(Any, tensor)
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: _empty_like(getattr(wrapper, name)) for name in names}
+    like: Tensor = type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return like.requires_grad_(tensor.requires_grad)
+
+
+class _GraphForward:
+    """A block's forward on fake tensors, run as the graphs that `torch.compile` would make of it."""
+
+    def __init__(
+        self, block: nn.Module, forward: Program, *, blocks: CompiledBlocks, section: RecomputeSection
+    ) -> None:
+        self.block, self.forward, self.blocks, self.section = block, forward, blocks, section
+        self.eager = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # signature: the block's own
+        leaves, structure = tree_flatten((args, kwargs))
+        modules = [self.block, *(leaf for leaf in leaves if isinstance(leaf, nn.Module))]
+        held = [dict([*module.named_parameters(), *module.named_buffers()]) for module in modules]
+        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [*(tensor for one in held for tensor in one.values()), *(leaves[index] for index in where)]
+        # The function outlives this call, and must not keep its tensors alive.
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        run = partial(_run_on_tensors, self.forward, tree=(rest, structure), where=where)
+        run = partial(run, holders=[(module, list(one)) for module, one in zip(modules, held, strict=True)])
+        policy = block_recompute_policy(self.section)
+        key = (_operations_key(run, tensors), _policy_key(self.section), torch.is_grad_enabled())
+        program = self.blocks.programs.find_program(key, run, tensors=tensors, policy=policy)
+        if program is not None:
+            return program(*tensors)
+        self.blocks.failed.add(self.block)
+        return self.eager(*args, **kwargs)
+
+
+def _policy_key(section: RecomputeSection) -> Hashable:
+    """Returns a key that is equal for settings under which a recomputed block saves the same results."""
+    if block_recompute_policy(section) is None:
+        return None
+    return (section.mode, section.save_matmuls) if section.mode == "selective" else "full"
+
+
+def _run_on_tensors(
+    forward: Program,
+    *tensors: Tensor,
+    holders: Sequence[tuple[nn.Module, list[str]]],
+    tree: tuple[list[Any], TreeSpec],
+    where: Sequence[int],
+) -> Any:
+    """Calls `forward` with `tensors` in the place of parameters, buffers and arguments.
+
+    holders: modules with the names of their tensors, which come first
+    tree: the other arguments as leaves, with their structure; `where`: the leaves that are tensors
+    """
+    given, passed = iter(tensors), list(tree[0])
+    with ExitStack() as stack:
+        for module, names in holders:
+            stack.enter_context(reparametrize_module(module, {name: next(given) for name in names}))
+        for index in where:
+            passed[index] = next(given)
+        positional, named = tree_unflatten(passed, tree[1])
+        return forward(*positional, **named)
+
+
+class _GraphInterpreter(fx.Interpreter):
+    """Runs a graph operation by operation. Operations that save or restore a random state run without it."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # signature: torch's
+        if target is torch.ops.higher_order.run_and_save_rng_state:
+            return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+        if target is torch.ops.higher_order.run_with_rng_state:
+            return args[1](*args[2:], **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _tag_operations(graph: fx.Graph, policy: OperationPolicy) -> None:
+    """Marks each operation of forward as one to save or to compute again, as recompute does when compiled."""
+    of_backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(one in of_backward for one in node.all_input_nodes):
+            of_backward.add(node)
+        elif node.op == "call_function":
+            node.meta["ac_graph_id"] = 0
+            source = node.all_input_nodes[0] if node.target is getitem else node
+            node.meta["recompute"] = source.meta["recompute"] if source is not node else policy(node.target)
+
+
+class _OperationLog(TorchDispatchMode):
+    """Records operations with the numbers of their tensors, in the order of first use."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.operations: list[Hashable] = []
+        self._tensors = list(tensors)  # kept alive, so that no id is used twice
+        self._numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [self._describe(leaf) for leaf in tree_flatten((args, kwargs or {}))[0]]
+        outputs = [self._describe(leaf) for leaf in tree_flatten(result)[0]]
+        self.operations.append((func, *leaves, *outputs))
+        return result
+
+    def _describe(self, leaf: Any) -> Hashable:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        if id(leaf) not in self._numbers:
+            self._numbers[id(leaf)] = len(self._tensors)
+            self._tensors.append(leaf)
+        return (self._numbers[id(leaf)], tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+
+
+def _operations_key(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Hashable:
+    """Returns a key that is equal for functions that do the same operations on the same tensors."""
+    fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
+    with disable_current_modes(), fakes, torch.no_grad(), _OperationLog(tensors) as log:
+        function(*tensors)
+    inputs = tuple((tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in tensors)
+    return inputs, tuple(log.operations)

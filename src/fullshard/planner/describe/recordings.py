@@ -1,0 +1,370 @@
+"""Recordings of a model's microbatches on fake tensors, under each setting that a spec has a trace of."""
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fullshard.distributed.sequence_parts import SequencePart
+from fullshard.distributed.tensors import is_experts, is_wrapper_class
+from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
+from fullshard.parallel.host_copy import CpuHostCopier, FakeReportingCopier
+from fullshard.parallel.model_parallel import divide_model
+from fullshard.parallel.precision import TORCH_DTYPE, cast_buffers
+from fullshard.parallel.recompute import apply_recompute
+from fullshard.parallel.units import (
+    Predicate,
+    Unit,
+    find_blocks_with_units_inside,
+    find_recompute_blocks,
+    find_units,
+)
+from fullshard.planner.describe.allocations import PhaseRecord
+from fullshard.planner.describe.compiled_blocks import CompiledBlocks, CompiledPrograms
+from fullshard.planner.describe.example_batch import has_integer_values, has_microbatch_dim, make_fake_batch
+from fullshard.planner.describe.kernels import distinct_storage_bytes, list_tensors
+from fullshard.planner.describe.phases import (
+    KernelIndex,
+    can_extrapolate_to_smaller,
+    has_same_structure,
+    merge_recordings,
+)
+from fullshard.planner.describe.repeated_blocks import BlockTruncation, truncate_repeated_blocks
+from fullshard.planner.describe.trace import LossFunction, MicrobatchTracer
+from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.settings.train_section import RecomputeSection
+from fullshard.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+LOW = 2
+"""Sequences of the smaller of the two microbatches that are recorded."""
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised by fake tensors where a shape or a number depends on values."""
+
+
+@dataclass
+class MicrobatchRecording:
+    """Recordings of one microbatch size."""
+
+    recording: list[PhaseRecord]  # phases without earlier gradients
+    accumulating: list[PhaseRecord]  # with earlier gradients; empty if FSDP2 accumulates them itself
+    batch_bytes: int  # bytes of the microbatch's storages
+    compiled_units: frozenset[int] = frozenset()  # indices of units inside compiled blocks
+    # the same if the run were compiled; None if compiled blocks would not do the same
+    units_if_compiled: frozenset[int] | None = None
+
+    @property
+    def all_phases(self) -> list[PhaseRecord]:
+        return [*self.recording, *self.accumulating]
+
+
+@dataclass(frozen=True)
+class SettingRecording:
+    """Recordings of a recompute setting, eager or compiled.
+
+    plan: the plan with the setting
+    blocks: number of the model's blocks
+    low, high: at 2 and 3 sequences; the same one if it is valid for `microbatch` only
+    kept: False if other recordings predict this one, so that the spec needs no trace of it
+    """
+
+    plan: Plan
+    shortened: BlockTruncation
+    blocks: int
+    low: MicrobatchRecording
+    high: MicrobatchRecording
+    microbatch: int | None = None
+    kept: bool = True
+
+    def as_compiled(self, plan: Plan) -> "SettingRecording | None":
+        """Returns what compiled blocks do, if they do the same as these eager ones; None if they do not."""
+        low, high = self.low.units_if_compiled, self.high.units_if_compiled
+        if low is None or high is None:
+            return None
+        return replace(
+            self,
+            plan=plan,
+            low=replace(self.low, compiled_units=low),
+            high=replace(self.high, compiled_units=high),
+        )
+
+    def build_trace(self, table: KernelIndex) -> MicrobatchTrace:
+        """Returns the trace, whose kernels are counted in `table`."""
+        low, high, first = self.low, self.high, self.microbatch or LOW
+        grows = high.batch_bytes - low.batch_bytes
+        merge = partial(merge_recordings, microbatch=first, table=table, compiled_units=low.compiled_units)
+        return MicrobatchTrace(
+            recompute=self.plan.run.recompute,
+            compiled=self.plan.run.run.compile is True,
+            microbatch=self.microbatch,
+            batch_bytes=LinearInMicrobatch(low.batch_bytes - grows * first, grows),
+            phases=merge(low.recording, high.recording),
+            accumulating=merge(low.accumulating, high.accumulating),
+            repeats=self.shortened.repeats,
+            blocks=self.blocks,
+            border=self.shortened.border,
+        )
+
+
+@dataclass
+class SettingsRecorder:
+    """Records microbatches of one model under each recompute setting in turn."""
+
+    model: nn.Module
+    plan: Plan
+    loss: LossFunction
+    batch: Any
+    predicate: Predicate | None
+    device: DeviceType
+    fp8: Fp8Choice | None
+    given: Sequence[Unit]
+    divided: Mapping[str, int | None]  # the dim in which ranks divide each parameter, as of `divided_dims`
+    blocks: int  # number of the model's blocks
+    programs: CompiledPrograms
+    buffer_bytes: int = 0
+    loss_chunk: int = 0
+    keep_integers: bool = False  # whether integers of the batch keep their values
+    # whether a single sequence differs, eager and compiled; unknown before the first trace
+    _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
+    _eager: dict[RecomputeSection, list[SettingRecording]] = field(
+        default_factory=dict[RecomputeSection, list[SettingRecording]]
+    )
+
+    def record_setting(self, recompute: RecomputeSection, *, compiled: bool) -> list[SettingRecording]:
+        """Returns the recordings under one recompute setting, eager or compiled.
+
+        Integers of the batch keep their values if the model's flow or shapes depend on these.
+        """
+        try:
+            found = self._record_setting(recompute, compiled=compiled)
+        except NEEDS_VALUES:
+            if self.keep_integers or not has_integer_values(self.batch):
+                raise
+            self.keep_integers = True
+            found = self._record_setting(recompute, compiled=compiled)
+        if not compiled:
+            self._eager[recompute] = found
+        return found
+
+    def _plan_with(self, recompute: RecomputeSection, *, compiled: bool) -> Plan:
+        place = self.plan.run.run.model_copy(update={"compile": compiled})
+        run = self.plan.run.model_copy(update={"recompute": recompute, "run": place})
+        return self.plan.model_copy(update={"run": run})
+
+    def _record_setting(self, recompute: RecomputeSection, *, compiled: bool) -> list[SettingRecording]:
+        """Returns the recordings under one setting: one for any microbatch, or two.
+
+        The second is of a single sequence, if that differs. For a model whose trace changes structure with
+        the microbatch, the only one is of the plan's own microbatch.
+        """
+        plan = self._plan_with(recompute, compiled=compiled)
+        eager = self._eager.get(recompute, []) if compiled else []
+        equal = [one for one in (own.as_compiled(plan) for own in eager) if one is not None]
+        if equal and len(equal) == len(eager):
+            return equal
+        for short in (True, False):
+            record, shortened = self._make_microbatch_recorder(plan, short=short)
+            if record is None:
+                continue
+            keep = partial(SettingRecording, plan, shortened, self.blocks)
+            if self.batch is None or has_microbatch_dim(self.batch, plan.microbatch):
+                low, high = record(LOW), record(LOW + 1)
+                # Modules may keep states of one microbatch, which the next one frees.
+                same = has_same_structure(low.all_phases, high.all_phases)
+                if same and _has_equal_periods(low.recording, shortened.repeats):
+                    found = [keep(low, high)]
+                    if self._single_differs.get(compiled, True):
+                        single = record(1, accumulates=False)
+                        self._single_differs[compiled] = not can_extrapolate_to_smaller(
+                            single.recording, low=low.recording, high=high.recording
+                        )
+                        if self._single_differs[compiled] and low.accumulating:
+                            single = record(1)
+                        found.append(keep(single, single, 1, self._single_differs[compiled]))
+                    return found
+            own = record(plan.microbatch)
+            if _has_equal_periods(own.recording, shortened.repeats):
+                return [keep(own, own, plan.microbatch)]
+        raise AssertionError("a whole model is always traced")
+
+    def _make_microbatch_recorder(
+        self, plan: Plan, *, short: bool
+    ) -> tuple[Callable[..., MicrobatchRecording] | None, BlockTruncation]:
+        """Returns a function that records a microbatch of a given size on a fake copy of the model.
+
+        It is None if the model should be truncated (`short`) and cannot be. With `accumulates=False`, it does
+        not record the microbatch with earlier gradients.
+        """
+        section = plan.run.sharding.units
+        fakes = self.programs.fakes
+        twin = _copy_model_as_fake(
+            self.model, self.given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
+        )
+        with fakes:
+            divided = divide_model(twin, plan, rank=0, group_name=str)
+        self.buffer_bytes = distinct_storage_bytes(twin.buffers())
+        found: Sequence[Unit] = find_units(twin, section, predicate=self.predicate)
+        shortened = BlockTruncation()
+        if short:
+            shortened, found = self._truncate(twin, found, plan=plan)
+            if not shortened.repeats:
+                return None, shortened
+        _keep_parts_of_parameters(twin, divided, plan=plan)
+        graphs = CompiledBlocks(self.programs)
+        copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
+        repeated = find_recompute_blocks(twin, section, units=found)
+        of_blocks = shortened.shorten_recompute(plan.run.recompute)
+        recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
+        pieces = find_blocks_with_units_inside(repeated, found)
+        eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled
+        if plan.run.run.compile is True:
+            graphs.replace_forwards(repeated, of_blocks, pieces=pieces, recompute=recompute)
+        else:
+            recompute()
+
+        def record_microbatch(microbatch: int, *, accumulates: bool = True) -> MicrobatchRecording:
+            tracer = MicrobatchTracer(
+                twin, found, plan=plan, fakes=fakes, device=self.device, has_integers=self.keep_integers
+            )
+            self.programs.fuse = lambda: tracer.allocations.count_as_compiled()
+            if isinstance(copier, FakeReportingCopier):
+                copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
+            batch = self._make_fake_part(plan, microbatch=microbatch, fakes=fakes)
+            recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
+            self.loss_chunk = tracer.allocations.loss_chunk
+            # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
+            # itself.
+            if accumulates and plan.precision.param == plan.precision.reduce:
+                tracer.allocate_gradients()
+                accumulating = tracer.trace_microbatch(self.loss, batch)
+                twin.zero_grad(set_to_none=True)
+            size = distinct_storage_bytes(list_tensors(batch))
+            inside = _find_units_inside(found, set(repeated) - graphs.failed - eager)
+            if plan.run.run.compile is True:
+                return MicrobatchRecording(recording, accumulating, size, inside)
+            compiled = inside if set(repeated) == pieces else None
+            return MicrobatchRecording(recording, accumulating, size, units_if_compiled=compiled)
+
+        return record_microbatch, shortened
+
+    def _truncate(
+        self, twin: nn.Module, found: Sequence[Unit], *, plan: Plan
+    ) -> tuple[BlockTruncation, Sequence[Unit]]:
+        """Removes repeated blocks of `twin`. Returns what was removed, and the other units.
+
+        There are no `repeats` if the model cannot be truncated.
+        """
+        section = plan.run.sharding.units
+        blocks = find_recompute_blocks(twin, section, units=found)
+        shortened = truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
+        if not shortened.repeats:
+            return shortened, found
+        found = find_units(twin, section, predicate=self.predicate)
+        kept = [unit.name for unit in self.given if unit.name not in shortened.removed_units]
+        is_whole = [unit.name for unit in found] == kept
+        return shortened if is_whole else BlockTruncation(), found
+
+    def _make_fake_part(self, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
+        """Returns the traced rank's fake batch, with its part of each sequence if ranks share sequences."""
+        whole = make_fake_batch(
+            self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
+        )
+        with fakes:
+            return whole if plan.context_parallel == 1 else SequencePart.from_plan(plan, 0).cut_batch(whole)
+
+
+def _find_units_inside(units: Sequence[Unit], blocks: Collection[nn.Module]) -> frozenset[int]:
+    """Returns the indices of the units of which all modules are in `blocks`."""
+    inside = {module for block in blocks for module in block.modules()}
+    return frozenset(i for i, unit in enumerate(units) if inside.issuperset(unit.modules))
+
+
+def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[RepeatedUnits]) -> bool:
+    """Returns whether each period of blocks that represents removed ones did the same as the next period."""
+
+    def records_of(first: int, count: int) -> list[tuple[object, ...]]:
+        return [
+            (one.event, one.unit - first, one.event_change_count, one.changes, one.work, one.copies)
+            for one in recording
+            if first <= one.unit < first + count
+        ]
+
+    return all(
+        records_of(repeat.first, repeat.units) == records_of(repeat.first + repeat.units, repeat.units)
+        for repeat in repeats
+    )
+
+
+def _copy_model_as_fake(
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    plan: Plan,
+    fakes: FakeTensorMode,
+    fp8: Fp8Choice | None,
+    device: DeviceType,
+) -> nn.Module:
+    """Copies the module tree on fake tensors, with parameters in the dtype in which they are gathered."""
+    gathered = {
+        id(parameter): TORCH_DTYPE[unit.settings(plan).precision.param]
+        for unit in units
+        for parameter in unit.parameters.values()
+        if parameter.is_floating_point()
+    }
+    in_fp8, memo = parameters_gathered_in_fp8(fp8), dict[int, Any]()
+    with fakes:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dtype = gathered.get(id(tensor), tensor.dtype)
+            if id(tensor) in in_fp8:
+                memo[id(tensor)] = fake_fp8_weight(tensor.shape, device=device, dtype=dtype)
+                continue
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = fake
+        twin = copy.deepcopy(model, memo)
+        cast_buffers(twin, plan.precision)
+    if fp8 is not None:
+        linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
+        convert_linears_to_fp8(replace(fp8, linears=linears), device=device)
+    return twin
+
+
+def divided_dims(
+    model: nn.Module, units: Sequence[Unit], *, plan: Plan, device: DeviceType
+) -> dict[str, int | None]:
+    """Returns the dim in which ranks divide each parameter, by name; empty if they divide none."""
+    if not plan.has_expert_mesh and plan.tensor_parallel == 1:
+        return {}
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _copy_model_as_fake(model, units, plan=plan, fakes=fakes, fp8=None, device=device)
+    with fakes:
+        return divide_model(twin, plan, rank=0, group_name=str)
+
+
+def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan) -> None:
+    """Replaces divided parameters by the first rank's part."""
+    for holder, module in twin.named_modules():
+        ranks = plan.expert_parallel if is_experts(module) else plan.tensor_parallel
+        for key, parameter in module.named_parameters(recurse=False):
+            if (dim := divided.get(f"{holder}.{key}" if holder else key)) is not None:
+                part = parameter.data.chunk(ranks, dim)[0].clone()
+                if is_wrapper_class(type(part)):  # `data` would leave the wrapper's shape as it is
+                    setattr(module, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+                else:  # of all modules that share it
+                    parameter.data = part
+
+
+def parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
+    """Returns the `id` of each parameter that is gathered in fp8."""
+    if fp8 is None or fp8.scaling != "tensorwise":
+        return set()
+    return {id(module.weight) for module in fp8.linears.values()}

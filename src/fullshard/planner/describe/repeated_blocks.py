@@ -1,0 +1,183 @@
+"""Removal of repeated blocks from a model, so that tracing a few of them describes all.
+
+Blocks repeat with a period: one block, or several if only some of them recompute or have the same attention.
+If only the first blocks recompute, these are one run of blocks, and the others another.
+Two periods are kept in front and two or more behind. The inner ones of these have the same neighbours as a
+block in the middle, and can be compared with each other. Blocks before them that are different, such as the
+first, dense ones of a mixture of experts, are all kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+from torch import nn
+
+from fullshard.parallel.units import Unit
+from fullshard.spec.model import RepeatedUnits
+from fullshard.spec.plan import Plan
+from fullshard.spec.settings.train_section import RecomputeSection
+from fullshard.torch_private.tensors import registered_modules
+
+_LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
+# Attributes that count blocks; otherwise equal blocks differ in them.
+_COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
+
+
+@dataclass(frozen=True)
+class BlockTruncation:
+    """Units removed from a model, and the remaining ones that represent them."""
+
+    removed_units: frozenset[str] = frozenset()  # names of the removed units
+    repeats: tuple[RepeatedUnits, ...] = ()  # the periods that represent them, as unit indices of the trace
+    border: int | None = None  # see `MicrobatchTrace.border`
+    recomputed: int | None = None  # remaining ones of `recompute.blocks`; None if there is no such limit
+
+    def shorten_recompute(self, section: RecomputeSection) -> RecomputeSection:
+        """Returns `section` for the remaining blocks."""
+        if self.recomputed is None:
+            return section
+        return section.model_copy(update={"blocks": self.recomputed})
+
+
+@dataclass(frozen=True)
+class _RunOfBlocks:
+    """Consecutive blocks of one ModuleList, all or none of which are among `recompute.blocks`."""
+
+    container: nn.ModuleList
+    signatures: list[Any]  # of all blocks in the container
+    start: int
+    end: int
+    first: int  # blocks from `first` on repeat, counted from `start`
+    period: int
+
+    @property
+    def dropped(self) -> range:
+        """The blocks to remove, by their index in the container."""
+        kept, count, period = self.first + 4 * self.period, self.end - self.start, self.period
+        last = self.end - 2 * period - (count - kept) % period
+        return range(self.start + self.first + 2 * period, last)
+
+    @property
+    def template(self) -> range:
+        """The blocks that represent those to remove."""
+        return range(self.start + self.first + self.period, self.start + self.first + 2 * self.period)
+
+    def continues_as(self, other: "_RunOfBlocks") -> bool:
+        """Returns whether the blocks of `other` come next, and follow the same period."""
+        begin = self.start + (self.first or self.period)
+        later = range(begin, other.end - 2 * self.period)
+        return (
+            (self.container, self.end, self.period) == (other.container, other.start, other.period)
+            and other.first == 0
+            and all(self.signatures[at] == self.signatures[at + self.period] for at in later)
+        )
+
+
+def truncate_repeated_blocks(
+    model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
+) -> BlockTruncation:
+    """Removes equal blocks from the ModuleLists that contain them, in place, without renaming the others.
+
+    Equal blocks have the same classes, shapes, settings and overrides. The caller checks in the trace that
+    they also do the same.
+    """
+    limit = plan.run.recompute.blocks
+    runs = _find_runs_to_shorten(model, units, blocks=blocks, plan=plan)
+    left_out, dropped, templates = set[str](), set[nn.Module](), list[tuple[list[str], _RunOfBlocks]]()
+    for run in runs:
+        own = list(run.container)
+        inside = (_names_of_units_inside(own[at], units) for at in run.template)
+        templates.append(([name for some in inside for name in some], run))
+        dropped.update(own[at] for at in run.dropped)
+        left_out.update(name for at in run.dropped for name in _names_of_units_inside(own[at], units))
+    for run in runs:
+        for key, block in list(run.container.named_children()):
+            if block in dropped:
+                del registered_modules(run.container)[key]
+    repeats = _repeats_as_ranges(templates, units=units, left_out=left_out)
+    borders = (at for at, (run, behind) in enumerate(pairwise(runs)) if repeats and run.continues_as(behind))
+    return BlockTruncation(
+        frozenset(left_out),
+        repeats,
+        border=next(borders, None),
+        recomputed=None if limit is None else sum(block not in dropped for block in blocks[:limit]),
+    )
+
+
+def _find_runs_to_shorten(
+    model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
+) -> list[_RunOfBlocks]:
+    owner = {module: unit for unit in units for module in unit.modules}
+    places, limit = {block: at for at, block in enumerate(blocks)}, plan.run.recompute.blocks
+    found: list[_RunOfBlocks] = []
+    for container in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        own = list(container)
+        if len(own) < 2 or any(module not in places for module in own):
+            continue
+        signatures = [_block_signature(block, at, owner=owner) for at, block in enumerate(own)]
+        border = len(own) if limit is None else sum(places[block] < limit for block in own)
+        for start, end in ((0, border), (border, len(own))):
+            repeating = _find_first_and_period(signatures[start:end], plan)
+            if repeating is not None:
+                run = _RunOfBlocks(container, signatures, start, end, *repeating)
+                found += [run] if run.dropped else []
+    return found
+
+
+def _repeats_as_ranges(
+    templates: Sequence[tuple[list[str], _RunOfBlocks]], *, units: Sequence[Unit], left_out: set[str]
+) -> tuple[RepeatedUnits, ...]:
+    kept = [unit.name for unit in units if unit.name not in left_out]
+    found: list[RepeatedUnits] = []
+    for names, run in templates:
+        indices = sorted(kept.index(name) for name in names)
+        if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
+            return ()  # blocks share a unit, or run out of order: the caller sees that units are missing
+        times = 1 + len(run.dropped) // run.period
+        repeat = RepeatedUnits(first=indices[0], units=len(indices), times=times, blocks=run.period)
+        found.append(repeat)
+    return tuple(found)
+
+
+def _names_of_units_inside(block: nn.Module, units: Sequence[Unit]) -> list[str]:
+    inside = set(block.modules())
+    return [unit.name for unit in units if all(module in inside for module in unit.modules)]
+
+
+def _find_first_and_period(signatures: Sequence[Any], plan: Plan) -> tuple[int, int] | None:
+    """Returns (first, period) with the fewest blocks to keep, or None if signatures do not repeat.
+
+    From block `first` on, signatures repeat after `period` blocks. The last period may differ; and the first,
+    if there is no block before it: behind different blocks, the end of a block's backward may differ.
+    """
+    step = plan.run.recompute.block_period
+    periods = range(step, max(step, _LONGEST_PERIOD) + 1, step)
+    choices = sorted(product(range(_LONGEST_PERIOD), periods), key=lambda one: (one[0] + 4 * one[1], one[0]))
+    for first, period in choices:
+        later = range(first or 2 * period, len(signatures) - period)
+        if all(signatures[at] == signatures[first + period + (at - first) % period] for at in later):
+            return first, period
+    return None
+
+
+def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> Any:
+    """Returns everything that distinguishes one block from another, except its position and its values."""
+    modules: list[Any] = []
+    for name, module in block.named_modules():
+        own = [
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        ]
+        settings = [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
+        plain = sorted((key, value) for key, value in settings if not _is_index_attribute(key, value, at=at))
+        unit = owner.get(module)
+        override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
+        modules.append((name, type(module), own, plain, override))
+    return modules
+
+
+def _is_index_attribute(key: str, value: object, *, at: int) -> bool:
+    is_own_layer = key == "layer" and isinstance(value, int) and value == at
+    return is_own_layer or key == "training" or key.endswith(_COUNTS)

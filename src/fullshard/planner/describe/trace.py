@@ -1,0 +1,224 @@
+"""Trace of one microbatch on fake tensors, cut into phases where FSDP2 would act.
+
+The hooks are at the same points as those of `fully_shard`:
+
+- before and after a unit's modules in forward;
+- at the first gradient of the outputs of a unit's modules;
+- when the gradients of its inputs are complete.
+
+A unit whose inputs have no gradient (an embedding) ends its backward with the whole backward.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.models.chunked_loss import trace_one_chunk
+from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.units import Unit
+from fullshard.planner.describe.allocations import AllocationRecorder, PhaseRecord
+from fullshard.planner.describe.example_batch import ComputeIntegerValues
+from fullshard.planner.describe.kernels import list_tensors
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.torch_private.fake_tensors import FakeTensorMode
+from fullshard.torch_private.tensors import tree_flatten, tree_map_only, tree_unflatten
+
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
+
+
+class MicrobatchTracer:
+    """Traces microbatches of a model of fake tensors.
+
+    device: the device whose kernels compute
+    has_integers: whether integers of the batches have values, and are computed
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        plan: Plan,
+        fakes: FakeTensorMode,
+        device: DeviceType,
+        has_integers: bool = False,
+    ) -> None:
+        self.model, self.units, self.plan, self.fakes = model, units, plan, fakes
+        self.device: DeviceType = device
+        self.integers = ComputeIntegerValues(fakes) if has_integers else nullcontext()
+        self.allocations = AllocationRecorder(device)
+        self._to_run: list[set[nn.Module]] = [set() for _ in units]  # modules of a unit yet to run
+        self._in_backward: set[int] = set()
+        self._finished: set[int] = set()
+        self._backward_began = False
+
+    def trace_microbatch(self, loss: LossFunction, batch: Any) -> list[PhaseRecord]:
+        """Returns a record of each phase of one forward and backward. Earlier gradients do not count."""
+        self.allocations = AllocationRecorder(self.device)
+        self._finished, self._backward_began = set(), False
+        self._to_run = [set() for _ in self.units]
+        handles = self._register_hooks()
+        try:
+            one_chunk = trace_one_chunk(self.allocations)
+            one_thread = torch.autograd.set_multithreading_enabled(False)
+            with one_thread, self.fakes, self.integers, self.allocations, one_chunk:
+                self._ignore_existing_tensors(batch)
+                result = loss(self.model, batch)
+                value = result[0] if isinstance(result, tuple) else result
+                self.allocations.kind, self._backward_began = "loss", True
+                value.backward()
+                for index in self._units_without_post_backward():
+                    self._post_backward(index)
+                self.allocations.start_phase("end_backward", -1)
+                del result, value
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self.allocations.recorded
+
+    def allocate_gradients(self) -> None:
+        """Allocates the unsharded gradient of every trained parameter, as after an earlier microbatch."""
+        with self.fakes, torch.no_grad():
+            for unit in self.units:
+                for parameter in unit.parameters.values():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.empty_like(parameter)
+
+    def _ignore_existing_tensors(self, batch: Any) -> None:
+        for tensor in [*self.model.parameters(), *self.model.buffers(), *list_tensors(batch)]:
+            self.allocations.ignore_storage(tensor)
+            if tensor.grad is not None:
+                self.allocations.ignore_storage(tensor.grad)
+
+    # Hooks #
+    def _register_hooks(self) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for index, unit in enumerate(self.units):
+            before, after = self._make_pre_forward_hook(index), self._make_post_forward_hook(index)
+            for module in unit.modules:
+                handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+            trained = [parameter for parameter in unit.parameters.values() if parameter.requires_grad]
+            count = self._mark_storage_as_gradient
+            handles += [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
+        return handles
+
+    def _make_pre_forward_hook(self, index: int) -> Callable[..., Any]:
+        unit = self.units[index]
+        precision = unit.settings(self.plan).precision
+        dtype = TORCH_DTYPE[precision.param] if precision.cast_inputs else None
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:  # signature: torch's forward pre-hook
+            args, kwargs = _cast_floating_tensors(args, dtype), _cast_floating_tensors(kwargs, dtype)
+            if self._to_run[index]:
+                return args, kwargs
+            self._to_run[index] = set(unit.modules)
+            self.allocations.start_phase("pre_forward", index)
+            return self._watch_input_gradients(index, (args, kwargs)) if unit.parameters else (args, kwargs)
+
+        return hook
+
+    def _make_post_forward_hook(self, index: int) -> Callable[..., Any]:
+        unit = self.units[index]
+        precision = unit.settings(self.plan).precision
+        output = TORCH_DTYPE[precision.output] if precision.output and unit.is_root else None
+
+        def hook(module: nn.Module, _args: Any, result: Any) -> Any:  # signature: torch's forward hook
+            self._to_run[index].discard(module)
+            # As `gather_before_backward_of_each_module`: the last module may have no backward.
+            for tensor in list_tensors(result):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _gradient: self._pre_backward(index))
+            if not self._to_run[index]:
+                self._post_forward(index)
+            return _cast_floating_tensors(result, output)
+
+        return hook
+
+    def _post_forward(self, index: int) -> None:
+        again = self._backward_began  # recomputed: FSDP2 does not reshard
+        if not again:
+            self.allocations.start_phase("post_forward", index)
+        if again and not any(self._to_run):  # for FSDP2, a unit inside a recomputed region is a root
+            self.allocations.start_phase("end_forward", -1)
+        if self.units[index].is_root and not again:
+            for other, left in enumerate(self._to_run):
+                if left:  # part of the unit did not run: FSDP2 ends its forward here
+                    left.clear()
+                    self.allocations.start_phase("post_forward", other)
+            self.allocations.start_phase("end_forward", -1)
+            self.allocations.kind = "loss"
+
+    def _watch_input_gradients(self, index: int, inputs: tuple[Any, Any]) -> Any:
+        leaves, spec = tree_flatten(inputs)
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not where or not torch.is_grad_enabled():
+            return inputs
+        inner = [leaves[i] for i in where]
+        watched = _NotifyWhenGradientsComplete.apply(lambda: self._post_backward(index), *inner)
+        for i, leaf in zip(where, watched, strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, spec)
+
+    def _pre_backward(self, index: int) -> None:
+        if index in self._in_backward:
+            return
+        self._in_backward.add(index)
+        self._to_run[index].clear()  # recompute may stop early, once it has what backward needs
+        self.allocations.start_phase("pre_backward", index)
+        self.allocations.kind = "backward"
+
+    def _mark_storage_as_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.allocations.change_storage_kind(parameter.grad, "gradients")
+
+    def _post_backward(self, index: int) -> None:
+        """Opens the unit's post-backward phase and drops its gradients, as FSDP2 does."""
+        self._in_backward.discard(index)
+        self._finished.add(index)
+        self.allocations.start_phase("post_backward", index)
+        for parameter in self.units[index].parameters.values():
+            parameter.grad = None
+        self.allocations.assign_changes_to_phase_start()
+
+    def _units_without_post_backward(self) -> list[int]:
+        """Returns the units whose backward no input gradient has ended, in the order of their modules."""
+        position = {module: i for i, module in enumerate(self.model.modules())}
+        left = [i for i, u in enumerate(self.units) if u.parameters and i not in self._finished]
+        return sorted(left, key=lambda i: position[self.units[i].modules[0]])
+
+
+class _NotifyWhenGradientsComplete(torch.autograd.Function):
+    """Identity on tensors; its backward runs when the gradients of all of them are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.ended = ended
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ended()
+        return (None, *gradients)
+
+
+def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return values
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Generator[None]:
+    """Puts the model into training mode, as `train` does, and restores the mode of each module afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

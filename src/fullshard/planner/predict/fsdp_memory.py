@@ -1,0 +1,280 @@
+"""Replay of the memory that FSDP2 allocates and frees: see [Note: the replay] in `planner.memory`."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from fullshard.planner.predict.trace_memory import LiveBytes
+from fullshard.planner.predict.unit_bytes import UnitBytes
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import PrefetchSection
+
+MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are in transit to the host at once
+
+
+class FsdpBytes(NamedTuple):
+    """Bytes that FSDP2 has allocated at one moment, by purpose."""
+
+    in_flight: int = 0  # unsharded parameters and reduce-scatter inputs
+    buffers: int = 0  # all-gather buffers, allocated on the all-gather stream
+    reduced: int = 0  # reduce-scatter outputs, not yet gradients, allocated on the reduce-scatter stream
+    gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
+    whole: int = 0  # unsharded gradients, kept until the last microbatch reduces them
+    chunks: int = 0  # the part of `reduced` that lives until the end of backward
+
+    @property
+    def units_in_flight_bytes(self) -> int:
+        """Bytes of gathered parameters and of the collectives' buffers."""
+        return self.in_flight + self.buffers + self.reduced
+
+
+_FSDP_BYTES = attrgetter(*FsdpBytes._fields)
+
+
+class MemoryLedger:
+    """Bytes that FSDP2 has allocated now and at the highest moment, and the peak of each stream.
+
+    Streams do not reuse each other's memory, so the allocator reserves the sum of their peaks.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
+        self.moment: tuple[str, int] = ("", -1)  # event, index of its unit
+        self.highest = -1
+        self.best: tuple[tuple[str, int], FsdpBytes, LiveBytes] = (self.moment, FsdpBytes(), LiveBytes())
+        self.compute_pool = self.gather_pool = self.reduce_pool = 0
+
+    def update_peaks(self, live: LiveBytes) -> None:
+        """Updates the peaks with this moment. `live`: bytes of the model's own computation."""
+        computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
+        reduced = self.reduced + self.gradients
+        held = computed + self.buffers + reduced
+        # A search comes here millions of times, and `max` takes three times as long.
+        self.compute_pool = computed if computed > self.compute_pool else self.compute_pool
+        self.gather_pool = self.buffers if self.buffers > self.gather_pool else self.gather_pool
+        self.reduce_pool = reduced if reduced > self.reduce_pool else self.reduce_pool
+        if held > self.highest:
+            self.highest = held
+            self.best = (self.moment, self.current_bytes_by_purpose(), live)
+
+    def current_bytes_by_purpose(self) -> FsdpBytes:
+        return FsdpBytes(*_FSDP_BYTES(self))
+
+    def repeat_change(self, before: FsdpBytes, times: int) -> None:
+        """Adds the change since `before` another `times` times."""
+        now = self.current_bytes_by_purpose()
+        for name, earlier, later in zip(FsdpBytes._fields, before, now, strict=True):
+            setattr(self, name, later + times * (later - earlier))
+
+
+@dataclass
+class _UnitParameterState:
+    """State of one unit's parameters. `pending`: bytes of its all-gather buffer; None if it has none."""
+
+    is_unsharded: bool = False
+    pending: int | None = None
+    resharded: int = 0  # bytes kept after forward, sharded over fewer ranks
+    places: list[int] = field(default_factory=list[int])  # its forwards' positions in the replay's `order`
+
+
+class UnshardMemoryReplay:
+    """Replays unshard, reshard and prefetch on a ledger. `by_position`: units in registration order."""
+
+    def __init__(
+        self,
+        sizes: list[UnitBytes],
+        ledger: MemoryLedger,
+        *,
+        section: PrefetchSection,
+        by_position: list[int],
+    ) -> None:
+        self.sizes, self.ledger, self.section, self.by_position = sizes, ledger, section, by_position
+        self.units = [_UnitParameterState() for _ in sizes]
+        self.buffer = 0  # all-gather buffer of the last unit gathered in forward
+        self.order: list[int] = []  # units in the order in which their forwards ended
+
+    def replay_pre_forward(self, index: int, live: LiveBytes) -> None:
+        self._unshard_unit(index, live, forward=True)
+        if self.section.mode == "explicit":
+            at = self.by_position.index(index) + 1
+            self._prefetch_units(self.by_position[at : at + self.section.forward], live)
+
+    def replay_post_forward(self, index: int, live: LiveBytes) -> None:
+        unit, size = self.units[index], self.sizes[index]
+        if not size.gathered:
+            return
+        if size.reshards and unit.is_unsharded:
+            if size.reshard_degree > 1:
+                unit.resharded = size.gathered // size.reshard_degree
+                self.ledger.in_flight += unit.resharded
+                self.ledger.update_peaks(live)
+            self.reshard_unit(index)
+        unit.places.append(len(self.order))
+        self.order.append(index)
+
+    def free_forward_gather_buffer(self) -> None:
+        self.ledger.buffers -= self.buffer
+        self.buffer = 0
+
+    def replay_pre_backward(self, index: int, live: LiveBytes) -> None:
+        if self.sizes[index].gathers_in_backward:
+            self._unshard_unit(index, live, forward=False)
+        if self.section.mode == "implicit":
+            place = self.units[index].places.pop() if self.units[index].places else 0
+            self._prefetch_for_backward([self.order[place - 1]] if place else [], live)
+        elif self.section.mode == "explicit":
+            at = self.by_position.index(index)
+            self._prefetch_for_backward(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
+
+    def reshard_unit(self, index: int) -> None:
+        if self.units[index].is_unsharded:
+            self.units[index].is_unsharded = False
+            self.ledger.in_flight -= self.sizes[index].gathered
+
+    def free_unused_prefetches(self) -> None:
+        """Frees the all-gather buffers of units that were prefetched and not used."""
+        self.order.clear()
+        for unit in self.units:
+            self.ledger.buffers -= unit.pending or 0
+            unit.pending = None
+            unit.places.clear()
+
+    def _prefetch_for_backward(self, targets: Sequence[int], live: LiveBytes) -> None:
+        self._prefetch_units([one for one in targets if self.sizes[one].gathers_in_backward], live)
+
+    def _prefetch_units(self, targets: Sequence[int], live: LiveBytes) -> None:
+        for target in targets:
+            self._start_all_gather(target, live)
+
+    def _start_all_gather(self, index: int, live: LiveBytes) -> None:
+        """Allocates the all-gather buffer of a unit, unless it is unsharded or in flight."""
+        unit, size = self.units[index], self.sizes[index]
+        if unit.is_unsharded or unit.pending is not None:
+            return
+        if size.shard_degree == 1:
+            unit.pending = 0
+            return
+        unit.pending = size.gathered
+        kept = size.shard_degree // size.reshard_degree  # input size, in shards
+        copied = kept * size.kept_copy if unit.resharded else size.cast_copy
+        self.ledger.buffers += size.gathered + copied
+        self.ledger.update_peaks(live)
+        self.ledger.buffers -= copied
+
+    def _unshard_unit(self, index: int, live: LiveBytes, *, forward: bool) -> None:
+        """Gathers a unit, if it is not unsharded, and copies it from the buffer into its parameters."""
+        self._start_all_gather(index, live)
+        unit, size = self.units[index], self.sizes[index]
+        if unit.pending is None:
+            return
+        cast = size.largest_cast if size.shard_degree == 1 else 0
+        self.ledger.in_flight += size.gathered + cast + size.unpacking
+        self.ledger.update_peaks(live)
+        self.ledger.in_flight -= size.unpacking
+        if forward:
+            self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
+        self.ledger.in_flight -= cast + unit.resharded
+        unit.resharded = 0
+        if forward and self.section.mode != "none":
+            self.buffer = unit.pending
+        else:
+            self.ledger.buffers -= unit.pending
+        unit.is_unsharded, unit.pending = True, None
+
+
+@dataclass
+class _UnitGradientState:
+    """Bytes of one unit's gradients that FSDP2 references; autograd's are in `LiveBytes`."""
+
+    whole: int = 0  # unsharded, kept without sync
+    partial: int = 0  # reduced over shards, not yet over replicas
+    has_gradient: bool = False
+
+
+class GradientMemoryReplay:
+    """Replays the reduction of gradients, unit by unit, from the end of each unit's backward."""
+
+    def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
+        self.sizes, self.ledger, self.plan = sizes, ledger, plan
+        self.units = [_UnitGradientState() for _ in sizes]
+        self.buffer = 0  # reduce-scatter input of the last unit
+        self.leaving: deque[int] = deque()
+
+    def replay_post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
+        """Reduces the unit's gradients, or keeps them unsharded. `last`: in the step's last microbatch."""
+        unit, size, ledger = self.units[index], self.sizes[index], self.ledger
+        fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
+        taken = live._replace(gradients=live.gradients - fresh)
+        if not last and not self.plan.sync_each_microbatch:
+            self._keep_unsharded_gradients(index, taken, fresh=fresh)
+            return
+        ledger.in_flight -= self.buffer
+        self.buffer = 0
+        if not size.reduce_input:
+            return
+        self.buffer = size.reduce_input
+        if unit.whole and fresh:
+            self._keep_unsharded_gradients(index, taken, fresh=fresh)
+            live = taken
+        copies = size.reduce_copies_of_kept if unit.whole else size.reduce_copies
+        ledger.in_flight += size.reduce_input + copies
+        ledger.update_peaks(live)
+        ledger.in_flight -= copies
+        ledger.whole -= unit.whole
+        unit.whole = 0
+        ledger.reduced += size.reduce_output
+        ledger.update_peaks(taken)
+        self._store_reduced_gradient(index, taken, last=last)
+
+    def free_buffers_after_backward(self, live: LiveBytes) -> None:
+        """Frees all buffers of reductions; only gradients remain. `live`: the model's own bytes."""
+        self.ledger.in_flight -= self.buffer
+        self.ledger.reduced -= self.ledger.chunks
+        self.ledger.chunks = 0
+        self.buffer = 0
+        self.ledger.update_peaks(live)
+
+    def _keep_unsharded_gradients(self, index: int, live: LiveBytes, *, fresh: int) -> None:
+        """Keeps unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward allocated."""
+        unit, size = self.units[index], self.sizes[index]
+        is_cast = size.whole != size.whole_reduced
+        kept = 0 if unit.whole else size.whole_reduced if is_cast else fresh
+        unit.whole += kept
+        self.ledger.whole += kept
+        if fresh and is_cast:
+            # Cast one by one: the last exists in both dtypes for a moment, or is cast to be added to the sum.
+            both = size.largest_whole + (0 if kept else size.largest_whole_reduced)
+            self.ledger.update_peaks(live._replace(gradients=live.gradients + both))
+
+    def _store_reduced_gradient(self, index: int, live: LiveBytes, *, last: bool) -> None:
+        """Turns the reduce-scatter's output into the gradient of the own shard."""
+        unit, size, ledger = self.units[index], self.sizes[index], self.ledger
+        chunk, replicated = size.reduce_output, size.replicate_degree > 1
+        if replicated and not last:  # replicas are reduced once per step; until then the chunks are summed
+            ledger.reduced -= chunk if unit.partial else 0
+            unit.partial = chunk
+            return
+        is_cast = size.gradient != chunk
+        if is_cast:
+            ledger.reduced += size.gradient
+            ledger.update_peaks(live)
+            ledger.reduced -= size.gradient
+        is_gradient = not is_cast and not unit.has_gradient
+        # The chunk becomes the gradient, is cast to it, or is added to it. With replicas, it stays allocated
+        # until the end of backward in the last two cases.
+        held = chunk if replicated and not is_gradient else 0
+        ledger.chunks += held
+        ledger.reduced += held - chunk - unit.partial
+        ledger.gradients += 0 if unit.has_gradient else size.gradient
+        unit.has_gradient, unit.partial = True, 0
+        if self.plan.copies_gradients_to_host:
+            self._offload_gradient(index)
+
+    def _offload_gradient(self, index: int) -> None:
+        """Starts copying a gradient to the host, and frees the oldest if three are in transit."""
+        self.units[index].has_gradient = False
+        self.leaving.append(self.sizes[index].gradient)
+        if len(self.leaving) > MAX_OFFLOADING_GRADIENTS:
+            self.ledger.gradients -= self.leaving.popleft()

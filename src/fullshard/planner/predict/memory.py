@@ -1,0 +1,291 @@
+"""Peak memory of one rank in a step, term by term, computed from shapes alone.
+
+[Note: the replay]
+A step consists of the model's own computation (the trace in the ModelSpec: phases, each with its highest
+moment) and of FSDP2's events between phases. FSDP2's memory does not change within a phase. So the peak is
+the maximum over all phases of (the phase's highest moment + FSDP2's bytes then), and over a few moments
+inside the events. These are the events of `torch.distributed.fsdp._fully_shard`:
+
+unshard       a unit's shards, cast to the compute dtype (W/N bytes, freed at once), are gathered into one
+              buffer of W bytes, which is copied out into the parameters, another W bytes. W: the parameters
+              of the unit in that dtype, dim 0 padded to a multiple of N. Over one rank there is only the
+              copy. In forward the buffer lives until after the next unit's copy-out (so that the next gather
+              may overlap), or until forward ends. In backward it is freed after its own copy-out.
+reshard       the parameters' W bytes are freed; resharding to k ranks keeps W/k of them.
+experts       sharded in another dim than 0 (`expert_shard_dim`) are copied out twice, through W more bytes.
+prefetch      in backward, once a unit is unsharded, the buffer of the one before it is already gathered.
+reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded; on the
+              CPU, some are copied twice, `UnitBytes.reduce_copies`),
+              and freed. The reduced chunk of R/N bytes, cast to the master dtype, becomes the gradients. The
+              buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
+              until the end of backward, beside its cast.
+without sync  gradients stay unsharded, in the reduce dtype, until the last microbatch.
+
+Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's are replaced
+(`distributed.collectives`). The random state that recompute saves for each block (5,056 bytes on the
+CPU) is not counted.
+"""
+
+from typing import NamedTuple, cast
+
+from fullshard.errors import PlanError
+from fullshard.planner.predict.fsdp_memory import GradientMemoryReplay, MemoryLedger, UnshardMemoryReplay
+from fullshard.planner.predict.offload import device_update_buffer_bytes
+from fullshard.planner.predict.trace_memory import LiveBytes, PhaseBytes, memory_trace
+from fullshard.planner.predict.uneven_routing import uneven_rows_bytes
+from fullshard.planner.predict.unit_bytes import (
+    UnitBytes,
+    optimizer_state_bytes,
+    unit_bytes,
+    update_temporary_bytes,
+)
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import MemoryTerms
+
+
+def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
+    """Returns the predicted peak memory of `rank`. Rank 0 needs the most. See [Note: the replay].
+
+    Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
+    plan's, or if the size of the plan's optimizer state is not known.
+
+    >>> fs.peak_bytes(spec, plan).total <= hardware.device_bytes_limit
+    True
+    """
+    check_length_and_precision(spec, plan)
+    replay = _StepMemoryReplay(spec, plan, rank=rank)
+    # The first microbatch allocates gradients that later ones accumulate into; the last reduces. Those in
+    # between are equal, so one represents them.
+    for index in range(min(plan.accumulation, 3)):
+        last = index == min(plan.accumulation, 3) - 1
+        adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
+        replay.replay_microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
+    return replay.replay_update_and_return_peak()
+
+
+def check_length_and_precision(spec: ModelSpec, plan: Plan) -> None:
+    """Raises PlanError if `spec` was described with another sequence length or precision than the plan's."""
+    differing = [
+        f"{name}: {described} described, {planned} planned"
+        for name, described, planned in (
+            ("sequence_length", spec.sequence_length, plan.run.data.sequence_length),
+            ("precision", spec.precision, plan.precision),
+        )
+        if described != planned
+    ]
+    if differing:
+        raise PlanError(
+            f"the spec of {spec.name} was described under other settings than the plan's.",
+            got="; ".join(differing),
+            why="what a microbatch allocates follows from them",
+            fix="describe(model, plan) with this plan",
+        )
+
+
+def bytes_by_unit_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
+    """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind).
+
+    They are cached on `spec` by all that `unit_bytes` depends on.
+    """
+    run, cache = plan.run, spec.derived_value_cache
+    degrees = (plan.replicate_degree, plan.shard_degree, plan.tensor_parallel, plan.expert_parallel)
+    dtypes = (plan.precision, run.precision)
+    settings = (plan.has_expert_mesh, plan.strategy, plan.reshard_after_forward, run.offload)
+    key = ("bytes by unit kind", rank, plan.device, *degrees, *dtypes, *settings)
+    found = cast(dict[int, UnitBytes] | None, cache.get(key))
+    if found is None:
+        kinds = set(spec.first_identical_unit_indices)
+        found = {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in kinds}
+        cache[key] = found
+    return found
+
+
+class _StepMemoryReplay:
+    """Replays the memory of a step: its phases, and FSDP2's events between them."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
+        self.spec, self.plan = spec, plan
+        self.trace = spec.trace_for_plan(plan)
+        self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
+        section = plan.run.prefetch
+        self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
+        self.units = units = memory_trace(spec, plan, reach=self.reach).units
+        sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
+        order = sorted(range(len(units)), key=lambda i: spec.units[units[i]].position)
+        self.ledger = MemoryLedger()
+        self.gathering = UnshardMemoryReplay(sizes, self.ledger, section=section, by_position=order)
+        self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
+        self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
+
+    def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
+        """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
+        found = memory_trace(self.spec, self.plan, reach=self.reach, accumulating=accumulating)
+        ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes_by_purpose()
+        for phase in found.phases:
+            if phase.starts_period:
+                before = ledger.current_bytes_by_purpose()
+            ledger.moment = (f"microbatch {number}, {phase.event.replace('_', ' ')}", phase.unit)
+            self._replay_fsdp_event(phase, live, last=last)
+            ledger.update_peaks(phase.peak)
+            live = phase.end
+            if phase.skipped_periods:
+                ledger.repeat_change(before, phase.skipped_periods)
+
+    def replay_update_and_return_peak(self) -> MemoryTerms:
+        """Replays the optimizer step, and returns the peak of the whole step."""
+        sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
+        ledger.moment = ("optimizer step", -1)
+        temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
+        ledger.update_peaks(LiveBytes(backward=temporaries))
+        (moment, unit), held, live = ledger.best
+        optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
+        lasting = {
+            "parameter_shards": sum(sizes[kind].shards for kind in kinds),
+            "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing,
+            "buffers": self.spec.buffer_bytes,
+            "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
+        }
+        uneven = uneven_rows_bytes(self.spec, self.plan)
+        compute_pool = ledger.compute_pool + sum(lasting.values()) + uneven
+        return MemoryTerms(
+            moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,
+            **lasting,
+            gradients=held.gradients,
+            units_in_flight=held.units_in_flight_bytes,
+            whole_gradients=held.whole + live.gradients,
+            activations=live.activations,
+            loss=live.loss,
+            backward=live.backward,
+            uneven_rows=uneven,
+            stream_pools=(compute_pool, ledger.gather_pool, ledger.reduce_pool),
+        )
+
+    def _replay_fsdp_event(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
+        """Replays FSDP2's event that opens `phase`. `live`: the model's own bytes before the phase."""
+        match phase.event:
+            case "pre_forward":
+                self.gathering.replay_pre_forward(phase.unit, live)
+            case "post_forward":
+                self.gathering.replay_post_forward(phase.unit, live)
+            case "end_forward":
+                self.gathering.free_forward_gather_buffer()
+            case "pre_backward":
+                self.gathering.replay_pre_backward(phase.unit, live)
+            case "post_backward":
+                if last or self.plan.reshard_after_forward is not False:
+                    self.gathering.reshard_unit(phase.unit)
+                self.reducing.replay_post_backward(phase.unit, live, last=last)
+            case "end_backward":
+                self.gathering.free_unused_prefetches()
+                self.reducing.free_buffers_after_backward(live)
+            case "start":
+                pass
+
+
+class UnitBackwardPeakByNeighbours(NamedTuple):
+    """Most bytes alive in the backward of a unit of one kind, between units of two other kinds."""
+
+    kind: int  # kind of the unit
+    behind: int  # kind of the unit whose backward ran before; -1 for the first
+    ahead: int  # kind of the unit whose backward runs next; -1 for the last
+    live: int  # bytes
+
+
+class TraceDependentPeakBytes(NamedTuple):
+    """Inputs of `peak_lower_bound` that depend only on the trace and the microbatch."""
+
+    peaks: tuple[UnitBackwardPeakByNeighbours, ...]  # peaks in backward, by kinds of neighbouring units
+    loss: int  # bytes alive when the loss is computed
+    highest: int  # the most bytes alive at any moment
+    batch: int  # bytes of the batch
+
+
+class MeshDependentBytes(NamedTuple):
+    """Inputs of `peak_lower_bound` that depend only on the mesh."""
+
+    sizes: dict[int, UnitBytes]  # sizes of each kind of unit
+    static: int  # shards, optimizer state and buffers, over all units
+    unsharded: int  # unsharded parameters that are allocated, over all units
+    whole: int  # unsharded gradients that are cast to the reduce dtype, over all units
+    gradients: int  # sharded gradients, over all units; 0 if they are offloaded or used in backward
+    chunks: int  # reduce-scatter outputs, over all units
+
+
+def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPeakBytes:
+    """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
+    trace = spec.trace_for_plan(plan)
+    found, firsts = memory_trace(spec, plan, reach=1), spec.first_identical_unit_indices
+    kinds = [firsts[unit] if spec.units[unit].parameters else -1 for unit in found.units]
+    phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
+    peaks: dict[tuple[int, int, int], int] = {}
+    for place, phase in enumerate(phases):
+        behind = kinds[phases[place - 1].unit] if place else -1
+        ahead = kinds[phases[place + 1].unit] if place + 1 < len(phases) else -1
+        key = (kinds[phase.unit], behind, ahead)
+        peaks[key] = max(peaks.get(key, 0), phase.peak.total)
+    ends = [phase.peak.total for phase in found.phases if phase.event == "end_forward"]
+    return TraceDependentPeakBytes(
+        tuple(UnitBackwardPeakByNeighbours(*key, live) for key, live in peaks.items()),
+        loss=ends[0] if ends else 0,
+        highest=max(phase.peak.total for phase in found.phases),
+        batch=round(trace.batch_bytes.value_at(plan.microbatch)),
+    )
+
+
+def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
+    """Returns the inputs of `peak_lower_bound` that depend only on the mesh."""
+    sizes = bytes_by_unit_kind(spec, plan)
+    counts = {kind: spec.first_identical_unit_indices.count(kind) for kind in sizes}
+
+    def sum_over_units(name: str) -> int:
+        return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
+
+    optimizer = sum(optimizer_state_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
+    # Few gradients are in memory at once if they are offloaded.
+    return MeshDependentBytes(
+        sizes,
+        static=sum_over_units("shards") + optimizer + spec.buffer_bytes,
+        unsharded=sum_over_units("gathered"),
+        # Gradients that need no cast are counted by the trace, as autograd leaves them.
+        whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
+        gradients=0 if plan.copies_gradients_to_host else sum_over_units("gradient"),
+        chunks=sum_over_units("reduce_output"),
+    )
+
+
+class PeakLowerBoundSettings(NamedTuple):
+    """Settings of a plan that `peak_lower_bound` needs beside its mesh and its trace."""
+
+    accumulates: bool  # more than one microbatch per step
+    syncs: bool  # gradients are reduced after each microbatch
+    keeps: bool  # parameters stay unsharded between microbatches
+    prefetches: bool  # units are gathered ahead of their use
+
+
+def peak_lower_bound(
+    bound: TraceDependentPeakBytes, mesh: MeshDependentBytes, *, traits: PeakLowerBoundSettings
+) -> int:
+    """Returns a lower bound on the peak memory of a step, in bytes.
+
+    The bound is the maximum over three moments: the end of backward, the loss, and each unit's backward,
+    while the previous unit is reduced and the next is gathered.
+    """
+    kept = 0
+    if traits.accumulates:
+        kept = min(mesh.gradients, mesh.chunks) if traits.syncs else mesh.whole
+    unsharded = mesh.unsharded if traits.keeps else 0
+    backward = bound.highest
+    for kind, behind, ahead, live in bound.peaks:
+        size = mesh.sizes[kind]
+        bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
+        if behind >= 0:
+            bytes_ += mesh.sizes[behind].reduce_input
+        if traits.prefetches and ahead >= 0:
+            next_one = mesh.sizes[ahead]
+            gathers = next_one.reshards and next_one.gathers_in_backward and next_one.shard_degree > 1
+            bytes_ += next_one.gathered if gathers else 0
+        backward = max(backward, bytes_)
+    if traits.accumulates and traits.syncs:
+        backward += kept
+    return mesh.static + bound.batch + max(backward, bound.loss + unsharded + kept, mesh.gradients)

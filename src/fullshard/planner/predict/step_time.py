@@ -1,0 +1,425 @@
+"""Predicted time of a step, term by term, from a simulation of one rank's streams.
+
+    total = (streams + contention + optimizer + offload) * (1 + stragglers)
+
+streams      when the compute stream finishes all microbatches: see [Note: FSDP2's order] in
+             `planner.streams`. The time is spent computing, copying, or waiting for a kind of collective.
+contention   hardware.contention * overlapped: the seconds of collectives that overlap the compute stream,
+                 overlapped = min(busy, sent + busy - streams)      busy = computing + copies
+optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
+             reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
+             in fp32. All over the own shards. In backward it takes as long, unit by unit, plus a second sum
+             over ranks: the loss is summed before backward, the norm after it.
+offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
+             offload target or with activations on the host (see [Note: tiers] in `planner.offload`, and
+             [Note: activations on the host]). It includes an offloaded update; `optimizer` does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
+
+from fullshard.errors import PlanError
+from fullshard.planner.predict.collectives import collective_seconds, shard_group_layout
+from fullshard.planner.predict.model_parallel import model_parallel_ticks
+from fullshard.planner.predict.offload import (
+    HostBusyTicks,
+    activation_copy_ticks,
+    add_offload_costs,
+    count_shard_loads,
+    has_activation_copies,
+    host_busy_ticks,
+    host_norm_ticks,
+    least_shard_bytes_read,
+    offload_time_per_byte,
+    predict_activation_offload_terms,
+    predict_offload_terms,
+    slot_bytes_at_update_start,
+    state_bytes_of_each_group,
+)
+from fullshard.planner.predict.roofline import memory_seconds, phase_costs
+from fullshard.planner.predict.schedule import build_schedule
+from fullshard.planner.predict.simulate import (
+    EventOrderSettings,
+    MicrobatchWork,
+    StepSimulation,
+    simulate_second_step,
+)
+from fullshard.planner.predict.streams import StreamClocks
+from fullshard.planner.predict.uneven_routing import fullest_rank_factor
+from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
+from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
+from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
+from fullshard.spec.machine.hardware import Hardware, Rates, interpolate_rate
+from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
+from fullshard.spec.settings.train_section import RecomputeSection
+
+_ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole ticks
+_SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
+
+
+def predict_terms(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:  # signature: as `predict`
+    """Returns the predicted seconds of one optimizer step, term by term.
+
+    Raises PlanError if `spec` lacks the trace, or `hardware` a rate, that `plan` needs.
+    """
+    return StepTimePredictor(spec, hardware).predict_time(plan)
+
+
+class UnitCosts(NamedTuple):
+    """Sizes and costs of a trace's units on one mesh, and the optimizer step's costs."""
+
+    trace: MicrobatchTrace
+    sizes: tuple[UnitBytes, ...]
+    costs: tuple[UnitCost, ...]
+    without_host: tuple[UnitCost, ...]  # costs with an infinitely fast host and drive
+    counts: tuple[int, ...]  # number of units of the model that each stands for
+    all_reduce: int  # ticks of the optimizer step's sum over ranks, and of the one for scales of fp8
+    update: int = 0  # ticks of the update on the device
+    norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
+    records: tuple[int, ...] = ()  # bytes of each group's offloaded state
+    spared: int = 0  # ticks of drive reads that a step saves
+    ahead: int = 0  # ticks by which the drive's work is ahead when a step begins
+
+
+class LeastTicks(NamedTuple):
+    """Least ticks per step of each stream beside computing, for `StepTimePredictor.lower_bound_seconds`."""
+
+    copied: int  # copies on the compute stream
+    network: int  # collectives on the shard axis's network
+    apart: int  # backward all-gathers on a separate network
+    replicas: int  # all-reduces on a separate network
+    inline: int  # added to `copied` if all-gathers are not prefetched
+    tail: int  # the optimizer step with its sum over ranks
+    host: int = 0  # the busiest stream of the host or the drive
+
+
+class DeviceHostTicks(NamedTuple):
+    """Ticks of all phases of a step."""
+
+    device: int  # ticks of kernels on the device
+    issue: int  # ticks of the host's launches
+
+
+WorkKey = tuple[int, int, bool]
+
+
+@dataclass
+class StepTimePredictor:
+    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`.
+
+    clocks, simulation: classes that simulate a step; `planner.spans` has some that record it
+    """
+
+    spec: ModelSpec
+    hardware: Hardware
+    skips: bool = True
+    clocks: type[StreamClocks] = StreamClocks
+    simulation: type[StepSimulation] = StepSimulation
+    _work: dict[WorkKey, MicrobatchWork] = field(default_factory=dict[WorkKey, MicrobatchWork])
+    _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
+
+    def __post_init__(self) -> None:
+        units = self.spec.units
+        self._by_position = tuple(sorted(range(len(units)), key=lambda i: units[i].position))
+        self._place = {unit: place for place, unit in enumerate(self._by_position)}
+        self._serial = self.hardware.device == "cpu"
+
+    def predict_time(self, plan: Plan) -> TimeTerms:
+        """Returns the predicted seconds of one step of `plan`, term by term."""
+        units = self.unit_costs(plan)
+        slow = self.simulate_streams(plan, units=units)
+        if units.norm is None and not has_activation_copies(units.trace.phases):
+            return self._time_terms(plan, slow)
+        fast = units._replace(costs=units.without_host, norm=None, ahead=0)
+        streams = self.simulate_streams(plan, units=fast, moves_nothing=True)
+        terms = self._time_terms(plan, streams)
+        # The drive must finish all of its work within every step, no matter how far ahead it reads.
+        end = max(slow.compute, self._host_busy_ticks(plan, shards_read=slow.shards_read).disk)
+        waits = max(0, end - streams.compute) / TICKS
+        longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
+        return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
+
+    def predict_offload(self, plan: Plan) -> OffloadTerms | None:
+        """Returns the predicted host and drive use of the plan's offload target; None without one."""
+        units = self.unit_costs(plan)
+        if units.norm is None:
+            return None
+        reads = plan.run.offload.is_on_drive and plan.run.offload.offloads_parameters
+        shards_read = self.simulate_streams(plan, units=units).shards_read if reads else 0
+        return predict_offload_terms(
+            plan,
+            list(zip(units.sizes, units.counts, strict=True)),
+            records=units.records,
+            busy=self._host_busy_ticks(plan, shards_read=shards_read),
+            shards_read=shards_read,
+            hardware=self.hardware,
+        )
+
+    def predict_activation_offload(self, plan: Plan) -> ActivationOffloadTerms | None:
+        """Returns the predicted host use of activations that are copied there; None if none are copied."""
+        trace = self.spec.trace_for_plan(plan)
+        if not has_activation_copies(trace.phases):
+            return None
+        turns = self._microbatch_work(plan, trace, adds=False).program.repeats
+        return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
+
+    def simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
+        """Returns the streams at the end of a step's last backward. `moves_nothing`: no activations."""
+        streams = self.clocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
+        policy = EventOrderSettings(
+            prefetch=plan.run.prefetch,
+            keeps=plan.reshard_after_forward is False,
+            syncs=plan.sync_each_microbatch,
+            by_position=self._by_position,
+            place=self._place,
+            act=to_ticks(self.hardware.rates.unit_seconds),
+            norm=units.norm,
+            skips=self.skips,
+        )
+        works = self._first_and_later_works(plan)
+        if moves_nothing:
+            works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
+        again, kind = plan.accumulation, self.simulation
+        simulate_second_step(streams, units.costs, policy, works=works, accumulation=again, simulation=kind)
+        return streams
+
+    def unit_costs(self, plan: Plan) -> UnitCosts:
+        """Returns the sizes and costs of the units of the plan's trace on its mesh."""
+        trace = self.spec.trace_for_plan(plan)
+        mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
+        apart = (plan.tensor_parallel, plan.run.offload)
+        update = (plan.run.optimizer.name, plan.run.optimizer.momentum)
+        key = (*mesh, *apart, id(trace), *update)
+        if key not in self._units:
+            self._units[key] = self._compute_unit_costs(plan, trace)
+        return self._units[key]
+
+    def stream_minima(self, plan: Plan) -> LeastTicks:
+        """Returns the least ticks per step of each stream, for any recompute mode and prefetch."""
+        units = self.unit_costs(plan)
+        phases = units.trace.phases
+        begun = [{p.unit for p in phases if p.event == event} for event in ("pre_forward", "pre_backward")]
+        frees = plan.reshard_after_forward is not False
+        reductions = plan.accumulation if plan.sync_each_microbatch else 1
+        copied = network = apart = replicas = inline = 0
+        for index, (cost, count) in enumerate(zip(units.costs, units.counts, strict=True)):
+            if not cost.has_parameters:
+                continue
+            times = (plan.accumulation if frees else 1) * count
+            forward = times if index in begun[0] else 0
+            regathers = frees and cost.reshards and cost.gathers_in_backward
+            again = times if regathers and index in begun[1] else 0
+            copied += (forward + again) * cost.copy_out + again * cost.hpz_copy
+            inline += forward * (cost.copy_in + cost.gather) + again * (cost.again_in + cost.backward_gather)
+            network += forward * cost.gather
+            if cost.separate_network:
+                apart += again * cost.backward_gather
+            else:
+                network += again * cost.backward_gather
+            if cost.is_trained and index in begun[1]:
+                copied += count * (
+                    reductions * cost.pack
+                    + (plan.accumulation - reductions) * min(cost.keep_unsynced, cost.keep_again)
+                )
+                network += count * reductions * cost.scatter if cost.is_sharded else 0
+                if cost.shares_wires:
+                    network += count * cost.all_reduce
+                else:
+                    replicas += count * cost.all_reduce
+        host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
+        return LeastTicks(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
+
+    def compute_ticks(self, plan: Plan) -> DeviceHostTicks:
+        """Returns the ticks of all phases of a step, which do not depend on the mesh."""
+        device = issue = 0
+        for work, times in zip(self._first_and_later_works(plan), (1, plan.accumulation - 1), strict=True):
+            for (length, launched), turns in zip(work.lengths, work.program.repeats, strict=True):
+                device += length * turns * times
+                issue += launched * turns * times
+        return DeviceHostTicks(device, issue)
+
+    def lower_bound_seconds(self, computing: DeviceHostTicks, demand: LeastTicks, *, inline: bool) -> float:
+        """Returns a lower bound on a step's seconds, from each stream's work. `inline`: without prefetch."""
+        busy = computing.device + demand.copied
+        if self._serial:
+            busy += computing.issue
+        sent = demand.network + demand.apart + demand.replicas
+        end = busy + (demand.inline if inline and not self._serial else 0)
+        end += int((1 - self.hardware.overlap) * sent) if not inline or self._serial else 0
+        end = max(end, computing.issue, demand.network, demand.apart, demand.replicas, demand.host)
+        overlapped = min(busy, max(0, sent + busy - end))
+        # If contention costs more than a collective's own time, waiting may be faster than overlapping.
+        contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0
+        total = (end + contention * overlapped + demand.tail) / TICKS
+        return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
+
+    def _first_and_later_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
+        trace = self.spec.trace_for_plan(plan)
+        adds = bool(trace.accumulating) and not plan.sync_each_microbatch
+        first = self._microbatch_work(plan, trace, adds=False)
+        return first, self._microbatch_work(plan, trace, adds=adds)
+
+    def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
+        key = (id(trace), plan.microbatch, adds)
+        if key not in self._work:
+            phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
+            kernels, received = self.spec.kernels, fullest_rank_factor(self.spec, plan)
+            costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
+            program = build_schedule(self.spec, trace, phases=phases)
+            sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
+            lengths = tuple(
+                (to_ticks(cost.seconds) + own, to_ticks(cost.launches * rates.launch_seconds))
+                for cost, own in zip(costs, sent, strict=True)
+            )
+            moved = activation_copy_ticks(phases, plan, hardware=self.hardware)
+            self._work[key] = MicrobatchWork(program, lengths, sent, moved)
+        return self._work[key]
+
+    def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
+        program = self._microbatch_work(plan, trace, adds=False).program
+        hardware, world = self.hardware, plan.world_size
+        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
+        counts = tuple(program.traced.count(i) for i in range(len(sizes)))
+        apart = [_ranks_apart(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
+        pairs = zip(sizes, apart, strict=True)
+        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
+        group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
+        summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
+        pairs = list(zip(sizes, counts, strict=True))
+        summed += _fp8_scale_seconds(pairs, plan, hardware=hardware)
+        units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
+        if not plan.run.offload.offloads_optimizer:
+            shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
+            norm = memory_seconds(3 * shards, hardware.rates.memory)
+            if plan.precision.stochastic_rounding and plan.device == "cpu":
+                update = sum(_rounded_update_seconds(s, hardware.rates) * n for s, n in pairs)
+            else:
+                update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
+            return units._replace(update=to_ticks(norm + update))
+        rates, records = offload_time_per_byte(plan, hardware), state_bytes_of_each_group(self.spec, plan)
+        held = slot_bytes_at_update_start(plan, records)
+        return units._replace(
+            costs=tuple(
+                add_offload_costs(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)
+            ),
+            norm=host_norm_ticks(plan, sum(size.trained * count for size, count in pairs), rates=rates),
+            records=records,
+            spared=to_ticks(rates.disk * held.kept),
+            ahead=to_ticks(rates.disk * sum(held)),
+        )
+
+    def _extra_recompute_ticks(self, plan: Plan) -> int:
+        """Returns the ticks per step that recompute adds to the trace without recompute."""
+        trace, none = self.unit_costs(plan).trace, RecomputeSection(mode="none")
+        sizes, compiled = plan.microbatch, trace.compiled
+        valid = (one for one in self.spec.traces if one.is_valid_for(none, sizes, compiled=compiled))
+        own, other = (self._microbatch_work(plan, one, adds=False) for one in (trace, next(valid, trace)))
+        longer = _sum_compute_ticks(own, serial=self._serial) - _sum_compute_ticks(other, serial=self._serial)
+        return max(0, longer) * plan.accumulation
+
+    def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
+        """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
+        units = self.unit_costs(plan)
+        reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
+        gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
+        each = list(zip(units.costs, units.counts, gathers, strict=True))
+        read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
+        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
+        return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
+
+    def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:
+        units = self.unit_costs(plan)
+        sent = _sum_model_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
+        recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
+        busy = streams.computed + streams.copied - streams.idle
+        overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
+        terms = TimeTerms(
+            compute=(streams.computed - recompute - sent) / TICKS,
+            recompute=recompute / TICKS,
+            exposed_all_gather=streams.waited_all_gather / TICKS,
+            exposed_reduce_scatter=streams.waited_reduce_scatter / TICKS,
+            exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / TICKS,
+            engine=streams.copied / TICKS,
+            contention=self.hardware.contention * overlapped / TICKS,
+            model_parallel=sent / TICKS,
+            optimizer=units.update / TICKS,
+        )
+        return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
+
+
+def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
+    """Returns the number of consecutive ranks that have other parts of a unit than those of a shard group."""
+    has_own_mesh = unit.has_experts and plan.has_expert_mesh
+    return plan.expert_parallel if has_own_mesh else plan.tensor_parallel
+
+
+def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:
+    """Returns the seconds in which the ranks agree on the scales of weights that are gathered in fp8.
+
+    Every own shard is read, and one all-reduce finds the largest values: see `sharding.fp8`.
+    """
+    read = sum(size.in_fp8 * size.master_itemsize * count for size, count in sizes)
+    if not read:
+        return 0.0
+    per_node, world = hardware.ranks_per_node, plan.world_size
+    group = shard_group_layout(plan.shard_degree, per_node=per_node, world_size=world)
+    matrices = 4 * sum(count for _, count in sizes)  # some matrices a unit, each an fp32 number
+    reduced = collective_seconds("all_reduce", matrices, group=group, hardware=hardware)
+    return reduced + memory_seconds(read, hardware.rates.memory)
+
+
+def _rounded_update_seconds(size: UnitBytes, rates: Rates) -> float:
+    """Returns the seconds of AdamW's update of a unit with stochastic rounding on the CPU.
+
+    Each chunk of a shard takes 185 operations, which move 1,594 bytes per element in all, both counted, if
+    their rate was not measured. The unit's shards are assumed to be equally large.
+    """
+    if not size.trained:
+        return 0.0
+    chunks = max(size.trained_parameters, ceil(size.trained / ROUNDING_CHUNK_ELEMENTS))
+    if rates.rounding is not None:
+        return size.trained / interpolate_rate(rates.rounding, size.trained / chunks)
+    return 185 * chunks * memory_seconds(1594 / 185 * size.trained / chunks, rates.memory)
+
+
+def _update_accesses_per_element(plan: Plan) -> float:
+    """Returns how often the optimizer's update reads or writes each element of the shards.
+
+    On a GPU, stochastic rounding is one kernel, like AdamW's own (not measured there).
+
+    Raises PlanError for an unknown optimizer.
+    """
+    section = plan.run.optimizer
+    name = section.name.lower()
+    if name == "adamw":
+        return 7
+    if name == "adamw8bit":
+        return 4  # the least: value, gradient, and one byte of each moment, read and written
+    if name == "sgd":
+        return 5 if section.momentum else 3
+    raise PlanError(
+        "how long this optimizer's update takes is not known.",
+        got=f"optimizer.name = {section.name!r}",
+        fix="adamw, adamw8bit or sgd, for a prediction",
+    )
+
+
+def _sum_compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
+    """Returns the ticks of all phases of a microbatch, without those of `MicrobatchWork.sent`."""
+    return sum(
+        (length - sent + (launched if serial else 0)) * turns
+        for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.repeats, strict=True)
+    )
+
+
+def _sum_model_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
+    """Returns the ticks per step in which computing waits for ranks that share matmuls or sequences."""
+    return sum(
+        sent * turns * times
+        for work, times in zip(works, (1, accumulation - 1), strict=True)
+        for sent, turns in zip(work.sent, work.program.repeats, strict=True)
+    )

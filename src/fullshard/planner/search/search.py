@@ -1,0 +1,396 @@
+"""Search for the best plan that fits, or for the closest plan if none fits.
+
+[Note: the choice]
+A plan may use the device's memory without a margin (`plan.memory_margin`), because a prediction may be too
+low. Of the plans that fit so, those within SAME_SPEED of the fastest are ties, since no prediction is better
+than that. Of these, the one with the least memory is chosen. If several are within SAME_MEMORY (a fraction of
+the device) of it, the plainest of them is chosen (see `planner.candidates`). What leaves the device is not
+saved: all this is among the plans of one offload target, the plainest with a plan that is at most
+WORTH_MORE_OFFLOAD slower than the fastest.
+
+The search is exact: see [Note: exact pruning] in `planner.candidate_costs`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fullshard.errors import PlanError
+from fullshard.planner.predict.memory import peak_bytes
+from fullshard.planner.predict.offload import TIERS
+from fullshard.planner.predict.step_time import StepTimePredictor
+from fullshard.planner.search.candidate_costs import (
+    CandidateCosts,
+    Memory,
+    add_workspace_bytes,
+    attach_prediction,
+    require_prediction,
+    usable_bytes,
+)
+from fullshard.planner.search.candidates import run_with_settings
+from fullshard.quantities import format_bytes, format_seconds
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import OffloadTerms, fits_in_host_memory
+from fullshard.spec.run import Run, Tier
+from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+
+SAME_SPEED = 0.01
+SAME_MEMORY = 0.02
+WORTH_MORE_OFFLOAD = 0.05
+_ROUNDED = 1e-3
+_SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
+
+
+class SearchResult(FrozenModel):
+    """Result of a search. Each of its plans has a prediction."""
+
+    best: Plan | None  # the best plan that fits, by [Note: the choice]; None if none does
+    fastest: Plan  # the fastest plan regardless of memory, to a thousandth
+    closest: Plan | None  # if none fits, the plan that needs the fewest bytes; otherwise None
+    # for each `Candidate.strategy_label`, the best plan that fits, or else that needs the fewest bytes
+    by_strategy: Mapping[str, Plan]
+    # if asked for: all plans that no other beats in both speed and memory, the fastest first, fitting or not;
+    # of those with FSDP2's own prefetch, or with the prefetch of the best plan
+    front: tuple[Plan, ...] = ()
+    limit_bytes: PositiveInt  # bytes that a plan may use: the device's memory without the margin
+    considered: NonNegativeInt  # number of distinct candidates
+    predicted: NonNegativeInt  # candidates predicted in full; the others cannot be among these results
+
+
+def search(  # signature: the library's, the same for all its questions
+    spec: ModelSpec,
+    hardware: Hardware,
+    run: Run,
+    *,
+    capacity_bytes: int | None = None,
+    memory: Memory = peak_bytes,
+    tiers: Sequence[Tier] = (),
+    with_front: bool = False,
+) -> SearchResult:
+    """Returns the best plan of `spec` on all ranks of `hardware`, over the open settings of `run`.
+
+    capacity_bytes: device memory of one rank, including the context; None: that of `hardware`.
+    memory: function that returns a plan's peak, which must not be below `peak_lower_bound`.
+    tiers: offload targets to try instead of the run's own. If the run leaves the offload target open,
+        targets are tried only if nothing fits without one.
+    with_front: whether the result has the front of speed and memory, which takes about as long as the rest
+
+    Raises PlanError if the global batch cannot be divided over the ranks, the pinned settings are impossible
+    on them, or `spec` was described under other settings.
+
+    >>> result = fs.search(spec, hardware, run)
+    >>> result.best.prediction.memory.total <= result.limit_bytes
+    True
+    """
+    if capacity_bytes is not None:
+        chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
+        hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
+    costs = CandidateCosts(spec, hardware, run=run, memory=memory, tiers=tiers)
+    found = _search_candidates(costs, with_front=with_front)
+    others = list_offload_targets(hardware, run)
+    if found.best is None and not tiers and run.offload.tier == "auto" and others:
+        outside = search(spec, hardware, run, memory=memory, tiers=others, with_front=with_front)
+        return found if outside.best is None else outside
+    return found
+
+
+def least_seconds_that_may_fit(  # signature: the first of `search`
+    spec: ModelSpec, hardware: Hardware, run: Run, *, tiers: Sequence[Tier] = ()
+) -> float:
+    """Returns a lower bound on the seconds of all plans of `run` that fit; infinity if none may.
+
+    Nothing is predicted. The seconds contain each step's share of compiling. `tiers` is as for `search`.
+    Raises PlanError as `search` does.
+    """
+    costs = CandidateCosts(spec, hardware, run=run, memory=peak_bytes, tiers=tiers)
+    order = sorted(range(len(costs.candidates)), key=lambda index: costs.least_seconds[index])
+    fitting = (costs.least_seconds[index] for index in order if costs.least_bytes(index) <= costs.limit)
+    return next(fitting, float("inf"))
+
+
+def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signature: the library's
+    """Returns `plan` with its prediction of bytes and seconds, term by term.
+
+    Ranks are laid out on nodes as in `hardware`, for any number of ranks. Raises PlanError if `spec` lacks
+    something that this plan needs (see `peak_bytes`), or `hardware` lacks the link between its nodes.
+
+    >>> fs.predict(spec, plan, hardware).prediction.memory.parameter_shards > 0
+    True
+    """
+    memory = add_workspace_bytes(peak_bytes(spec, plan), hardware)
+    timer = StepTimePredictor(spec, hardware)
+    return attach_prediction(plan, timer, memory=memory, limit=hardware.device_bytes_limit)
+
+
+def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: the library's
+    """Returns the best plan of `run` that fits, by [Note: the choice].
+
+    Raises PlanError if none fits, with the closest plan and the changes that would make it fit.
+
+    >>> plan = fs.plan(spec, hardware, run)
+    >>> print(plan.strategy, plan.microbatch, plan.prediction.tokens_per_second > 0)
+    full_shard 2 True
+    """
+    found = search(spec, hardware, run)
+    if found.best is not None:
+        return found.best
+    assert found.closest is not None, "a search that considered something has a best plan or a closest"
+    raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
+
+
+def _search_candidates(costs: CandidateCosts, *, with_front: bool) -> SearchResult:
+    limit = costs.limit
+    order = sorted(range(len(costs.candidates)), key=lambda index: (costs.least_seconds[index], index))
+    own = [index for index in order if not costs.candidates[index].is_duplicate]
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for index in order:
+        kinds[costs.candidates[index].strategy_label].append(index)
+    best = _choose(costs, own, limit=limit)
+    by_kind: dict[str, int] = {}
+    for name, indices in kinds.items():
+        chosen = _choose(costs, indices, limit=limit)
+        by_kind[name] = _smallest(costs, indices) if chosen is None else chosen
+    fastest, closest = _fastest(costs, order, limit=None), None
+    if best is None:
+        closest = min((costs.plan(index) for index in by_kind.values()), key=_memory_shortfall_sort_key)
+    assert fastest is not None, "something was considered"
+    return SearchResult(
+        best=None if best is None else costs.plan(best),
+        fastest=costs.plan(fastest),
+        closest=closest,
+        by_strategy={name: costs.plan(index) for name, index in by_kind.items()},
+        front=_pareto_front(costs, own, best=best) if with_front and best is not None else (),
+        limit_bytes=limit,
+        considered=len(own),
+        predicted=costs.predicted,
+    )
+
+
+def _choose(costs: CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
+    """Returns the best of these candidates, by [Note: the choice], or None if none fits `limit` bytes."""
+    fastest = _fastest(costs, order, limit=limit)
+    if fastest is None:
+        return None
+    if len({costs.candidates[index].tier for index in order}) > 1:
+        slowest = costs.seconds(fastest) * (1 + WORTH_MORE_OFFLOAD)
+        near = (index for index in sorted(order) if costs.least_seconds[index] <= slowest)
+        plainest = next(i for i in near if costs.fits(i, limit) and costs.seconds(i) <= slowest)
+        tier = costs.candidates[plainest].tier
+        order = [index for index in order if costs.candidates[index].tier == tier]
+        fastest = _fastest(costs, order, limit=limit)
+        assert fastest is not None, "the plainest fits"
+    slowest = costs.seconds(fastest) * (1 + SAME_SPEED)
+    near = [index for index in order if costs.least_seconds[index] <= slowest and costs.fits(index, limit)]
+    near.sort(key=lambda index: (costs.needed_bytes(index), index))
+    least = next(costs.needed_bytes(index) for index in near if costs.seconds(index) <= slowest)
+    most = least + SAME_MEMORY * costs.hardware.device_bytes_limit
+    small = sorted(index for index in near if costs.needed_bytes(index) <= most)
+    return next(index for index in small if costs.seconds(index) <= slowest)
+
+
+def _fastest(costs: CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
+    """Returns the fastest candidate that fits `limit` bytes, if any; `order`: by bounds on time.
+
+    Regardless of memory (None), it is one within _ROUNDED of the fastest.
+    """
+    best, rounded = None, 1.0 if limit is not None else 1 + _ROUNDED
+    for index in order:
+        if best is not None and rounded * costs.least_seconds[index] > costs.seconds(best):
+            break
+        fits = limit is None or costs.fits(index, limit)
+        if fits and (best is None or costs.seconds(index) < costs.seconds(best)):
+            best = index
+    return best
+
+
+def _smallest(costs: CandidateCosts, indices: Iterable[int]) -> int:
+    """Returns the candidate that needs the fewest bytes of the device; of equals, the plainest."""
+    best: tuple[int, int] | None = None
+    for bound, index in sorted((costs.least_bytes(index), index) for index in indices):
+        if best is not None and bound > best[0]:
+            break
+        needed = (costs.needed_bytes(index), index)
+        best = needed if best is None or needed < best else best
+    assert best is not None, "every strategy has candidates"
+    return best[1]
+
+
+def _pareto_front(costs: CandidateCosts, order: Sequence[int], *, best: int) -> tuple[Plan, ...]:
+    """Returns the plans that no other beats in both seconds and bytes, the fastest first."""
+    front: list[tuple[float, int, int]] = []
+    modes = {"implicit", costs.candidates[best].prefetch.mode}
+
+    def is_beaten(seconds: float, needed: int) -> bool:
+        return any(s <= seconds and n <= needed for s, n, _ in front)
+
+    for index in order:
+        bound = costs.least_seconds[index]
+        if costs.candidates[index].prefetch.mode not in modes:
+            continue
+        if is_beaten(bound, costs.least_bytes(index)) or is_beaten(bound, costs.needed_bytes(index)):
+            continue
+        found = (costs.seconds(index), costs.needed_bytes(index), index)
+        if costs.fits_host(index) and not is_beaten(*found[:2]):
+            front = [one for one in front if one[0] < found[0] or one[1] < found[1]] + [found]
+    return tuple(costs.plan(index) for *_, index in sorted(front))
+
+
+def no_plan_fits_error(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
+    """Returns the error that no plan of `run` fits, with the closest plan and changes that would fit."""
+    prediction = require_prediction(closest)
+    limit = usable_bytes(hardware, run)
+    over = prediction.required_device_bytes - limit
+    outside = prediction.offload or prediction.activations
+    if outside is not None and over <= 0:
+        ways = _suggest_host_memory_changes(closest, spec, hardware=hardware)
+        return PlanError(
+            f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
+            got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.host_bytes_per_rank)}",
+            fix="; or ".join(ways),
+        )
+    terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
+    largest, count = terms[0]
+    ways = [_suggest_run_change(spec, hardware, run=run)]
+    ways += [tier] if (tier := _suggest_offload_target(spec, hardware, run=run)) else []
+    if (margin := _suggest_smaller_margin(spec, hardware, run=run)) is not None:
+        ways.insert(0, margin)
+    free = f" with {100 * run.memory_margin:g} % of it left free" if run.memory_margin else ""
+    return PlanError(
+        f"no plan fits {format_bytes(prediction.capacity_bytes)} per rank{free}.",
+        got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.required_device_bytes)}"
+        f" ({format_bytes(over)} over)",
+        why=f"largest: {largest.replace('_', ' ')}, {format_bytes(count)}",
+        fix="; or ".join(ways),
+    )
+
+
+def _suggest_smaller_margin(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
+    """Returns, as text, the best plan that fits if no margin is left; None if no plan fits."""
+    if not run.memory_margin:
+        return None
+    best = search(spec, hardware, run_with_settings(run, {"plan": {"memory_margin": 0.0}})).best
+    return None if best is None else f"plan.memory_margin = 0: {_format_plan_cost(best)}"
+
+
+def format_plan(plan: Plan) -> str:
+    """Returns the strategy, mesh, batch and other settings of a plan in one line."""
+    mesh = f"dp_shard={plan.shard_degree}"
+    if plan.replicate_degree > 1:
+        mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
+    reshard = plan.reshard_after_forward
+    kept = f", reshard_after_forward={reshard}" if not isinstance(reshard, bool) else ""
+    prefetch = plan.run.prefetch
+    depth = f" {prefetch.forward}" if prefetch.mode == "explicit" else ""
+    return (
+        f"{plan.strategy}, {mesh}{kept}, microbatch={plan.microbatch} × {plan.accumulation}, "
+        f"recompute={plan.run.recompute.mode_text}, prefetch={prefetch.mode}{depth}"
+        + (", compiled" if plan.run.run.compile is True else "")
+        + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
+        + (f", context_parallel={plan.context_parallel}" if plan.context_parallel > 1 else "")
+        + (f", expert_parallel={plan.expert_parallel}" if plan.expert_parallel > 1 else "")
+        + (f", offload={plan.run.offload.tier}" if plan.run.offload.offloads_optimizer else "")
+    )
+
+
+def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
+    """Returns changes, as text, with which `plan` fits host memory; it already fits its device."""
+    prediction, section = require_prediction(plan), plan.run.offload
+    ways: list[str] = []
+    if section.host_bytes is not None:
+        least = prediction.host_bytes_per_rank
+        ways.append(f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits")
+    if prediction.offload is not None:
+        largest = _halve_offload_group_size(plan, prediction.offload, timer=StepTimePredictor(spec, hardware))
+        ways += [f"offload.sub_group_parameters = {largest}"] if largest is not None else []
+        ways.append('offload.tier = "none" or another, or more ranks')
+    if prediction.activations is not None:
+        ways.append('recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch')
+    return ways
+
+
+def _halve_offload_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredictor) -> int | None:
+    """Returns the first halving of the group size with which `plan` fits the host, or None."""
+    section, capacity = plan.run.offload, terms.host_capacity_bytes
+    beside = require_prediction(plan).host_bytes_per_rank - terms.host_bytes
+    size = section.sub_group_parameters // 2
+    while section.is_on_drive and capacity is not None and size >= _SMALLEST_GROUP:
+        smaller = run_with_settings(plan.run, {"offload": {"sub_group_parameters": size}})
+        found = timer.predict_offload(plan.model_copy(update={"run": smaller}))
+        if found is not None and found.host_bytes + beside <= capacity:
+            return size
+        size //= 2
+    return None
+
+
+def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
+    """Returns the offload targets with known rates; none if the run's state cannot be offloaded."""
+    drive = hardware.disk_bytes_per_second is not None
+    host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
+    fp8 = run.precision.mode == "fp8"  # weights are cast from masters on the device
+    if run.optimizer.name.lower() != "adamw" or fp8 or not host:
+        return ()
+    return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
+
+
+def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
+    """Returns, as text, the fastest plan that fits with an offload target; None if no target can be tried."""
+    tiers = list_offload_targets(hardware, run)
+    if run.offload.tier != "none" or not tiers:
+        return None
+    best = search(spec, hardware, run, tiers=tiers).best
+    terms = None if best is None else require_prediction(best).offload
+    if best is None or terms is None:
+        return None
+    held = f"{format_bytes(terms.host_bytes)} of host memory"
+    held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
+    return f'offload.tier = "{best.run.offload.tier}" with {held} per rank: {_format_plan_cost(best)}'
+
+
+def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
+    """Returns, as text, one pinned setting to release, or else the smallest multiple of ranks that fits."""
+    for change, freed in unpin_one_setting_at_a_time(run):
+        best = search(spec, hardware, freed).best
+        if best is not None:
+            return f"{change}: {_format_plan_cost(best)}"
+    nodes, per_node = hardware.nodes, hardware.ranks_per_node
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
+        if more.across is None:  # without a link between nodes, add ranks to the one node
+            more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)
+        ranks = more.world_size // run.sharding.ranks_per_sequence
+        batch = -(-run.train.global_batch // ranks) * ranks
+        wider = run_with_settings(run, {"train": {"global_batch": batch}})
+        divides = batch % (ranks * (run.train.microbatch or 1)) == 0
+        best = search(spec, more, wider).best if divides else None
+        if best is not None:
+            grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
+            return f"{more.world_size} ranks{grown}: {_format_plan_cost(best)}"
+    return "a shorter data.sequence_length, or a smaller model"
+
+
+def unpin_one_setting_at_a_time(run: Run) -> Iterator[tuple[str, Run]]:
+    """Yields (change as text, run with this pinned setting released), the least change first."""
+    if run.prefetch.mode != "auto":
+        yield 'prefetch.mode = "auto"', run_with_settings(run, {"prefetch": {"mode": "auto"}})
+    if run.train.microbatch is not None:
+        yield "train.microbatch left out", run_with_settings(run, {"train": {"microbatch": None}})
+    if run.recompute.mode != "auto":
+        yield 'recompute.mode = "auto"', run_with_settings(run, {"recompute": {"mode": "auto"}})
+    if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
+        free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
+        yield 'sharding.strategy = "auto"', run_with_settings(run, {"sharding": free})
+
+
+def _format_plan_cost(plan: Plan) -> str:
+    prediction = require_prediction(plan)
+    seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.has_complete_step_time else ""
+    return f"{format_plan(plan)} -> {format_bytes(prediction.required_device_bytes)}{seconds}"
+
+
+def _memory_shortfall_sort_key(plan: Plan) -> tuple[int, int, int]:
+    """Sort key: bytes over the device's capacity, then host bytes if they do not fit, then bytes needed."""
+    prediction = require_prediction(plan)
+    over = max(0, prediction.required_device_bytes - prediction.capacity_bytes)
+    fits_host = fits_in_host_memory(prediction.offload, prediction.activations)
+    return over, 0 if fits_host else prediction.host_bytes_per_rank, prediction.required_device_bytes

@@ -1,0 +1,251 @@
+"""The target of `fullshard plan`: a model by name or file, the run around it, and its spec."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from fullshard.errors import PlanError, SpecError
+from fullshard.launch.detect import detect_hardware
+from fullshard.launch.gc import disable_gc
+from fullshard.launch.request import LaunchRequest
+from fullshard.launch.start import choose_rank_count_and_device
+from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.search.parallel_degrees import sequences_for_sharing_ranks
+from fullshard.quantities import format_count
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware_text import hardware_on
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Precision
+from fullshard.spec.presets import preset_or_none, similar_preset_names
+from fullshard.spec.pretrained import (
+    CONFIG_NAME,
+    approximate_by_decoder,
+    check_config_limits,
+    find_cached_config,
+    find_decoder_incompatibility,
+    read_config,
+)
+from fullshard.spec.run import PrecisionMode, Run
+from fullshard.spec.settings.model_section import DecoderConfig
+
+# Default if neither the user nor a run.toml sets it: a usual sequence length in pretraining.
+DEFAULT_SEQUENCE = 8192
+# Default tokens per step, approximately.
+DEFAULT_TOKENS = 2**20
+# The largest steps that large runs were published with: 16M tokens, Llama 3 405B (arXiv:2407.21783, table 4).
+LARGEST_COMMON_TOKENS = 2**24
+# Steps that share the compiling, where neither a run.toml nor a budget tells how long the run is: a short
+# run of pretraining.
+DEFAULT_STEPS = 10_000
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """A model to plan for.
+
+    settings: the model as `--set` arguments, which those of the user override
+    run_path: a run.toml that defines the model
+    spec: a saved spec, which replaces the run's own [model]
+    chosen_here: whether the user named only a model, so that its run has no batch size of the user's
+    differs: differences of the reference decoder from the named model
+    """
+
+    name: str
+    settings: tuple[str, ...] = ()
+    run_path: Path | None = None
+    spec: ModelSpec | None = None
+    chosen_here: bool = True
+    differs: tuple[str, ...] = ()
+
+    def load_run(self, overrides: Sequence[str]) -> Run:
+        """Returns the run for this model with the user's `section.key=value` overrides. Raises SpecError."""
+        return Run.load(self.run_path, overrides=[*self.settings, *overrides])
+
+    def describe_model(self, run: Run, hardware: Hardware) -> ModelSpec:
+        """Returns the spec of the model as `run` trains it on `hardware`, from the cache if possible."""
+        if self.spec is not None:
+            return self.spec
+        with disable_gc():
+            return describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
+
+
+def resolve_plan_target(name: str | None) -> PlanTarget:
+    """Returns the model that `name` refers to: a preset, a file, or a repository in the Hugging Face cache.
+
+    None means fullshard's default model. Raises SpecError for an unknown name, with the nearest presets.
+    """
+    if name is None:
+        return PlanTarget(name="the embedded default model", chosen_here=False)
+    path = Path(name)
+    if os.path.exists(path):
+        return _target_from_file(path)
+    if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
+        raise SpecError(f"{name} cannot be read.", got="no such file")
+    cached = find_cached_config(name) if "/" in name else None
+    if cached is not None:
+        return _target_from_hf_config(cached, name=name)
+    preset = preset_or_none(name)
+    if preset is not None:
+        differs = (preset.differs,) if preset.differs else ()
+        return PlanTarget(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
+    cached = find_cached_config(name)
+    if cached is not None:
+        return _target_from_hf_config(cached, name=name)
+    raise SpecError(
+        f"there is no model {name!r}.",
+        got="no preset, no file, and no repository in this machine's Hugging Face cache",
+        fix=f"{', '.join(similar_preset_names(name))}; or the path of a config.json, spec or run.toml",
+    )
+
+
+def _target_from_file(path: Path) -> PlanTarget:
+    if path.is_dir():
+        if not (path / CONFIG_NAME).is_file():
+            raise SpecError(f"{path} is a directory without a {CONFIG_NAME}.", fix="a preset, or a file")
+        return _target_from_hf_config(path / CONFIG_NAME, name=path.resolve().name)
+    if path.suffix == ".toml":
+        return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
+    if "traces" in read_config(path):
+        return _target_from_saved_spec(path)
+    return _target_from_hf_config(path, name=str(path))
+
+
+def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
+    config = read_config(path)
+    check_config_limits(config, source=str(path))
+    if not isinstance(config.get("model_type"), str):
+        raise SpecError(
+            f"{path} is not a config.json of a model, and not a saved spec.",
+            got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
+            why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
+        )
+    if find_decoder_incompatibility(config) is None:
+        found = approximate_by_decoder(config, source=str(path))
+        return PlanTarget(name=name, settings=_model_as_overrides(found.model), differs=found.differs)
+    positions = (config.get("max_position_embeddings"), config.get("n_positions"))
+    longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
+    # Images have no tokens, so each counts as one.
+    length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
+    settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
+    return PlanTarget(name=name, settings=settings)
+
+
+def _target_from_saved_spec(path: Path) -> PlanTarget:
+    spec = ModelSpec.load(path)
+    length = spec.sequence_length
+    settings = (
+        f"data.sequence_length={length}",
+        f"model.max_sequence={length}",
+        f"precision.mode={_precision_mode_of_spec(spec)}",
+        f"sharding.tensor_parallel={spec.tensor_parallel}",
+        f"sharding.expert_parallel={spec.expert_parallel}",
+    )
+    if spec.precision.fp8 is not None:
+        settings += (f"precision.fp8_min_features={spec.precision.fp8.min_features}",)
+    return PlanTarget(name=str(path), settings=settings, spec=spec)
+
+
+def _precision_mode_of_spec(spec: ModelSpec) -> str:
+    own, scaling = spec.precision, spec.precision.fp8 and spec.precision.fp8.scaling
+    for mode in get_args(PrecisionMode):
+        named = Precision.from_mode(mode)
+        same = (own.param, own.reduce, own.master) == (named.param, named.reduce, named.master)
+        if same and scaling == (named.fp8 and named.fp8.scaling):
+            return mode
+    raise AssertionError(f"no precision mode has {own}")
+
+
+def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:
+    """Returns the model as `--set` arguments, with a sequence length that its positions allow."""
+    length = min(model.max_sequence, DEFAULT_SEQUENCE)
+    own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)
+    return (*own, f"data.sequence_length={length}")
+
+
+def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: int) -> tuple[int, str | None]:
+    """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
+
+    If one sequence for each rank is too many tokens, ranks share sequences or matmuls, where they may.
+
+    tokens: tokens per step; None means about a million
+    ranks: number of ranks, or of groups that share sequences or matmuls as the run sets it
+    per_node: ranks per node
+
+    Raises PlanError if one microbatch per rank has more than twice as many tokens.
+    """
+    length = run.data.sequence_length
+    wanted = DEFAULT_TOKENS if tokens is None else tokens
+    once = ranks * (run.train.microbatch or 1)
+    sequences = max(1, round(wanted / (length * once))) * once
+    most = LARGEST_COMMON_TOKENS if tokens is None else 2 * tokens
+    if sequences * length > most:
+        shared = sequences_for_sharing_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
+        if shared is not None:
+            return shared, (
+                f"planned with {shared:,} sequences = {format_count(shared * length)} tokens a step, each of "
+                f"which {ranks // shared} or more of the {ranks:,} ranks share"
+            )
+    if tokens is None:
+        return sequences, _large_step_note(sequences * length, ranks=ranks)
+    if sequences * length > 2 * tokens:
+        raise PlanError(
+            f"{format_count(tokens)} tokens a step are too few for {ranks:,} ranks.",
+            got=f"{tokens:,} tokens, {once:,} sequences of {length:,} at once",
+            why="every rank computes at least one microbatch of whole sequences a step",
+            fix=f"--tokens-per-step {sequences * length}, shorter sequences, or fewer ranks",
+        )
+    if sequences * length == tokens:
+        return sequences, None
+    return sequences, (
+        f"{tokens:,} tokens a step are {tokens / length:,.2f} sequences of {length:,}; "
+        f"planned with {sequences:,} = {sequences * length:,} tokens, which {ranks:,} ranks can share evenly"
+    )
+
+
+def _large_step_note(tokens: int, *, ranks: int) -> str | None:
+    """Returns a note for the user if the ranks alone make a step larger than those of large runs."""
+    if tokens <= LARGEST_COMMON_TOKENS:
+        return None
+    return (
+        f"one sequence for each of {ranks:,} ranks is {format_count(tokens)} tokens a step; large runs take "
+        "up to 16M (Llama 3 405B), and more may train worse: plan fewer ranks, shorter sequences, or "
+        "sharding.tensor_parallel"
+    )
+
+
+def choose_global_batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | None]:
+    """Returns (sequences per step, note for the user): a power of two, which suits many numbers of ranks."""
+    wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
+    sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
+    total = sequences * run.data.sequence_length
+    return sequences, f"planned with {sequences:,} sequences = {total:,} tokens a step"
+
+
+def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
+    """Returns the hardware named by `on` with `ranks` ranks, or this machine if `on` is None.
+
+    Raises SpecError for unknown hardware, or ranks that do not fill whole nodes.
+    """
+    if on is None:
+        own, device = choose_rank_count_and_device(LaunchRequest(run=run))
+        return detect_hardware(device, ranks=ranks or own)
+    hardware = hardware_on(on)
+    return hardware if ranks is None else hardware_with_ranks(hardware, ranks)
+
+
+def hardware_with_ranks(hardware: Hardware, ranks: int) -> Hardware:
+    """Returns `hardware` with `ranks` ranks, on the nodes that they fill. Raises SpecError if they do not."""
+    if ranks == hardware.world_size:
+        return hardware
+    each = hardware.ranks_per_node
+    if ranks > each and ranks % each:
+        raise SpecError(
+            f"{ranks} ranks do not fill whole nodes.",
+            got=f"{ranks} ranks, {each} a node",
+            fix=f"a multiple of {each}, or at most {each}",
+        )
+    return hardware.with_rank_counts(nodes=max(1, ranks // each), ranks_per_node=min(ranks, each))

@@ -1,1 +1,0 @@
-"""Measurement of memory, of the speed of matmuls, and of what this machine is."""

@@ -1,1 +1,0 @@
-"""Applies a Plan to the user's own nn.Module, in place, on DTensors."""

@@ -1,0 +1,1 @@
+"""Hardware: chips, links, their rates, and where each figure comes from."""

@@ -1,0 +1,1 @@
+"""Records of a run: events, measurements, findings, and the files that hold them."""

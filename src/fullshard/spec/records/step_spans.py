@@ -1,0 +1,116 @@
+"""A step of one rank as spans, profiled or planned, and the names that its work has everywhere."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fullshard.spec.records.measurement import StepSeconds
+
+COMPUTE = "compute"
+"""The track that a step's seconds are counted on: its spans are disjoint, and leave no gap."""
+
+RANGE_PREFIX = "fullshard::"
+"""Beginning of the names of our ranges in a profile."""
+
+_MODEL_PARALLEL = {
+    "gather_sequence": ("parts of sequences", "wait for gather of sequences"),
+    "reduce_sequence": ("parts of sequences", "wait for reduction of sequences"),
+    "exchange_heads": ("parts of sequences", "wait for exchange of heads"),
+    "reduce_over_ranks": ("parts of sequences", "wait for reduction over ranks"),
+    "exchange_counts": ("rows of experts", "wait for counts of rows"),
+    "exchange_rows": ("rows of experts", "wait for rows of experts"),
+}
+COLLECTIVES: Mapping[str, tuple[str, str]] = {
+    "all_gather": ("all-gather", "wait for all-gather"),
+    "reduce_scatter": ("reduce-scatter", "wait for reduce-scatter"),
+    "all_reduce": ("all-reduce", "wait for all-reduce"),
+    "all_to_all": ("all-to-all", "wait for all-to-all"),
+    **_MODEL_PARALLEL,
+    "agreement": ("agreement", "wait for other ranks"),
+}
+"""Range of a collective -> (its track, name of the span in which a rank waits for it)."""
+
+TERM_OF_SPAN: Mapping[str, str] = {
+    "forward": "compute",
+    "backward": "compute",
+    "other kernels": "compute",
+    "wait for all-to-all": "model_parallel",
+    **{wait: "model_parallel" for _, wait in _MODEL_PARALLEL.values()},
+    "wait for all-gather": "exposed_all_gather",
+    "wait for reduce-scatter": "exposed_reduce_scatter",
+    "wait for all-reduce": "exposed_all_reduce",
+    "FSDP2": "engine",
+    "copy": "engine",
+    "norm": "optimizer",
+    "update": "optimizer",
+    "data": "data",
+}
+"""Name of a span of the track `compute` -> term of `StepSeconds`. Spans of other names count as `other`."""
+
+
+class StepSpan(NamedTuple):
+    """Work or waiting on one track, from `begin` to `end` in seconds from the step's start.
+
+    track: the stream, or another row of its own; spans of one track nest or are disjoint
+    unit: name of the communication unit that the work is for; None for the whole step
+    microbatch: number of the microbatch, from 1; None for the whole step
+    """
+
+    track: str
+    name: str
+    begin: float
+    end: float
+    unit: str | None = None
+    microbatch: int | None = None
+
+
+def spans_to_json(spans: Iterable[StepSpan]) -> str:
+    """Returns the spans as JSON, to the nanosecond."""
+    # Both ends are rounded, so that spans that touch still do.
+    rounded = [one._replace(begin=round(one.begin, 9), end=round(one.end, 9)) for one in spans]
+    return json.dumps(rounded, separators=(",", ":"))
+
+
+def parse_spans(text: bytes | str) -> tuple[StepSpan, ...]:
+    """Returns the spans of `spans_to_json`; none if the text is another one."""
+    try:
+        rows: Any = json.loads(text)
+        are_named = all(isinstance(name, str) for row in rows for name in row[:2])
+        spans = tuple(StepSpan(*row) for row in rows)
+        lengths = [float(one.end - one.begin) for one in spans]
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return ()
+    return spans if are_named and all(0 <= length < float("inf") for length in lengths) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledStep:
+    """The spans of one step on one rank.
+
+    attempt: number of the run's attempt, as in events.jsonl
+    host: name of the rank's host
+    begin_ns: its start by the host's clock, in ns since the epoch
+    """
+
+    step: int
+    attempt: int
+    rank: int
+    host: str
+    begin_ns: int
+    spans: tuple[StepSpan, ...]
+
+    def seconds_by_name(self) -> dict[str, float]:
+        """Returns name of the work -> its seconds, which sum to the step."""
+        sums: dict[str, float] = {}
+        for span in self.spans:
+            if span.track == COMPUTE:
+                sums[span.name] = sums.get(span.name, 0.0) + span.end - span.begin
+        return sums
+
+    def terms(self) -> StepSeconds:
+        """Returns the seconds of the step by term."""
+        sums = dict.fromkeys(StepSeconds.model_fields, 0.0)
+        for name, seconds in self.seconds_by_name().items():
+            sums[TERM_OF_SPAN.get(name, "other")] += seconds
+        return StepSeconds(**sums)

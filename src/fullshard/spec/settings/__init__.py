@@ -1,0 +1,1 @@
+"""The sections of a run file, and the checks between them."""

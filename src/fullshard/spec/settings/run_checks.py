@@ -1,0 +1,115 @@
+"""Checks whether a run's settings work together, and with a number of ranks."""
+
+import math
+
+from fullshard.errors import PlanError, SpecError
+from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel, indivisible_experts_error
+
+
+def check_data_is_given(run: Run) -> None:
+    """Raises SpecError for a run without data that names a model or a tokenizer of its own."""
+    section = run.data
+    own_model = None if isinstance(run.model, DecoderConfig) else f"[model] {run.model.setting_text}"
+    given = own_model or (section.tokenizer and f"data.tokenizer = {section.tokenizer!r}")
+    if given and section.source is None and not section.sources:
+        raise SpecError(
+            "the run has no data.",
+            got=f"{given}, and no data.source",
+            why="without data.source, only the reference decoder trains, on the bytes of Python's library",
+            fix='data.source and data.paths, or data.source = "stdlib" to train on Python\'s library',
+        )
+
+
+def check_settings_work_together(run: Run) -> None:
+    """Raises PlanError for tensor parallelism with settings that do not work with it."""
+    degree, unsupported = run.sharding.tensor_degree, first_setting_without_tensor_parallel(run)
+    if degree > 1 and unsupported is not None:
+        raise PlanError(
+            "these settings do not work together.",
+            got=f"sharding.tensor_parallel = {degree}, {unsupported}",
+            fix="leave one of the two at its default",
+        )
+
+
+def first_setting_without_tensor_parallel(run: Run) -> str | None:
+    """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
+    model, experts = run.model, run.sharding.expert_degree
+    styles = bool(run.sharding.tensor_parallel_styles)
+    unsupported = {
+        "model.python without sharding.tensor_parallel_styles": not styles
+        and not isinstance(model, DecoderConfig | HuggingFaceModel),
+        f"sharding.tensor_parallel_styles, sharding.expert_parallel = {experts}": styles and experts > 1,
+    }
+    return next((setting for setting, is_set in unsupported.items() if is_set), None)
+
+
+def check_offload_supports_optimizer(run: Run) -> None:
+    """Raises PlanError for an offload target with an optimizer whose state cannot be offloaded."""
+    section = run.optimizer
+    if run.offload.offloads_optimizer and (section.name.lower() != "adamw" or section.options):
+        options = ", with options" if section.options else ""
+        raise PlanError(
+            "only AdamW's state is kept outside the device.",
+            got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
+            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
+        )
+
+
+def count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
+    """Returns the number of groups of `degree` ranks. Raises PlanError if they are not whole."""
+    if ranks % degree:
+        raise PlanError(
+            f"{ranks} ranks cannot be laid out in groups of {degree}.",
+            got=f"sharding.{key} = {degree}, {ranks} ranks",
+            why=f"each group of ranks that share {shared} must be whole",
+            fix=f"sharding.{key} = one of {divisors(ranks)}",
+        )
+    return ranks // degree
+
+
+def check_sequence_is_divisible(run: Run) -> None:
+    section, length = run.sharding, run.data.sequence_length
+    pieces, parts = section.context_degree * section.pieces_per_rank, section.ranks_per_sequence
+    if length % parts and section.tensor_degree > 1:
+        each = math.lcm(pieces, parts)
+        raise PlanError(
+            f"sequences of {length:,} tokens cannot be divided over {parts} ranks.",
+            got=f"data.sequence_length = {length}, sharding.tensor_parallel = {section.tensor_parallel}, "
+            f"sharding.context_parallel = {section.context_degree}",
+            why="the ranks that share a matmul share the sequence between matmuls",
+            fix=f"data.sequence_length = {max(length // each, 1) * each} or {(length // each + 1) * each}",
+        )
+    if length % pieces:
+        raise PlanError(
+            f"sequences of {length:,} tokens cannot be cut into {pieces} equal pieces.",
+            got=f"data.sequence_length = {length}, sharding.context_parallel = {section.context_parallel}, "
+            f"{section.pieces_per_rank} to each rank",
+            fix=f"data.sequence_length = {max(length // pieces, 1) * pieces} or "
+            f"{(length // pieces + 1) * pieces}",
+        )
+
+
+def check_experts_are_divisible(run: Run, *, group: int) -> None:
+    """Raises PlanError if experts cannot be divided evenly over ranks, or not be sharded in such groups.
+
+    group: number of adjacent ranks over which a parameter is divided and sharded
+    """
+    ranks, model = run.sharding.expert_degree, run.model
+    if ranks == 1:
+        return
+    if isinstance(model, DecoderConfig) and (not model.is_mixture or model.experts % ranks):
+        raise indivisible_experts_error(model.experts, ranks=ranks, key="model.experts")
+    if group % ranks and ranks % group:
+        raise PlanError(
+            f"experts divided over {ranks} ranks cannot be sharded in groups of {group}.",
+            got=f"sharding.expert_parallel = {ranks}, {group} ranks in a shard group",
+            why="one of the two must divide the other",
+            fix=f"sharding.expert_parallel = one of {divisors(group)}",
+        )
+
+
+def divisors(count: int) -> list[int]:
+    """Returns all divisors of `count`, in ascending order; none of 0."""
+    small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
+    return sorted({*small, *(count // d for d in small)})

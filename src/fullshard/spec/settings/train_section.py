@@ -1,0 +1,228 @@
+"""Sections of a Run about its steps: [train], [optimizer], [schedule], [recompute], [plan] and [adapter]."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import Field, model_validator
+
+from fullshard.errors import SpecError
+from fullshard.spec.value import (
+    NUMBER,
+    Count,
+    Fraction,
+    FrozenModel,
+    NonNegativeScalar,
+    Options,
+    PositiveCount,
+    PositiveScalar,
+)
+
+
+class TrainSection(FrozenModel):
+    """Settings of batch sizes, duration, loss and validation. Gradient accumulation follows from them.
+
+    `epochs`: duration in passes over the training sequences, instead of `steps`; a fraction is allowed. The
+        number of steps, ceil(epochs * sequences / global_batch), is known once the data is tokenized.
+    `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
+    `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
+        `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
+        `auto` is `last_microbatch` for zero1 and no_shard, else `every_microbatch`.
+    `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.models.loss`);
+        unset, next-token loss for models that predict it, else the model's own loss
+    `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
+        logits never exist as a whole. 0 computes all rows at once. `auto` is 2,048 if the logits of a
+        sequence take more than 64 MiB in fp32, else 0.
+    `wait_each_step`: on GPUs, reads the loss and norm of each step before the update, and raises and stops in
+        that step. Otherwise the GPU decides, and the host reads the figures one step later, so that the GPU
+        is not idle between steps. The parameters are the same, bit for bit. See docs/design/step.md.
+    """
+
+    steps: PositiveCount | None = 200
+    epochs: PositiveScalar | None = None
+    global_batch: PositiveCount = 24
+    microbatch: PositiveCount | None = None
+    gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
+    loss: str | None = None
+    loss_chunk: Literal["auto"] | Count = "auto"
+    validate_every: Count = 100
+    validate_sequences: PositiveCount = 240
+    max_skipped_steps: PositiveCount = 10
+    untimed_warmup_steps: Count = 5
+    wait_each_step: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_steps_or_epochs(cls, data: Any) -> Any:
+        """Leaves `steps` unset if there are `epochs`. Raises ValueError if both are set."""
+        if not isinstance(data, Mapping):
+            return data
+        fields = dict(cast(Mapping[str, Any], data))
+        steps, epochs = fields.get("steps"), fields.get("epochs")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"steps = {steps} and epochs = {epochs} exclude each other: set one of them")
+        if steps is None:
+            fields.pop("steps", None)  # without epochs, the default counts
+        return fields if epochs is None else fields | {"steps": None}
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps. Raises SpecError for `epochs` that `resolve_epochs` has not turned into steps."""
+        if self.steps is None:
+            raise SpecError(
+                "the number of steps is not known yet.",
+                got=f"train.epochs = {self.epochs:g}",
+                why="it follows from the number of training sequences",
+                fix="run = fs.resolve_epochs(run, data), with data = fs.build_data(run); or train.steps",
+            )
+        return self.steps
+
+
+class OptimizerSection(FrozenModel):
+    """Settings of the optimizer and its hyperparameters.
+
+    `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
+        `torch.optim.Optimizer` (which takes `options`)
+    `clip_norm`: the largest global gradient norm; 0 disables clipping
+    """
+
+    name: str = "adamw"
+    learning_rate: PositiveScalar = 3e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveScalar = 1e-8
+    weight_decay: NonNegativeScalar = 0.1
+    momentum: Fraction = 0.0
+    clip_norm: NonNegativeScalar = 1.0
+    options: Options = Field(default_factory=dict[str, Any])
+
+
+class ScheduleSection(FrozenModel):
+    """Settings of the learning rate: linear warmup, then decay of `kind` to `min_lr_ratio` of the peak.
+
+    `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
+    """
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: Count = 20
+    min_lr_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
+
+
+class RecomputeSection(FrozenModel):
+    """Settings of activation checkpointing: which activations are recomputed or offloaded to host memory.
+
+    `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
+        `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
+        memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
+    `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
+        (all) for `offload`, whose last block stays on the device, because its backward comes first
+    `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
+    `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
+    """
+
+    mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
+    every: PositiveCount | None = None
+    blocks: PositiveCount | None = None
+    save_matmuls: PositiveCount = 1
+    offload_min_fraction: NonNegativeScalar = 1 / 32
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        if self.blocks is not None and self.mode not in ("full", "selective"):
+            raise ValueError(f'blocks = {self.blocks} needs mode = "full" or "selective", not "{self.mode}"')
+        return self
+
+    @property
+    def block_period(self) -> int:
+        """Number of consecutive blocks of which the first is recomputed or offloaded."""
+        if self.mode == "every":
+            return self.every or 2
+        return self.every or 1 if self.mode == "offload" else 1
+
+    @property
+    def mode_text(self) -> str:
+        """The mode, with `blocks` if it is set: `full`, or `full of 24 blocks`."""
+        return self.mode if self.blocks is None else f"{self.mode} of {self.blocks} blocks"
+
+    def applies_to(self, position: int) -> bool:
+        """Returns whether the mode is that of the block at `position`, from 0."""
+        return position % self.block_period == 0 and (self.blocks is None or position < self.blocks)
+
+
+class PlanSection(FrozenModel):
+    """Settings of the planner's choice.
+
+    `memory_margin`: fraction of a device's memory that a chosen plan leaves free, because a prediction may be
+        too low; 0 uses all of it. A run that pins strategy, microbatch and recompute may use all in any case.
+    `compile_steps`: steps that share the seconds of compiling; unset, `train.steps`
+    """
+
+    memory_margin: Fraction = 0.05
+    compile_steps: PositiveCount | None = None
+
+
+# LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the
+# layers, that import a module, or that have their own key.
+_REFUSED = {
+    "layer_replication": "it is a part of peft's get_peft_model, which also names the copied layers",
+    "use_dora": "its magnitudes are norms of the whole base weights",
+    "loftq_config": "it rewrites the base weights",
+    "kasa_config": "it begins with singular vectors of the base weights",
+    "alora_invocation_tokens": "its layers add nothing outside of peft's own model, which finds the tokens",
+    "arrow_config": "its layers choose among several adapters, which a run does not have",
+    "monteclora_config": "it adds a term to the loss, which only peft's own model computes",
+    "use_bdlora": "its block-diagonal factors have initial values of their own",
+    "trainable_token_indices": "it needs rows of the base weights; adapter.trained with the embedding",
+    "megatron_config": "it imports a module, for layers of Megatron, which are not used here",
+    "megatron_core": "it imports a module, for layers of Megatron, which are not used here",
+    "r": "it is adapter.rank",
+    "lora_alpha": "it is adapter.alpha",
+    "lora_dropout": "it is adapter.dropout",
+    "target_modules": "it is adapter.targets",
+    "modules_to_save": "it is adapter.trained",
+    "fan_in_fan_out": "it follows from the modules",
+}
+
+
+class AdapterSection(FrozenModel):
+    """Settings of LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`).
+
+    A linear module W of `targets` computes W x + alpha / rank · B A x. A and B, of `rank` rows and columns,
+    are trained; W is frozen.
+
+    `rank`: 0 adds no adapter, and all parameters are trained
+    `targets`: suffixes of module names (`q_proj`), or `all-linear`: every linear module of a block
+    `trained`: suffixes of the names of modules that are also trained, in full (`lm_head`, `norm`)
+    `base_dtype`: dtype of frozen parameters; `auto` is the dtype in the model's config, else fp32. Frozen
+        parameters have no update whose precision matters, no gradient and no optimizer state.
+    `save`: contents of checkpoints; with `adapters`, a run reads the base from the source in [model] when it
+        starts
+    `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`
+    """
+
+    rank: Count = 0
+    alpha: PositiveScalar = 16.0
+    dropout: Fraction = 0.0
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    trained: tuple[str, ...] = ()
+    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    save: Literal["all", "adapters"] = "all"
+    options: Options = Field(default_factory=dict[str, Any])
+
+    @property
+    def saves_only_adapters(self) -> bool:
+        """True if checkpoints contain the adapters without the base model."""
+        return self.rank > 0 and self.save == "adapters"
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        for key, why in _REFUSED.items():
+            if key in self.options:
+                raise ValueError(f"options.{key} cannot be set here: {why}")
+        kind = self.options.get("init_lora_weights", True)
+        if kind not in (True, "gaussian"):
+            raise ValueError(
+                f"options.init_lora_weights = {kind!r} needs the base's values; true or 'gaussian'"
+            )
+        if self.targets == ():
+            raise ValueError('targets = ["q_proj", "v_proj"], or "all-linear"')
+        return self

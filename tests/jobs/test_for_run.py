@@ -1,0 +1,216 @@
+"""The plan that `fullshard train` runs: chosen where the run leaves it open, kept where it pins."""
+
+import io
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import CheckpointError, PlanError, SpecError
+from fullshard.jobs.for_run import request_with_plan
+from fullshard.launch.detect import detect_hardware
+from fullshard.launch.request import LaunchRequest
+from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.search.search import search
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+
+SMALL = (
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=12",
+    "run.device=cpu",
+    "precision.mode=bf16",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_hardware_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def request(*overrides: str) -> LaunchRequest:
+    return LaunchRequest(run=Run.load(overrides=[*SMALL, *overrides]))
+
+
+def planned(*overrides: str) -> Plan:
+    plan = request_with_plan(request(*overrides)).plan
+    assert plan is not None
+    return plan
+
+
+def test_what_is_left_open_is_the_best_of_all_that_the_planner_knows() -> None:
+    run = request().run
+    best = search(describe_run(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
+    assert planned() == best
+
+
+def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
+    first = planned()
+    assert first == planned()
+    assert first.prediction is not None
+    assert first.world_size == 2
+    assert "auto" not in (first.run.sharding.strategy, first.run.recompute.mode, first.run.prefetch.mode)
+
+
+def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 200)
+    data = ("data.source=text", f'data.paths=["{tmp_path}/a.txt"]', f"data.cache={tmp_path}/cache")
+    by_epochs = planned(*data, "train.epochs=3")
+    steps = by_epochs.run.train.step_count
+    assert f"sequences: train.steps = {steps}" in capsys.readouterr().err
+    assert by_epochs == planned(*data, f"train.steps={steps}")
+
+
+def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
+    planned("precision.fp8_min_features=64")
+    assert "note: precision.fp8_min_features = 64 has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["foo://bar", "s3://", "s3:///run", "s3:/bucket/run", "gs://bucket"])
+def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: str) -> None:
+    if url.startswith("gs:") and find_spec("gcsfs") is not None:
+        pytest.skip("gcsfs is installed")
+    with pytest.raises((CheckpointError, SpecError), match=url):
+        planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
+
+
+def test_what_is_pinned_is_kept_and_predicted() -> None:
+    pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
+    plan = planned(*pins, "run.ranks=2")
+    assert (plan.strategy, plan.run.recompute.mode, plan.run.prefetch.mode) == ("zero1", "full", "none")
+    assert (plan.microbatch, plan.accumulation) == (3, 2)
+    assert plan.prediction is not None
+
+
+def test_a_plan_that_is_given_is_only_predicted() -> None:
+    run = request("sharding.strategy=full_shard").run
+    given = Plan.from_run(run, world_size=2)
+    found = request_with_plan(LaunchRequest(run=given.run, plan=given)).plan
+    assert found is not None
+    assert found.prediction is not None
+    assert found.model_copy(update={"prediction": None}) == given
+
+
+def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned("optimizer.name=torch.optim.Adagrad").prediction is None
+    assert capsys.readouterr().err.startswith("note: not planned, so with plain defaults: ")
+
+
+def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = detect_hardware("cpu", ranks=2)
+    chip = hardware.chip.model_copy(update={"memory_bytes": 50_000})
+    hardware.model_copy(update={"chip": chip}).save(tmp_path / "tiny.toml")
+    monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "tiny.toml"))
+    with pytest.raises(PlanError, match="no plan fits") as raised:
+        request_with_plan(request("recompute.mode=none", "sharding.strategy=full_shard"))
+    assert "closest: " in str(raised.value)
+    assert "try: " in str(raised.value)
+
+
+def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
+    with pytest.raises(PlanError, match=r"train.global_batch = 10 or 15"):
+        request_with_plan(request("run.ranks=5"))
+    of_four = Plan.from_run(request().run, world_size=4)
+    with pytest.raises(PlanError, match="the plan is for 4 ranks"):
+        request_with_plan(LaunchRequest(run=request("run.ranks=2").run, plan=of_four))
+
+
+def test_settings_that_do_not_work_together_are_refused_before_ranks_start() -> None:
+    styles = "sharding.tensor_parallel_styles={head='head'}"
+    with pytest.raises(PlanError, match="do not work together"):
+        request_with_plan(request("sharding.tensor_parallel=2", "sharding.expert_parallel=2", styles))
+
+
+def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = planned("offload.tier=optimizer:nvme")
+    assert plan.run.offload.tier == "optimizer:nvme"
+    assert plan.prediction is not None
+    assert not plan.prediction.has_complete_step_time
+    said = capsys.readouterr().err
+    assert said.startswith("note: how fast the drive is is not known")
+    assert "try: fullshard calibrate --drive" in said
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [pytest.param("optimizer:cpu", marks=pytest.mark.long), "optimizer:nvme"]
+    + [pytest.param("params+optimizer:nvme", marks=pytest.mark.long)],
+)
+def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
+    with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
+        # One recompute mode: each is traced by itself.
+        request_with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
+
+
+def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
+    monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
+    assert planned("offload.tier=optimizer:cpu").prediction is None
+    with pytest.raises(PlanError, match="cannot be held to"):
+        request_with_plan(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
+
+
+def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
+    for name in ("sgd", "torch.optim.Adagrad"):
+        with pytest.raises(PlanError, match="only AdamW's state is kept outside"):
+            request_with_plan(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))
+
+
+BRANCHING = (
+    "model.python=tests.models.own:Branching",
+    "train.loss=tests.models.own:square_loss",
+    "data.source=python",
+    "data.factory=tests.models.own:Given",
+    "data.options.name=pyramid",
+    "train.global_batch=12",
+    "run.device=cpu",
+)
+
+
+def test_a_model_that_cannot_be_described_runs_with_plain_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Run.load(overrides=BRANCHING)
+    plan = request_with_plan(LaunchRequest(run=run)).plan
+    assert plan is not None
+    assert plan.prediction is None
+    said = capsys.readouterr().err
+    assert "note: not planned, so with plain defaults: Branching cannot be described" in said
+    assert "DataDependentOutputException" in said
+
+
+def test_without_a_plan_the_model_is_built_but_not_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Run.load(overrides=[*BRANCHING, "run.ranks=2", "precision.mode=fp32"])
+    assert request_with_plan(LaunchRequest(run=plain), plain_defaults=True).plan == Plan.from_run(
+        plain, world_size=2
+    )
+    assert capsys.readouterr().err == ""
+    wrong = LaunchRequest(run=Run.load(overrides=[*BRANCHING, "model.python=tests.models.own:absent"]))
+    with pytest.raises(SpecError, match="absent"):
+        request_with_plan(wrong, plain_defaults=True)
+    limited = request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000")
+    with pytest.raises(PlanError, match="cannot be held to"):
+        request_with_plan(limited, plain_defaults=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("file", "lines"), [(Terminal(), 1), (io.StringIO(), 0)], ids=["terminal", "file"])
+def test_tracing_is_announced_on_a_terminal_only(
+    file: io.StringIO, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("TERM", "xterm")
+    describe_run(request("recompute.mode=none").run, "cpu", cached=False)
+    assert file.getvalue().count("planning: tracing DecoderModel") == lines
+    assert file.getvalue().count("\n") == lines

@@ -1,0 +1,127 @@
+"""The meter counts every byte of live tensors once, and says whose they were at the peak."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fullshard.observe.memory import measure_peak_memory, storage_bytes_of_tensors
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def kibibytes(count: int) -> Tensor:
+    return torch.empty(count * KIB, dtype=torch.uint8)
+
+
+def peak_of_known_tensors() -> int:
+    with measure_peak_memory(CPU) as peak:
+        first = kibibytes(3)
+        second = kibibytes(5)
+        del first
+        third = kibibytes(2)
+        del second, third
+    return peak.bytes
+
+
+def test_the_peak_is_the_largest_sum_of_what_is_alive():
+    assert peak_of_known_tensors() == 8 * KIB
+
+
+def test_what_is_resized_or_moved_counts_as_it_is():
+    with measure_peak_memory(CPU) as peak:
+        tensor = kibibytes(1)
+        tensor.untyped_storage().resize_(4 * KIB)  # the old KiB stands beside the new four while it is copied
+        tensor.untyped_storage().resize_(0)
+    assert peak.bytes == 5 * KIB
+
+
+def test_temporaries_inside_an_operation_count():
+    x = torch.ones(KIB, dtype=torch.bfloat16)
+    with measure_peak_memory(CPU) as peak:
+        total = x + torch.ones(KIB)  # the sum in fp32, the ones, and x cast to fp32 within
+    assert peak.bytes >= 3 * 4 * KIB
+    assert total.dtype == torch.float32
+
+
+def test_each_storage_counts_once_whatever_its_views():
+    tensor = torch.empty(4, KIB, dtype=torch.uint8)
+    assert storage_bytes_of_tensors([tensor, tensor[1:], tensor.view(-1)]) == 4 * KIB
+    assert storage_bytes_of_tensors([tensor, torch.empty(4 * KIB, device="meta")]) == 4 * KIB
+
+
+def own_part_of_a_distributed_tensor() -> int:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return storage_bytes_of_tensors(
+        [distribute_tensor(torch.zeros(8 * KIB, dtype=torch.uint8), mesh, [Shard(0)])]
+    )
+
+
+def test_of_a_dtensor_the_own_part_counts(ranks):
+    assert ranks(2).run(own_part_of_a_distributed_tensor) == [4 * KIB, 4 * KIB]
+
+
+def test_an_address_that_another_thread_released_is_not_counted_twice():
+    with measure_peak_memory(CPU) as peak:
+        larger = kibibytes(96)
+        del larger
+        holder = [kibibytes(64)]
+        thread = threading.Thread(target=holder.clear)  # a thread that the profiler does not see
+        thread.start()
+        thread.join()
+        again = kibibytes(64)
+        del again
+    # Whether the address is handed out again, which is what tells of the release, is the allocator's choice.
+    assert peak.bytes in (96 * KIB, (64 + 64) * KIB)
+
+
+def one_step_of_a_small_model():
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False))
+    model.register_buffer("table", torch.zeros(10, 7))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(16, 64)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with measure_peak_memory(CPU, model=model, optimizer=optimizer) as peak:
+        step()
+    return model, peak
+
+
+def test_parts_are_told_apart_and_sum_to_the_peak():
+    model, peak = one_step_of_a_small_model()
+    parts, weights = peak.parts, sum(p.numel() for p in model.parameters()) * 4
+    assert parts is not None
+    assert parts.parameter_shards == weights
+    assert parts.optimizer_state == 2 * weights + 4 * len(list(model.parameters()))
+    assert parts.buffers == 10 * 7 * 4
+    # The peak is at the end of backward, when all gradients are there; the step has cleared them since.
+    assert parts.gradients == weights
+    total = parts.parameter_shards + parts.optimizer_state + parts.buffers + parts.gradients + parts.rest
+    assert total + parts.units_in_flight == peak.bytes
+    assert parts.units_in_flight == 0
+
+
+def test_measuring_leaves_nothing_behind():
+    assert peak_of_known_tensors() == peak_of_known_tensors()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_block_that_raises_ends_the_measurement():
+    with pytest.raises(ZeroDivisionError), measure_peak_memory(CPU):
+        1 / 0  # noqa: B018
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_the_meter_says_nothing(capfd):
+    peak_of_known_tensors()
+    assert capfd.readouterr() == ("", "")

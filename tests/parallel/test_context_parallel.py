@@ -1,0 +1,192 @@
+"""Attention of a rank's part of each sequence is that part of attention over whole sequences."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.distributed.sequence_parts import SequencePart, cut_sequences
+from fullshard.errors import ShardError, TrainError
+from fullshard.models.decoder import DecoderModel
+from fullshard.models.document_attention import (
+    QueryKeyValue,
+    attend_on_cuda,
+    attend_with_varlen_kernel,
+    attend_within_documents,
+)
+from fullshard.models.loss import next_token_loss
+from fullshard.parallel.context_parallel import use_context_parallel
+from fullshard.parallel.materialize import materialize
+from fullshard.parallel.mesh import build_axis_group
+from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of
+from tests.fakes.families import STATE_SPACE
+from tests.fakes.plans import plan_of
+from tests.models.test_architectures_hf import built
+from tests.models.test_document_attention import bounds_of, heads_of, masked, with_gradients
+from tests.training.test_families import built as built_family
+
+REFUSED = {"bloom": "replace", "falcon": "replace", "gemma2": "replace"}
+CAUSAL = [name for name in CONFIGS if "tokens" in batch_of(name, 0) and name not in REFUSED]
+PARTS = [(ranks, pieces) for ranks in (1, 2, 4) for pieces in (1, 2) if ranks * pieces <= 6]
+
+
+def part_of(inputs: QueryKeyValue, begins: Sequence[int], each: int) -> QueryKeyValue:
+    pieces = [inputs.query[:, :, begin : begin + each] for begin in begins]
+    return inputs._replace(query=torch.cat(pieces, dim=2))
+
+
+def varlen_by_mask(
+    query: Tensor, key: Tensor, value: Tensor, *places: Any, scale: float | None, window_size: Any
+) -> Tensor:
+    """What torch's kernel computes: the last query of each sequence is aligned with its last key."""
+    ends_of_queries, ends_of_keys, _, _ = places
+    groups = query.shape[1] // key.shape[1]
+    result = torch.zeros_like(query)
+    for i in range(len(ends_of_queries) - 1):
+        own = slice(int(ends_of_queries[i]), int(ends_of_queries[i + 1]))
+        seen = slice(int(ends_of_keys[i]), int(ends_of_keys[i + 1]))
+        queries, keys = own.stop - own.start, seen.stop - seen.start
+        if queries:
+            near = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            if window_size[0] >= 0:
+                near = near.triu(keys - queries - window_size[0])
+            k, v = (one[seen].repeat_interleave(groups, dim=1).transpose(0, 1) for one in (key, value))
+            y = torch.nn.functional.scaled_dot_product_attention(
+                query[own].transpose(0, 1), k, v, attn_mask=near, scale=scale
+            )
+            result[own] = y.transpose(0, 1)
+    return result
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "varlen", "mask"])
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize(("ranks", "pieces"), PARTS)
+def test_parts_of_queries(
+    ranks: int, pieces: int, window: int | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = heads_of(2, torch.float64)
+    expected = masked(inputs, window=window)
+    parts = [SequencePart(ranks, rank, pieces) for rank in range(ranks)]
+    length = inputs.query.shape[2]
+    if kernel == "varlen":
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_mask)
+    gradients = [torch.zeros_like(one) for one in inputs]
+    weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected).cos()
+    for part in parts:
+        begins = part.begins(length)
+        own = part_of(inputs, begins, length // ranks // pieces)
+        if kernel == "cpu":
+            y = attend_within_documents(own, bounds_of(), window=window, begins=begins)
+        else:
+            attend = attend_with_varlen_kernel if kernel == "varlen" else attend_on_cuda
+            y = attend(own, bounds_of(), scale=None, window=window, begins=begins)
+        torch.testing.assert_close(y, part.cut(expected), rtol=1e-12, atol=1e-12)
+        for total, one in zip(
+            gradients, torch.autograd.grad((y * part.cut(weights)).sum(), inputs), strict=True
+        ):
+            total += one
+    for total, one in zip(gradients, with_gradients(expected, inputs)[1:], strict=True):
+        torch.testing.assert_close(total, one, rtol=1e-12, atol=1e-12)
+
+
+def losses_and_gradients(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    total, _ = next_token_loss(model, batch)
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_parts_add_up(name: str, method: str, documents: bool) -> None:
+    """The ranks' losses and gradients, each of its part of the sequences, add up to those of whole ones."""
+    plan = plan_of(
+        dist.get_world_size(),
+        f"sharding.context_parallel={dist.get_world_size()}",
+        f"sharding.context_method={method}",
+        f"data.sequence_length={LENGTH}",
+    )
+    batch = batch_of(name, 0)
+    if documents:
+        batch |= {"documents": torch.tensor([[0] * 5 + [1] * (LENGTH - 5), [0] * LENGTH])}
+    plain = materialize(built(name)[0], seed=0)
+    expected, wanted = losses_and_gradients(plain, batch)
+    model = materialize(built(name)[0], seed=0)
+    use_context_parallel(
+        model, plan, rank=dist.get_rank(), group=build_axis_group(plan, "context").group_name
+    )
+    seen, found = losses_and_gradients(model, cut_sequences(batch, plan))
+    dist.all_reduce(seen)
+    torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)
+    for key, gradient in wanted.items():
+        own = found.get(key, torch.zeros_like(gradient))
+        dist.all_reduce(own)
+        torch.testing.assert_close(
+            own, gradient, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_parts_of_models_of_transformers_add_up(name: str, ranks: Callable[..., Any]) -> None:
+    ranks(2).run(check_parts_add_up, name, "gather", True)
+    ranks(2).run(check_parts_add_up, name, "ulysses", False)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_attention_cannot_reach_other_ranks_is_refused(name: str) -> None:
+    with pytest.raises(ShardError, match="cannot be divided") as error:
+        use_context_parallel(built(name)[0], plan_of(2, "sharding.context_parallel=2"), rank=0)
+    assert REFUSED[name] in str(error.value.why)
+
+
+@pytest.mark.parametrize("name", STATE_SPACE)
+def test_a_model_that_reads_tokens_in_order_is_refused(name: str) -> None:
+    with pytest.raises(ShardError, match="cannot be divided over ranks"):
+        use_context_parallel(built_family(name)[0], plan_of(2, "sharding.context_parallel=2"), rank=0)
+
+
+def test_a_module_of_the_users_own_is_refused() -> None:
+    with pytest.raises(ShardError, match="cannot be divided over ranks"):
+        use_context_parallel(nn.Linear(2, 2), plan_of(2, "sharding.context_parallel=2"), rank=0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 4), (8, 2, 3), (12, 6, 4)])
+def test_heads_that_ranks_cannot_divide_are_refused_and_gathered(
+    heads: int, kv_heads: int, ranks: int
+) -> None:
+    sizes = [f"model.heads={heads}", f"model.kv_heads={kv_heads}", "model.d_model=96"]
+    plan = plan_of(ranks, f"sharding.context_parallel={ranks}", "data.sequence_length=24", *sizes)
+    with torch.device("meta"):
+        model = DecoderModel(plan.run.decoder_config)
+    use_context_parallel(model, plan, rank=0)
+    ulysses = plan.run.sharding.model_copy(update={"context_method": "ulysses"})
+    exchanged = plan.model_copy(update={"run": plan.run.model_copy(update={"sharding": ulysses})})
+    with pytest.raises(ShardError, match="heads cannot be divided") as error:
+        use_context_parallel(model, exchanged, rank=0)
+    assert "gather" in str(error.value.fix)
+
+
+def test_labels_are_cut_after_the_shift() -> None:
+    """The last token of a piece predicts the first of the next piece, which another rank has."""
+    tokens = torch.arange(25)[None]
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": tokens[:, :-1] * 2}
+    for rank in range(3):
+        own = SequencePart(3, rank, 2).cut_batch(batch)
+        assert torch.equal(own["weights"], own["tokens"] * 2)
+        assert torch.equal(own["labels"], own["tokens"] + 1)
+        assert torch.equal(own["positions"], own["tokens"])
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(2, 8), {"tokens": torch.zeros(2, 8)}, {"images": torch.zeros(2, 8), "labels": 0}]
+)
+def test_batches_that_are_not_of_tokens_are_refused(batch: Any) -> None:
+    with pytest.raises(TrainError, match="only batches of tokens and labels"):
+        SequencePart(2, 0, 2).cut_batch(batch)
+
+
+def test_a_batch_whose_length_does_not_divide_is_refused_with_the_nearest_that_does() -> None:
+    batch = {"tokens": torch.zeros(1, 10), "labels": torch.zeros(1, 10)}
+    with pytest.raises(TrainError, match="4 equal pieces") as error:
+        SequencePart(2, 0, 2).cut_batch(batch)
+    assert "8 or 12" in str(error.value.fix)

@@ -1,0 +1,108 @@
+"""What dtype everything has in forward, backward and between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.distributed.collectives import DirectReduceScatter
+from fullshard.parallel.apply import shard
+from tests.fakes.architectures import WIDTH, Block
+from tests.fakes.plans import plan_of
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class Buffered(Block):
+    """Adds a table, in whatever dtype it is kept in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def reset_buffers(self) -> None:
+        self.table.zero_()
+        self.count.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.table.to(x.dtype)
+
+
+class WatchedReduction(DirectReduceScatter):
+    def __init__(self, seen: dict[str, torch.dtype]) -> None:
+        self.seen = seen
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ):
+        self.seen["reduced"] = input_tensor.dtype
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def dtypes(given: torch.dtype, *settings: str) -> dict[str, torch.dtype]:
+    with torch.device("meta"):
+        model = nn.Sequential(Buffered(), Buffered())
+    shard(model, plan_of(dist.get_world_size(), *settings))
+    seen: dict[str, torch.dtype] = {"kept": next(model.parameters()).dtype, "buffer": model[0].table.dtype}
+
+    def before(module: nn.Module, args: tuple[Tensor]) -> None:
+        seen.update(input=args[0].dtype, parameter=module.up.weight.dtype)
+
+    model[0].register_forward_pre_hook(before)
+    model[1].register_forward_pre_hook(lambda _, args: seen.update(between=args[0].dtype))
+    for block in model:
+        assert isinstance(block, FSDPModule)
+        block.set_custom_reduce_scatter(WatchedReduction(seen))
+    output = model(torch.ones(2, WIDTH, dtype=given))
+    output.float().sum().backward()
+    gradient = next(model.parameters()).grad
+    assert model[0].count.dtype == torch.int64
+    return seen | {"output": output.dtype, "gradient": gradient.dtype}
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "computed", "reduced"),
+    [
+        ("fp32", FP32, FP32, FP32),
+        ("bf16", FP32, BF16, FP32),
+        ("bf16_reduce", FP32, BF16, BF16),
+        ("fp16", FP32, FP16, FP32),
+        ("bf16_pure", BF16, BF16, FP32),
+    ],
+)
+def test_each_mode_keeps_computes_and_reduces_in_its_dtypes(
+    mode: str, kept: torch.dtype, computed: torch.dtype, reduced: torch.dtype, ranks: Callable[..., Any]
+) -> None:
+    for seen in ranks(2).run(dtypes, FP32, f"precision.mode={mode}"):
+        assert seen == {
+            "kept": kept,
+            "gradient": kept,
+            "parameter": computed,
+            "input": computed,
+            "between": computed,
+            "output": computed,
+            "reduced": reduced,
+            "buffer": FP32,
+        }
+
+
+def test_the_output_dtype_is_the_models_and_not_the_blocks(ranks: Callable[..., Any]) -> None:
+    (seen,) = ranks(1).run(dtypes, FP32, "precision.mode=bf16", "precision.output_dtype=fp32")
+    assert (seen["between"], seen["output"]) == (BF16, FP32)
+
+
+def test_the_buffer_dtype_is_its_own(ranks: Callable[..., Any]) -> None:
+    (seen,) = ranks(1).run(dtypes, FP32, "precision.mode=fp32", "precision.buffer_dtype=fp16")
+    assert (seen["buffer"], seen["between"]) == (FP16, FP32)
+
+
+def test_inputs_are_left_as_they_are_where_casting_is_off(ranks: Callable[..., Any]) -> None:
+    (seen,) = ranks(1).run(dtypes, BF16, "precision.mode=bf16", "precision.cast_inputs=false")
+    assert seen["input"] == BF16
+    with pytest.raises(RuntimeError, match="dtype"):
+        ranks(1).run(dtypes, FP32, "precision.mode=bf16", "precision.cast_inputs=false")

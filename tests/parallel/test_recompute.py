@@ -1,0 +1,160 @@
+"""What is computed twice, and that it changes no number."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.errors import ShardError
+from fullshard.parallel.materialize import materialize
+from fullshard.parallel.recompute import apply_recompute
+from fullshard.spec.settings.train_section import RecomputeSection
+from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
+
+BLOCKS = 4
+MODES = ("none", "full", "every", "selective", "offload")
+
+
+class Counted(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.dropout(super().forward(x))
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: nn.Module, mode: str, *, compiled: bool = False) -> tuple[Counter[str], list[Tensor]]:
+    """The operations of a forward and backward, and the gradients."""
+    apply_recompute(list(model), RecomputeSection(mode=mode), compiled=list(model) if compiled else ())
+    torch.manual_seed(3)
+    with CountOperations() as counting:
+        model(torch.ones(5, WIDTH, requires_grad=True)).square().sum().backward()
+    return counting.counts, [parameter.grad for parameter in model.parameters()]
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Counted() for _ in range(BLOCKS)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("full", [2, 2, 2, 2]),
+        ("every", [2, 1, 2, 1]),
+        ("selective", [2, 2, 2, 2]),
+        ("offload", [1, 1, 1, 1]),
+    ],
+)
+def test_blocks_run_again_in_backward(mode: str, calls: list[int]) -> None:
+    model = blocks()
+    step(model, mode)
+    assert [block.calls for block in model] == calls
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_bitwise_those_without_recompute(mode: str) -> None:
+    model = blocks()
+    _, plain = step(copy.deepcopy(model), "none")
+    _, again = step(model, mode)
+    for one, other in zip(plain, again, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selective_repeats_elementwise_work_and_no_matmul(compiled: bool) -> None:
+    counts = {mode: step(blocks(), mode, compiled=compiled)[0] for mode in MODES}
+    assert counts["selective"]["aten::addmm"] == counts["none"]["aten::addmm"] == 2 * BLOCKS
+    assert counts["full"]["aten::addmm"] > counts["every"]["aten::addmm"] > 2 * BLOCKS
+    assert counts["selective"]["aten::tanh"] == counts["full"]["aten::tanh"] == 2 * BLOCKS
+    assert counts["none"]["aten::tanh"] == BLOCKS
+
+
+def test_of_the_matmuls_only_every_other_may_be_saved() -> None:
+    """Of a decoder's block the first, third, fifth and seventh; the last is never needed again."""
+    counts: dict[int, int] = {}
+    for save in (1, 2, 100):
+        model = materialize(on_meta("decoder"), seed=0)
+        apply_recompute(list(model.blocks), RecomputeSection(mode="selective", save_matmuls=save))
+        with CountOperations() as counting:
+            loss_of(model, tokens_of(0)).backward()
+        counts[save] = sum(counting.counts[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
+        counts[-save] = len(model.blocks)
+    assert counts[2] - counts[1] == 3 * counts[-2]
+    assert counts[100] - counts[2] == 2 * counts[-2]
+
+
+def test_selective_saves_attention() -> None:
+    model = materialize(on_meta("decoder"), seed=0)
+    apply_recompute(list(model.blocks), RecomputeSection(mode="selective"))
+    with CountOperations() as counting:
+        loss_of(model, tokens_of(0)).backward()
+    (attention,) = {
+        name for name in counting.counts if "scaled_dot_product" in name and "backward" not in name
+    }
+    assert counting.counts[attention] == len(model.blocks)
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        y += x
+        return torch.tanh(y)
+
+
+def test_what_selective_saved_must_not_be_changed_in_place() -> None:
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        step(nn.Sequential(InPlace(), InPlace()), "selective")
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "taken"),
+    [
+        ("every", {}, [0, 2]),
+        ("every", {"every": 3}, [0, 3]),
+        ("offload", {}, [0, 1, 2, 3]),
+        ("offload", {"every": 2}, [0, 2]),
+        ("full", {"every": 3}, [0, 1, 2, 3]),
+        ("full", {"blocks": 3}, [0, 1, 2]),
+        ("selective", {"blocks": 1}, [0]),
+    ],
+)
+def test_the_blocks_that_are_asked_for_are_taken(
+    mode: str, settings: dict[str, int], taken: list[int]
+) -> None:
+    model = blocks()
+    forwards = [block.forward for block in model]
+    apply_recompute(list(model), RecomputeSection(mode=mode, **settings))
+    changed = [at for at, block in enumerate(model) if block.forward != forwards[at]]
+    assert changed == taken
+
+
+def test_more_blocks_than_there_are_cannot_recompute() -> None:
+    with pytest.raises(ShardError, match="only 4 of 5 blocks"):
+        apply_recompute(list(blocks()), RecomputeSection(mode="full", blocks=5))
+
+
+@pytest.mark.parametrize("mode", ["full", "offload"])
+def test_names_in_the_state_dict_stay(mode: str) -> None:
+    model = blocks()
+    names = list(model.state_dict())
+    apply_recompute(list(model), RecomputeSection(mode=mode))
+    assert list(model.state_dict()) == names

@@ -1,0 +1,239 @@
+"""The cache of described models: what an entry is known by, and what is not taken for one."""
+
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from fullshard.planner.describe.spec_cache import (
+    SHIPPED_FILE,
+    SpecKey,
+    build_spec_key,
+    cache_directory,
+    compress_specs,
+    read_cached_spec,
+    read_shipped_specs,
+    trim_cache,
+    version_without_build,
+    write_cached_spec,
+)
+from fullshard.spec.model import (
+    Kernel,
+    LinearInMicrobatch,
+    LiveTensorBytes,
+    MicrobatchTrace,
+    ModelSpec,
+    TracePhase,
+    UnitSpec,
+)
+from fullshard.spec.plan import Plan, Precision
+from fullshard.spec.presets import read_presets
+from fullshard.spec.run import Run
+from fullshard.spec.settings.train_section import RecomputeSection
+
+SPEC = ModelSpec(
+    name="Tiny",
+    sequence_length=8,
+    precision=Precision.from_mode("fp32"),
+    units=(UnitSpec(name="", position=0, parameters=()),),
+    buffer_bytes=3,
+    kernels=(Kernel(kind="matmul", dtype="fp32", flops=LinearInMicrobatch(1 / 3, 1e300)),),
+    traces=(
+        MicrobatchTrace(
+            recompute=RecomputeSection(mode="none"),
+            batch_bytes=LinearInMicrobatch(0, 2**53),
+            phases=(TracePhase(event="start", peaks=(LiveTensorBytes(),), end=LiveTensorBytes()),),
+        ),
+    ),
+)
+
+
+def key(*overrides: str, run: Run | None = None) -> SpecKey:
+    found = build_spec_key(run or Run.load(overrides=overrides), "cpu")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(tmp_path)}
+
+
+def entry(environment: dict[str, str]) -> Path:
+    directory = cache_directory(environment)
+    assert directory is not None
+    return directory / key().file_name
+
+
+def test_a_kept_spec_is_found_again_to_the_last_bit(environment: dict[str, str]) -> None:
+    assert read_cached_spec(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
+    found = read_cached_spec(key(), environment)
+    assert found == SPEC
+    assert found.model_dump_json() == SPEC.model_dump_json()
+    assert [path.name for path in entry(environment).parent.iterdir()] == [key().file_name]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut off": lambda data: data[:-20],
+    "one digit of the spec is another": lambda data: data.replace(b'"buffer_bytes":3', b'"buffer_bytes":4'),
+    "one bit of the key is another": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "no JSON": lambda data: b"\x80\x04\x95" + data,
+    "no text": lambda data: b"\xff\xfe\n\xff",
+    "another kind of JSON": lambda data: b'{"weights": []}\n{}',
+    "nested": lambda data: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_entry_is_ignored_and_rewritten(
+    damage: Callable[[bytes], bytes], environment: dict[str, str]
+) -> None:
+    write_cached_spec(key(), SPEC, environment=environment)
+    path = entry(environment)
+    path.write_bytes(damage(path.read_bytes()))
+    assert read_cached_spec(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
+    assert read_cached_spec(key(), environment) == SPEC
+
+
+def test_an_entry_of_another_key_under_this_name_is_ignored(environment: dict[str, str]) -> None:
+    other = key("data.sequence_length=32")
+    write_cached_spec(other, SPEC, environment=environment)
+    path = entry(environment)
+    path.with_name(other.file_name).rename(path)
+    assert read_cached_spec(key(), environment) is None
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_not_a_file_is_no_entry_and_no_error(
+    make: Callable[[Path], None], environment: dict[str, str]
+) -> None:
+    path = entry(environment)
+    path.parent.mkdir(parents=True)
+    make(path)
+    assert read_cached_spec(key(), environment) is None
+    write_cached_spec(key(), SPEC, environment=environment)
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environment = {"FULLSHARD_CACHE": str(tmp_path / "file" / "below")}
+    write_cached_spec(key(), SPEC, environment=environment)
+    assert read_cached_spec(key(), environment) is None
+
+
+def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path) -> None:
+    named = {"FULLSHARD_CACHE": str(tmp_path / "here"), "XDG_CACHE_HOME": str(tmp_path / "there")}
+    write_cached_spec(key(), SPEC, environment=named)
+    assert (tmp_path / "here" / "fullshard" / "specs" / key().file_name).is_file()
+    assert not (tmp_path / "there").exists()
+    assert cache_directory({"FULLSHARD_CACHE": "off"}) is None
+    preset = shipped_key("llama3-8b")
+    assert read_cached_spec(preset, {"FULLSHARD_CACHE": "off"}) is None
+
+
+def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[str, str]) -> None:
+    keys = [key(f"data.sequence_length={length}") for length in (16, 32, 48)]
+    for age, one in enumerate(keys):
+        write_cached_spec(one, SPEC, environment=environment)
+        os.utime(entry(environment).with_name(one.file_name), (age, age))
+    size = entry(environment).with_name(keys[0].file_name).stat().st_size
+    assert read_cached_spec(keys[0], environment) == SPEC  # used: the newest
+    directory = entry(environment).parent
+    (directory / "train.json").write_text("not an entry")
+    trim_cache(directory, most_bytes=2 * size + 10)
+    assert (directory / "train.json").exists()
+    assert [read_cached_spec(one, environment) is not None for one in keys] == [True, False, True]
+
+
+CHANGES = [
+    "model.layers=5",
+    "model.tied=true",
+    "model.rope_theta=500000",
+    "data.sequence_length=32",
+    "data.document_mask=true",
+    "train.microbatch=2",
+    "precision.mode=bf16",
+    "precision.buffer_dtype=bf16",
+    "precision.cast_inputs=false",
+    "precision.fp8_min_features=16",
+    "recompute.mode=none",
+    "recompute.save_matmuls=2",
+    "sharding.units.policy=size",
+    "adapter.rank=4",
+]
+
+
+def test_each_setting_that_a_spec_depends_on_is_in_the_key() -> None:
+    keys = [key(), *map(key, CHANGES)]
+    assert len({one.file_name for one in keys}) == len(keys)
+    device, plan = build_spec_key(Run(), "cuda"), build_spec_key(Plan.from_run(Run(), world_size=2), "cpu")
+    assert device != key() != plan
+
+
+def test_versions_sources_and_the_processor_are_in_the_key() -> None:
+    plain, adapted = key(), key("adapter.rank=4")
+    assert plain.torch == version("torch")
+    assert {"fullshard", "sources", "machine"} == set(plain.made_by)
+    assert adapted.made_by["transformers"] == version("transformers")
+    for name in plain.made_by:
+        other = plain.model_copy(update={"made_by": plain.made_by | {name: "another"}})
+        assert other.file_name != plain.file_name
+    assert plain.model_copy(update={"torch": "2.0.0"}).file_name != plain.file_name
+
+
+def test_a_config_counts_by_its_bytes_not_by_its_path(tmp_path: Path) -> None:
+    keys: list[SpecKey] = []
+    for name, text in (
+        ("a.json", '{"n_layer": 2}'),
+        ("b.json", '{"n_layer": 2}'),
+        ("c.json", '{"n_layer": 3}'),
+    ):
+        (tmp_path / name).write_text(text)
+        keys.append(key(f"model.hf={json.dumps(str(tmp_path / name))}"))
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[0].made_by["transformers"] == version("transformers")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ('model.python="package.module:factory"',),
+        ('train.loss="package.module:loss"',),
+        ("data.source=python", 'data.factory="package.module:make"'),
+        ('model.hf="config.json"', "model.trust_remote_code=true"),
+    ],
+)
+def test_code_from_elsewhere_is_not_cached(overrides: tuple[str, ...]) -> None:
+    assert build_spec_key(Run.load(overrides=overrides), "cpu") is None
+
+
+def shipped_key(name: str, *settings: str) -> SpecKey:
+    from fullshard.planner.target import resolve_plan_target
+
+    run = resolve_plan_target(name).load_run(["precision.mode=bf16", *settings])
+    found = build_spec_key(run, "cuda")
+    assert found is not None
+    return found
+
+
+def test_every_preset_is_shipped() -> None:
+    specs = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch")))
+    if not specs:
+        pytest.skip("shipped for another torch")
+    keys = {shipped_key(preset.name).settings for preset in read_presets()}
+    keys.add(shipped_key("llama3.1-405b", "sharding.tensor_parallel=8").settings)
+    assert set(specs) == keys, "bench/preset_specs.py"
+
+
+def test_shipped_specs_are_for_one_torch_whatever_its_build(tmp_path: Path) -> None:
+    path = tmp_path / "specs.xz"
+    path.write_bytes(compress_specs({"{}": SPEC}, torch="2.12.1+cpu"))
+    assert read_shipped_specs(path, torch="2.12.1") == {"{}": SPEC.model_dump_json()}
+    assert read_shipped_specs(path, torch="2.12.2") == {}
+    assert read_shipped_specs(tmp_path / "none", torch="2.12.1") == {}

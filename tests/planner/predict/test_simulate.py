@@ -1,0 +1,108 @@
+"""The engine's order on a few units, with every tick worked out by hand."""
+
+from dataclasses import replace
+
+from fullshard.planner.predict.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
+from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
+from fullshard.planner.predict.streams import StreamClocks
+from fullshard.planner.predict.unit_costs import UnitCost
+from fullshard.spec.model import Event
+from fullshard.spec.run import PrefetchSection
+
+UNIT = UnitCost(
+    has_parameters=True,
+    is_trained=True,
+    is_sharded=True,
+    is_replicated=False,
+    reshards=True,
+    gathers_in_backward=True,
+    resharded=False,
+    separate_network=False,
+    shares_wires=False,
+    copy_in=0,
+    gather=10,
+    copy_out=1,
+    again_in=0,
+    backward_gather=10,
+    hpz_copy=0,
+    pack=1,
+    scatter=10,
+    cast_gradient=0,
+    settle_again=0,
+    add_partial=0,
+    all_reduce=0,
+    keep_unsynced=0,
+    keep_again=0,
+)
+Act = tuple[Event, int]
+
+
+def played(
+    cost: UnitCost, *acts: Act, computing: int, prefetch: str = "implicit", last: int = 10
+) -> StreamClocks:
+    """The streams after `acts` of four units, of which the last takes `last` to gather.
+
+    Each `pre_*` is followed by `computing` ticks, and the host takes none.
+    """
+    units = 4
+    steps = tuple(ScheduledPhase(event, unit, unit, i) for i, (event, unit) in enumerate(acts))
+    order = tuple((unit - 1,) for unit in range(units))
+    program = MicrobatchSchedule((ScheduleSegment(steps),), (1,) * len(steps), tuple(range(units)), order)
+    work = MicrobatchWork(
+        program, tuple((computing if event.startswith("pre") else 0, 0) for event, _ in acts)
+    )
+    streams = StreamClocks(serial=False)
+    section = PrefetchSection.model_validate({"mode": prefetch})
+    places = tuple(range(units))
+    policy = EventOrderSettings(section, False, True, places, dict(enumerate(places)), 0)
+    costs = (*[cost] * (units - 1), replace(cost, gather=last))
+    StepSimulation(streams, costs, policy).simulate_step(work, accumulating=work, accumulation=1)
+    return streams
+
+
+def forward(*units: int) -> list[Act]:
+    return [act for unit in units for act in (("pre_forward", unit), ("post_forward", unit))]
+
+
+def backward(*units: int) -> list[Act]:
+    return [act for unit in units for act in (("pre_backward", unit), ("post_backward", unit))]
+
+
+def test_forward_gathers_the_next_unit_while_one_computes():
+    """Gathers at 0, 10 and 20; each is copied out and computed on before the next is there."""
+    streams = played(UNIT, *forward(0, 1, 2), computing=3)
+    assert streams.compute == 30 + 1 + 3
+    assert streams.waited_all_gather == 10 + (20 - 14) + (30 - 24)
+
+
+def test_forward_holds_no_more_than_two_buffers():
+    """The last of four gathers waits for the second's copy-out, which is done at 2 + 1 + 20 + 1."""
+    streams = played(replace(UNIT, gather=2), *forward(0, 1, 2, 3), computing=20, last=60)
+    assert streams.compute == 24 + 60 + 1 + 20
+
+
+def test_backward_gathers_the_unit_before_once_its_own_is_copied_out():
+    """One is gathered from 0 to 10 and copied out at 11; from there on the other is."""
+    streams = played(replace(UNIT, is_trained=False), *backward(1, 0), computing=3)
+    assert streams.compute == 11 + 10 + 1 + 3
+
+
+def test_without_prefetch_nothing_is_gathered_ahead():
+    streams = played(UNIT, *forward(0, 1, 2), computing=3, prefetch="none")
+    assert streams.compute == 3 * (10 + 1 + 3)
+
+
+def test_one_reduce_scatter_is_waited_for_before_the_next_gradients_are_packed():
+    """Computed at 3, packed at 4, sent until 14; the second, computed at 7, is packed at 15."""
+    free = replace(UNIT, gather=0, backward_gather=0, copy_out=0)
+    streams = played(free, *backward(1, 0), ("end_backward", -1), computing=3)
+    assert streams.compute == 15 + 10
+    assert streams.waited_reduce_scatter == (14 - 7) + (25 - 15)
+
+
+def test_an_all_reduce_passes_beside_the_next_reduce_scatter_unless_it_shares_its_wires():
+    free = replace(UNIT, gather=0, backward_gather=0, copy_out=0, is_replicated=True, all_reduce=10)
+    apart = played(free, *backward(1, 0), ("end_backward", -1), computing=3)
+    assert apart.compute == 25 + 10
+    same = played(replace(free, shares_wires=True), *backward(1, 0), ("end_backward", -1), computing=3)
+    assert same.compute == 4 + 10 + 10 + 10 + 10

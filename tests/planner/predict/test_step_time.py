@@ -1,0 +1,235 @@
+"""Where the time of a step goes: laws of the simulation, on specs made by formula."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.planner.predict.step_time import StepTimePredictor, predict_terms
+from fullshard.planner.predict.unit_costs import TICKS
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.plan import Plan
+from tests.fakes.hardware import cpu_of, hardware_of
+from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, plan_for
+
+STRATEGIES = (
+    ("sharding.strategy=full_shard",),
+    ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
+    ("sharding.strategy=shard_grad_op",),
+    ("sharding.strategy=zero1",),
+    ("sharding.strategy=no_shard",),
+    ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"),
+    ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "sharding.reshard_after_forward=2"),
+    ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"),
+)
+PREFETCHES = ("none", "implicit", "explicit")
+SHAPES = st.builds(
+    Shape,
+    layers=st.integers(3, 40),
+    d_model=st.sampled_from([64, 512, 2048]),
+    d_ff=st.sampled_from([192, 4096]),
+    vocabulary=st.sampled_from([256, 32_000]),
+    sequence=st.sampled_from([64, 2048]),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn, shape: Shape, *, world: int = 16) -> Plan:
+    accumulation = draw(st.sampled_from([1, 2, 3, 9]))
+    mode, depth = draw(st.sampled_from(PREFETCHES)), draw(st.integers(1, 3))
+    return plan_for(
+        shape,
+        world,
+        *draw(st.sampled_from(STRATEGIES)),
+        f"train.global_batch={world * accumulation}",
+        "train.microbatch=1",
+        f"train.gradient_sync={draw(st.sampled_from(['auto', 'every_microbatch', 'last_microbatch']))}",
+        f"prefetch.mode={mode}",
+        f"prefetch.forward={depth}",
+        f"prefetch.backward={depth}",
+        f"recompute.mode={draw(st.sampled_from(['none', 'full', 'selective']))}",
+    )
+
+
+@st.composite
+def hardwares(draw: st.DrawFn) -> Hardware:
+    hardware = hardware_of(2, 8, scale=draw(st.sampled_from([0.01, 0.3, 1.0, 30.0])))
+    host = draw(st.sampled_from([(0.0, 0.0), (6e-6, 3e-4), (3e-5, 1e-4), (1e-4, 1e-3), (2e-4, 1e-2)]))
+    rates = hardware.rates.model_copy(update={"launch_seconds": host[0], "unit_seconds": host[1]})
+    overlap = draw(st.sampled_from([0.0, 0.7, 1.0, 1.0]))
+    device = draw(st.sampled_from(["cuda", "cuda", "cpu"]))
+    return hardware.model_copy(update={"rates": rates, "overlap": overlap, "device": device})
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_skipping_what_repeats_gives_what_walking_through_it_gives(data: st.DataObject):
+    shape, hardware = data.draw(SHAPES), data.draw(hardwares())
+    plan = data.draw(plans(shape))
+    whole = decoder_spec(replace(shape, compressed=False))
+    skipped = StepTimePredictor(decoder_spec(shape), hardware).predict_time(plan)
+    assert skipped == StepTimePredictor(whole, hardware, skips=False).predict_time(plan)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_less_bandwidth_is_never_a_shorter_step(data: st.DataObject):
+    shape, hardware = data.draw(SHAPES), data.draw(hardwares())
+    plan, part = data.draw(plans(shape)), data.draw(st.floats(0.05, 1.0))
+    slower = hardware.model_copy(
+        update={name: slowed(hardware, name, part) for name in data.draw(st.sampled_from(LINKS))}
+    )
+    spec = decoder_spec(shape)
+    before, after = (predict_terms(spec, plan, one).total for one in (hardware, slower))
+    assert after >= before * (1 - 1e-9)
+
+
+LINKS = (("within",), ("across",), ("within", "across"))
+
+
+def slowed(hardware: Hardware, name: str, part: float) -> object:
+    link = getattr(hardware, name)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    rates = {kind: getattr(link, kind) for kind in kinds}
+    return link.model_copy(
+        update={
+            kind: rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * part})
+            for kind, rate in rates.items()
+        }
+    )
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_no_step_is_below_its_bound(data: st.DataObject):
+    shape, hardware = data.draw(SHAPES), data.draw(hardwares())
+    plan, timer = data.draw(plans(shape)), StepTimePredictor(decoder_spec(shape), hardware)
+    bound = timer.lower_bound_seconds(
+        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
+    )
+    assert bound <= timer.predict_time(plan).total
+
+
+def block_seconds(hardware: Hardware, *overrides: str, shape: Shape = LLAMA_8B) -> float:
+    """What one block more adds to a step, without contention and stragglers."""
+    plain = hardware.model_copy(update={"contention": 0.0, "stragglers": 0.0})
+    times: list[float] = []
+    for layers in (shape.layers, shape.layers + 1):
+        grown = replace(shape, layers=layers)
+        plan = plan_for(grown, plain.world_size, f"train.global_batch={plain.world_size}", *overrides)
+        terms = predict_terms(decoder_spec(grown), plan, plain)
+        times.append(terms.total - terms.optimizer)
+    return times[1] - times[0]
+
+
+def costs_of_a_block(hardware: Hardware, *overrides: str) -> tuple[int, int, int, int]:
+    """(all-gather, reduce-scatter, copies, computing) of one block, in ticks."""
+    plan = plan_for(LLAMA_8B, hardware.world_size, f"train.global_batch={hardware.world_size}", *overrides)
+    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
+    cost = timer.unit_costs(plan).costs[2]
+    grown = StepTimePredictor(decoder_spec(replace(LLAMA_8B, layers=33)), hardware)
+    computing = grown.compute_ticks(plan).device - timer.compute_ticks(plan).device
+    return cost.gather, cost.scatter, 2 * cost.copy_out + cost.pack, computing
+
+
+def test_a_block_takes_its_computing_and_copies_where_links_are_fast():
+    hardware = hardware_of(2, 8, scale=50)
+    _, _, copies, computing = costs_of_a_block(hardware)
+    assert block_seconds(hardware) == pytest.approx((copies + computing) / TICKS, rel=1e-9)
+
+
+def test_a_block_takes_two_gathers_and_a_reduce_scatter_where_links_are_slow():
+    """Both share one communicator, which is never idle then, save for a copy that both wait for."""
+    hardware = hardware_of(2, 8, scale=0.01)
+    gather, scatter, copies, _ = costs_of_a_block(hardware)
+    least = (2 * gather + scatter) / TICKS
+    assert least * (1 - 1e-9) <= block_seconds(hardware) <= least + copies / TICKS
+
+
+def test_a_block_waits_for_all_it_gathers_without_prefetch():
+    hardware = hardware_of(2, 8, scale=0.01)
+    gather, _, copies, computing = costs_of_a_block(hardware)
+    assert block_seconds(hardware, "prefetch.mode=none") > (2 * gather + copies + computing) / TICKS
+
+
+def test_on_shared_cores_a_step_is_the_sum_of_all_that_is_done():
+    hardware = cpu_of(2)
+    plan = plan_for(Shape(), 2, "train.global_batch=2", "sharding.strategy=full_shard")
+    timer = StepTimePredictor(decoder_spec(Shape()), hardware)
+    terms, demand, computing = timer.predict_time(plan), timer.stream_minima(plan), timer.compute_ticks(plan)
+    waited = terms.exposed_all_gather + terms.exposed_reduce_scatter
+    assert waited == pytest.approx(demand.network / TICKS)
+    assert terms.compute == pytest.approx((computing.device + computing.issue) / TICKS, rel=1e-6)
+    assert terms.contention == 0
+
+
+def test_a_slow_host_is_what_the_step_waits_for():
+    hardware = hardware_of(1, 8)
+    slow = hardware.rates.model_copy(update={"launch_seconds": 1.0})
+    plan = plan_for(Shape(), 8, "train.global_batch=8", "sharding.strategy=full_shard")
+    timer = StepTimePredictor(decoder_spec(Shape()), hardware.model_copy(update={"rates": slow}))
+    assert timer.predict_time(plan).compute == pytest.approx(
+        timer.compute_ticks(plan).issue / TICKS, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_what_is_not_sharded_is_not_gathered(ranks: int):
+    plan = plan_for(Shape(), ranks, f"train.global_batch={ranks}", "sharding.strategy=no_shard")
+    terms = predict_terms(decoder_spec(Shape()), plan, hardware_of(1, ranks))
+    assert terms.exposed_all_gather == terms.exposed_reduce_scatter == 0
+    assert (terms.exposed_all_reduce > 0) == (ranks > 1)
+
+
+def test_replicas_are_reduced_once_a_step_and_shards_in_every_microbatch():
+    hardware = hardware_of(2, 8)
+    over = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=8", "train.microbatch=1")
+    once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
+    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
+    one, three = timer.stream_minima(once), timer.stream_minima(thrice)
+    assert three.network == 3 * one.network
+    assert three.replicas == one.replicas > 0
+
+
+def test_zero1_communicates_once_a_step():
+    hardware = hardware_of(2, 8)
+    over = ("sharding.strategy=zero1", "train.microbatch=1")
+    once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
+    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
+    assert timer.stream_minima(thrice).network == timer.stream_minima(once).network
+
+
+def test_recompute_is_told_apart():
+    hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B)
+    none, full = (
+        predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"recompute.mode={m}"), hardware)
+        for m in ("none", "full")
+    )
+    assert none.recompute == 0
+    assert full.recompute > 0.2 * full.compute
+    assert full.compute == pytest.approx(none.compute, rel=0.01)
+
+
+def test_the_compiler_saves_elementwise_traffic():
+    hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B, compiled=True)
+    eager, compiled = (
+        predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"run.compile={c}"), hardware)
+        for c in ("false", "true")
+    )
+    assert compiled.compute < eager.compute
+
+
+def test_stragglers_are_a_part_of_everything_else():
+    spec, plan = decoder_spec(LLAMA_8B), plan_for(LLAMA_8B, 16, "train.global_batch=16")
+    terms = predict_terms(spec, plan, hardware_of(2, 8))
+    assert terms.stragglers == pytest.approx(0.02 * (terms.total - terms.stragglers))
+
+
+def test_no_two_collectives_over_the_same_wires_pass_beside_each_other():
+    """Within one node a hybrid mesh sends more than a plain one, and so takes longer where links bind."""
+    hardware, spec = hardware_of(1, 8, scale=0.01), decoder_spec(LLAMA_8B)
+    over = ("train.global_batch=8", "recompute.mode=none")
+    plain = plan_for(LLAMA_8B, 8, *over, "sharding.strategy=shard_grad_op")
+    hybrid = plan_for(LLAMA_8B, 8, *over, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")
+    assert predict_terms(spec, plain, hardware).total < predict_terms(spec, hybrid, hardware).total

@@ -1,0 +1,114 @@
+"""The explanation names what binds, and what each other plan would cost."""
+
+import re
+
+import pytest
+
+from fullshard.planner.search.advice import format_difference
+from fullshard.planner.search.explain import PlanExplanation, explain_plan
+from fullshard.planner.search.search import search
+from fullshard.spec.machine.hardware import Hardware
+from tests.fakes.hardware import hardware_of
+from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
+
+
+def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> PlanExplanation:
+    spec = decoder_spec(LLAMA_8B)
+    run = run_for(LLAMA_8B, f"train.global_batch={batch}", *overrides)
+    return explain_plan(search(spec, hardware, run, with_front=True), hardware, spec=spec, run=run)
+
+
+def test_plenty_of_all_leaves_computing_to_bind():
+    hardware = hardware_of(1, 8, gib=4000, scale=10)
+    hardware = hardware.model_copy(update={"contention": 0.0})
+    assert explained(hardware).binds == "computing"
+
+
+def test_slow_links_bind():
+    assert explained(hardware_of(1, 8, gib=4000, scale=0.01)).binds == "links"
+
+
+def test_memory_binds_where_more_of_it_would_be_faster():
+    found = explained(hardware_of(1, 8, gib=60))
+    assert found.binds == "memory"
+    assert re.search(r"with .* more than the .* per rank: ", found.because)
+    assert found.runners_up[0].lacks_bytes > 0
+
+
+def test_the_nearest_step_up_is_told_and_none_that_takes_over_twice_the_memory():
+    for gib in (40, 60, 80):
+        found = explained(hardware_of(1, 8, gib=gib))
+        for one in found.runners_up:
+            assert one.lacks_bytes <= found.plan.prediction.capacity_bytes  # type: ignore[union-attr]
+
+
+def test_memory_binds_where_nothing_fits():
+    found = explained(hardware_of(1, 8, gib=10))
+    assert (found.binds, found.fits) == ("memory", False)
+
+
+def test_a_runner_up_costs_something_and_gives_something():
+    """Each is faster and needs memory that is not there, or is smaller and takes longer."""
+    for gib in (40, 60, 80, 200):
+        found = explained(hardware_of(1, 8, gib=gib))
+        assert found.runners_up
+        for one in found.runners_up:
+            if one.lacks_bytes or one.margin_bytes:
+                assert one.seconds < 0 < one.needed_bytes
+            else:
+                assert one.needed_bytes < 0 < one.seconds
+            assert format_difference(one.plan, found.plan) != "the same settings"
+
+
+def test_the_largest_lever_is_a_pinned_setting_that_costs_most():
+    """Full recompute costs a quarter of the step; nothing else that is tried gains as much."""
+    run = ("recompute.mode=full", "sharding.strategy=full_shard", "train.microbatch=1")
+    lever = explained(hardware_of(1, 8, gib=4000), *run).lever
+    assert lever is not None
+    assert lever.change == 'recompute.mode = "auto"'
+    assert lever.gain > 0.1
+
+
+@pytest.mark.parametrize(
+    ("own", "change"),
+    [
+        ((), 'train.loss_chunk = "auto"'),
+        (("train.loss=my:loss",), "fullshard.chunked_cross_entropy in train.loss"),
+    ],
+)
+def test_a_large_loss_is_named_with_what_changes_it(own: tuple[str, ...], change: str):
+    run = ("recompute.mode=full", "sharding.strategy=full_shard", "train.microbatch=2")
+    lever = explained(hardware_of(1, 8, gib=80), *run, *own).lever
+    assert lever is not None
+    assert lever.change == change
+    assert lever.text.startswith(f"{change}: the logits are ")
+
+
+def test_no_lever_is_named_where_none_gains():
+    hardware = hardware_of(1, 8, gib=4000, scale=100)
+    hardware = hardware.model_copy(update={"across": None, "stragglers": 0.0})
+    assert explained(hardware, batch=2048).lever is None
+
+
+@pytest.mark.parametrize(
+    ("gib", "nodes", "advice"),
+    [(4000, 1, "no_shard"), (200, 1, "shard_grad_op"), (40, 1, "full_shard"), (40, 16, "shard_grad_op")],
+)
+def test_the_rule_on_strategies_goes_by_memory(gib: int, nodes: int, advice: str):
+    rules = {rule.name: rule for rule in explained(hardware_of(nodes, 8, gib=gib), batch=16 * nodes).rules}
+    assert rules["strategy"].advises == advice
+
+
+def test_rules_carry_this_cases_figures():
+    found = explained(hardware_of(1, 8))
+    names = [rule.name for rule in found.rules]
+    assert names == ["strategy", "offload", "precision", "prefetch", "bucket size"]
+    assert all(any(digit in rule.figures for digit in "0123456789") for rule in found.rules)
+
+
+def test_it_reads_as_lines():
+    lines = explained(hardware_of(1, 8)).format_lines()
+    assert lines[0].startswith("chosen: ")
+    assert re.match(r"(memory|computing|the host) is the limit: |the links are the limit: ", lines[1])
+    assert sum(line.startswith("instead: ") for line in lines) >= 1
+    assert sum(line.startswith("rule of thumb, ") for line in lines) == 5

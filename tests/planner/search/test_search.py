@@ -1,0 +1,287 @@
+"""The search gives what predicting every candidate gives, and says why where nothing fits."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import PlanError
+from fullshard.planner.predict.memory import peak_bytes
+from fullshard.planner.search.candidate_costs import step_seconds_with_startup
+from fullshard.planner.search.candidates import build_plan, iterate_candidates
+from fullshard.planner.search.search import SAME_MEMORY, SAME_SPEED, SearchResult, plan, predict, search
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, RepeatedUnits
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
+from fullshard.spec.run import Run, Strategy
+from fullshard.spec.settings.train_section import RecomputeSection
+from tests.fakes.hardware import cpu_of, hardware_of
+from tests.fakes.specs import LLAMA_8B, LLAMA_405B, Shape, decoder_spec, run_for
+
+SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
+PINS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("plan.memory_margin=0",),
+    ("plan.memory_margin=0.3", "plan.compile_steps=1000", "run.compile=auto"),
+    ("run.compile=auto",),
+    ("run.compile=auto", "train.steps=20"),
+    ("sharding.strategy=hybrid_shard",),
+    ("sharding.strategy=shard_grad_op", "train.gradient_sync=last_microbatch"),
+    ("sharding.strategy=zero1", "train.microbatch=1"),
+    ("sharding.shard_degree=2",),
+    ("sharding.reshard_after_forward=2",),
+    ("recompute.mode=full", "prefetch.mode=none"),
+    ("train.gradient_sync=every_microbatch", "recompute.mode=selective"),
+)
+
+
+def prediction_of(plan: Plan | None) -> Prediction:
+    assert plan is not None
+    assert plan.prediction is not None
+    return plan.prediction
+
+
+class Known(NamedTuple):
+    """A candidate that was predicted in full, with what a choice goes by."""
+
+    plan: Plan
+    kind: str
+    is_duplicate: bool
+    seconds: float
+    needed: int
+    place: int
+
+
+def brute_force(spec: ModelSpec, hardware: Hardware, run: Run) -> list[Known]:
+    """Every candidate, predicted."""
+    known: list[Known] = []
+    for index, c in enumerate(iterate_candidates(spec, hardware, run=run)):
+        one = predict(spec, build_plan(c, run, hardware=hardware), hardware)
+        needed = prediction_of(one).required_device_bytes
+        seconds = step_seconds_with_startup(one)
+        known.append(Known(one, c.mesh.strategy_or_hpz_name, c.is_duplicate, seconds, needed, index))
+    return known
+
+
+def best_by_rule(known: list[Known], run: Run, *, capacity: int) -> Known | None:
+    """The rule of the choice, word for word: margin, then ties in time, then in memory, then the plainest."""
+    fit = [one for one in known if one.needed <= int(capacity * (1 - run.memory_margin))]
+    if not fit:
+        return None
+    fastest = min(one.seconds for one in fit)
+    ties = [one for one in fit if one.seconds <= (1 + SAME_SPEED) * fastest]
+    least = min(one.needed for one in ties)
+    return min(
+        (one for one in ties if one.needed <= least + SAME_MEMORY * capacity), key=lambda one: one.place
+    )
+
+
+@settings(max_examples=4)
+@given(st.data())
+def test_the_search_equals_brute_force(data: st.DataObject):
+    assert_the_search_equals_brute_force(data)
+
+
+@pytest.mark.long
+@settings(max_examples=20)
+@given(st.data())
+def test_the_search_equals_brute_force_many_times(data: st.DataObject):
+    assert_the_search_equals_brute_force(data)
+
+
+def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
+    nodes, ranks = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (1, 8)]))
+    spread, pins = data.draw(st.floats(0, 1)), data.draw(st.sampled_from(PINS))
+    scale = data.draw(st.sampled_from([0.02, 1.0, 20.0]))
+    device = data.draw(st.sampled_from(["cuda", "cpu"]))
+    hardware = hardware_of(nodes, ranks, scale=scale) if device == "cuda" else cpu_of(nodes * ranks)
+    spec = decoder_spec(SMALL, compiled="run.compile=auto" in pins)
+    run = run_for(SMALL, f"train.global_batch={4 * nodes * ranks}", *pins)
+    if hardware.world_size == 1 and {"sharding.shard_degree=2", "sharding.reshard_after_forward=2"} & set(
+        pins
+    ):
+        return
+    everything = brute_force(spec, hardware, run)
+    needs = sorted(one.needed for one in everything)
+    # Nothing fits, or all does, or anything between.
+    capacity = int(needs[0] * 0.99 + spread * (needs[-1] - needs[0] * 0.98))
+    found = search(spec, hardware, run, capacity_bytes=capacity, with_front=True)
+    own = [one for one in everything if not one.is_duplicate]
+    chosen = best_by_rule(own, run, capacity=capacity)
+    assert bare(found.best) == (chosen and bare(chosen.plan))
+    assert found.considered == len(own)
+    assert step_seconds_with_startup(found.fastest) <= 1.001 * min(one.seconds for one in everything)
+    check_kinds(found, everything, run, capacity=capacity)
+    if found.best is not None:
+        prefetches = {"implicit", found.best.run.prefetch.mode}
+        check_front(found, [one for one in own if one.plan.run.prefetch.mode in prefetches])
+
+
+def check_kinds(found: SearchResult, everything: list[Known], run: Run, *, capacity: int) -> None:
+    for kind in {one.kind for one in everything}:
+        own = [one for one in everything if one.kind == kind]
+        smallest = min(own, key=lambda one: (one.needed, one.place))
+        expected = best_by_rule(own, run, capacity=capacity) or smallest
+        assert bare(found.by_strategy[kind]) == bare(expected.plan)
+    assert (found.closest is None) == (found.best is not None)
+    if found.closest is not None:
+        least = min(one.needed for one in everything)
+        assert prediction_of(found.closest).required_device_bytes == least
+
+
+def check_front(found: SearchResult, own: list[Known]) -> None:
+    """No plan is beaten in both by any candidate, and every candidate is beaten or equalled by a plan."""
+    front = [
+        (step_seconds_with_startup(one), prediction_of(one).required_device_bytes) for one in found.front
+    ]
+    assert front == sorted(front)
+    assert all(a[1] > b[1] for a, b in pairwise(front))
+    for one in own:
+        assert any(seconds <= one.seconds and needed <= one.needed for seconds, needed in front)
+        assert not any(
+            one.seconds <= seconds and one.needed <= needed and (one.seconds, one.needed) != (seconds, needed)
+            for seconds, needed in front
+        )
+
+
+def bare(plan: Plan | None) -> Plan | None:
+    return plan and plan.model_copy(update={"prediction": None})
+
+
+def test_a_405b_is_searched_over_ten_thousand_candidates_and_few_are_predicted():
+    spec, run = decoder_spec(LLAMA_405B), run_for(LLAMA_405B, "train.global_batch=65536")
+    found = search(spec, hardware_of(2048, 8, gib=96), run)
+    assert found.considered >= 10_000
+    assert found.predicted < 200
+    assert prediction_of(found.best).fits_in_memory
+
+
+def test_the_best_plan_is_complete_and_fits():
+    spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
+    best = plan(spec, hardware, run_for(LLAMA_8B, "train.global_batch=16"))
+    prediction = prediction_of(best)
+    assert prediction.fits_in_memory
+    assert prediction.memory == peak_bytes(spec, best)
+    assert prediction.tokens_per_second == pytest.approx(16 * 8192 / prediction.time.total)
+    flops = (spec.flops_per_token or 0) * prediction.tokens_per_second
+    assert prediction.mfu == pytest.approx(flops / (8 * 1e15))
+    assert bare(best) == Plan.from_run(best.run, world_size=8, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("pin", "field", "value"),
+    [
+        ("sharding.strategy=zero1", "strategy", Strategy.ZERO1),
+        ("train.microbatch=2", "microbatch", 2),
+        ("sharding.shard_degree=4", "shard_degree", 4),
+        ("sharding.reshard_after_forward=4", "reshard_after_forward", 4),
+        ("train.gradient_sync=last_microbatch", "sync_each_microbatch", False),
+    ],
+)
+def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
+    found = search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=32", pin))
+    assert {getattr(plan, field) for plan in (found.best, *found.by_strategy.values())} == {value}
+
+
+def test_a_plan_says_how_the_loss_was_traced():
+    spec, run = (
+        decoder_spec(SMALL).model_copy(update={"loss_chunk": 64}),
+        run_for(SMALL, "train.loss_chunk=auto"),
+    )
+    assert plan(spec, hardware_of(1, 8), run).run.train.loss_chunk == 64
+
+
+def test_a_spec_that_holds_for_one_microbatch_is_planned_for_that():
+    spec = decoder_spec(SMALL)
+    alone = spec.model_copy(
+        update={"traces": tuple(one.model_copy(update={"microbatch": 1}) for one in spec.traces)}
+    )
+    for pins in ((), ("recompute.mode=full",)):
+        found = search(alone, hardware_of(1, 2), run_for(SMALL, "train.global_batch=8", *pins))
+        assert {plan.microbatch for plan in found.by_strategy.values()} == {1}
+
+
+def test_quarters_of_the_blocks_are_tried_where_a_trace_tells_of_any_number():
+    kinds = (RepeatedUnits(first=2, units=1, times=13), RepeatedUnits(first=6, units=1, times=13))
+    section, none = RecomputeSection(mode="full", blocks=16), LinearInMicrobatch()
+    some = MicrobatchTrace(recompute=section, batch_bytes=none, phases=(), repeats=kinds, blocks=32, border=0)
+    assert some.recomputed_block_counts() == range(4, 29)
+    assert [one.times for one in some.with_recomputed_blocks(20).repeats] == [17, 9]
+    spec = decoder_spec(SMALL).model_copy(update={"traces": (some,)})
+    candidates = iterate_candidates(spec, hardware_of(1, 8), run=run_for(SMALL, "train.global_batch=8"))
+    assert {candidate.recompute.blocks for candidate in candidates} == {8, 16, 24}
+
+
+def test_the_plainer_of_two_that_are_as_fast_is_taken():
+    """On one rank nothing is gathered, and so it is all the same how far ahead."""
+    run = run_for(SMALL, "train.global_batch=1", "sharding.strategy=full_shard")
+    found = search(decoder_spec(SMALL), hardware_of(1, 1), run)
+    assert found.best is not None
+    assert found.best.run.prefetch.mode == "implicit"
+
+
+def test_nothing_fits_says_what_is_closest_what_is_largest_and_what_would_fit():
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8", "recompute.mode=none")
+    with pytest.raises(PlanError) as error:
+        plan(spec, hardware_of(1, 4, gib=60), run)
+    for part in (
+        "no plan fits 58.80 GiB",
+        "closest: full_shard, dp_shard=4",
+        "over)",
+        "largest: activations",
+    ):
+        assert part in str(error.value)
+    assert 'try: recompute.mode = "auto"' in str(error.value)
+
+
+def test_more_ranks_are_advised_where_no_pin_is_to_blame():
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8")
+    with pytest.raises(PlanError, match="try: 8 ranks: full_shard"):
+        plan(spec, hardware_of(1, 2, gib=48), run)
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused():
+    with pytest.raises(PlanError, match="shared out"):
+        search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=12"))
+
+
+def test_a_spec_of_another_sequence_is_refused():
+    other = Shape(layers=5, sequence=512)
+    with pytest.raises(PlanError, match="sequence_length"):
+        search(decoder_spec(other), hardware_of(1, 8), run_for(SMALL, "train.global_batch=8"))
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_more_ranks_never_hold_more_shards_each(data: st.DataObject):
+    """Up to padding: dim 0 of a parameter is padded to a multiple of the ranks."""
+    shape = data.draw(st.builds(Shape, d_model=st.sampled_from([64, 256]), layers=st.integers(3, 9)))
+    ranks = data.draw(st.sampled_from([1, 2, 4, 8]))
+    spec, shards = decoder_spec(shape), []
+    for world in (ranks, ranks * data.draw(st.sampled_from([2, 3, 8]))):
+        run = run_for(shape, f"train.global_batch={world}", "sharding.strategy=full_shard")
+        found = search(spec, hardware_of(1, world), run)
+        memory = prediction_of(found.best).memory
+        shards.append(memory.parameter_shards + memory.optimizer_state)
+    assert shards[1] <= shards[0]
+
+
+@pytest.mark.parametrize("shape", [SMALL, LLAMA_8B, LLAMA_405B])
+def test_recompute_never_saves_more(shape: Shape):
+    spec = decoder_spec(shape)
+    saved = {
+        trace.recompute.mode: max(phase.end.activations.value_at(1) for phase in trace.phases)
+        for trace in spec.traces
+    }
+    assert all(saved[mode] <= saved["none"] for mode in saved)
+
+
+def test_one_rank_with_room_keeps_its_parameters_gathered_over_the_step():
+    """Over one rank FSDP2 copies parameters whenever it gathers them."""
+    run, spec = run_for(Shape(layers=4, d_model=1024)), decoder_spec(Shape(layers=4, d_model=1024))
+    best = search(spec, hardware_of(1, 1), run).best
+    assert best is not None
+    assert best.reshard_after_forward is False

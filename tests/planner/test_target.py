@@ -1,0 +1,126 @@
+"""What `fullshard plan MODEL` means by MODEL, and how many sequences a step has."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import PlanError, SpecError
+from fullshard.planner.target import choose_global_batch, resolve_plan_target
+from fullshard.spec.presets import read_presets
+from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
+from tests.spec.test_pretrained import LLAMA3_8B
+
+
+def write_config(directory: Path, config: dict[str, object]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("preset", read_presets(), ids=lambda preset: preset.name)
+def test_a_preset_is_a_run_of_that_model(preset):
+    run = resolve_plan_target(preset.name).load_run([])
+    assert run.decoder_config == preset.model
+    assert run.data.sequence_length == min(8192, preset.model.max_sequence)
+
+
+def test_what_the_user_sets_goes_before_what_the_name_says():
+    run = resolve_plan_target("llama3-8b").load_run(["data.sequence_length=512", "model.layers=2"])
+    assert (run.data.sequence_length, run.decoder_config.layers, run.decoder_config.d_model) == (512, 2, 4096)
+
+
+def test_a_config_is_found_by_its_path_or_its_directory(tmp_path: Path):
+    path = write_config(tmp_path, LLAMA3_8B)
+    preset = resolve_plan_target("llama3-8b").load_run([])
+    assert (
+        resolve_plan_target(str(path)).load_run([]).model
+        == resolve_plan_target(str(tmp_path)).load_run([]).model
+        == preset.model
+    )
+
+
+def test_a_cached_repository_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    write_config(tmp_path / "models--org--model" / "snapshots" / "abc", LLAMA3_8B)
+    assert resolve_plan_target("org/model").load_run([]).decoder_config.layers == 32
+
+
+def test_a_model_that_only_transformers_knows_keeps_its_config(tmp_path: Path):
+    path = write_config(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
+    subject = resolve_plan_target(str(path))
+    run = subject.load_run([])
+    assert isinstance(run.model, HuggingFaceModel)
+    assert (run.model.hf, run.data.sequence_length) == (str(path), 1024)
+
+
+def test_an_image_counts_as_one_token(tmp_path: Path):
+    path = write_config(tmp_path, {"model_type": "vit", "image_size": 224})
+    assert resolve_plan_target(str(path)).load_run([]).data.sequence_length == 1
+
+
+def test_a_run_file_keeps_its_own_batch(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nglobal_batch = 12\n")
+    subject = resolve_plan_target(str(path))
+    assert subject.load_run([]).train.global_batch == 12
+    assert not subject.chosen_here
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lama3-8b", "llama3-8b"),
+        ("org/absent", "no repository"),
+        ("gpt2", "learned positions"),
+        ("absent.json", "no such file"),
+        ("./absent", "no such file"),
+    ],
+)
+def test_a_name_that_is_nothing_is_answered_with_what_is_near(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SpecError) as raised:
+        resolve_plan_target(name)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"layers": 3}', "no json"])
+def test_a_file_that_is_no_model_is_refused(text: str, tmp_path: Path):
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(SpecError):
+        resolve_plan_target(str(path))
+
+
+def run_of(length: int, *overrides: str) -> Run:
+    return Run.load(overrides=[f"data.sequence_length={length}", f"model.max_sequence={length}", *overrides])
+
+
+def test_tokens_a_step_are_shared_out_in_whole_sequences():
+    assert choose_global_batch(run_of(8192), tokens=128 * 8192, ranks=8, per_node=8) == (128, None)
+    sequences, note = choose_global_batch(run_of(8192), tokens=4_000_000, ranks=8, per_node=8)
+    assert sequences == 488
+    assert note is not None
+    assert "488.28 sequences" in note
+    assert "3,997,696" in note
+    sequences, _ = choose_global_batch(
+        run_of(8192, "train.microbatch=3"), tokens=4_000_000, ranks=8, per_node=8
+    )
+    assert sequences % 24 == 0
+
+
+def test_without_a_wish_a_step_has_about_a_million_tokens_or_one_sequence_a_rank():
+    assert choose_global_batch(run_of(8192), tokens=None, ranks=8, per_node=8) == (128, None)
+    sequences, note = choose_global_batch(run_of(8192), tokens=None, ranks=16384, per_node=1)
+    assert sequences == 16384
+    assert note is not None
+    assert "134M tokens a step" in note
+
+
+def test_fewer_tokens_than_ranks_can_share_are_refused():
+    with pytest.raises(PlanError, match="too few for 16,384 ranks"):
+        choose_global_batch(run_of(8192), tokens=16_000_000, ranks=16384, per_node=1)

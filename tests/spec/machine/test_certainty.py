@@ -1,0 +1,94 @@
+"""Certainty: the table holds what the pages of published rows give."""
+
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+from statistics import quantiles
+
+import pytest
+
+from fullshard.spec.machine.certainty import Certainty, read_certainty, speed_certainty
+from fullshard.spec.machine.hardware_text import hardware_on
+from tests.fakes.hardware import cpu_of
+
+BENCH = Path(__file__).parents[2] / "bench"
+SETS = range(7)  # that the table's bars are of
+PAGES = [BENCH / "results" / f"2026-11-25-blind-{number}.md" for number in (4, 5, 6)]
+MIXTURES = BENCH / "results" / "2026-11-25-mixtures.md"
+ROW = re.compile(r"\| test \| (.*?) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) %")
+
+
+def deviations() -> list[tuple[int, int, str, float]]:
+    """Parameters, nodes, chip and deviation of each row that sets no rate."""
+    found: list[tuple[int, int, str, float]] = []
+    errors = {name: error for page in PAGES for name, error in ROW.findall(page.read_text())}
+    table = tomllib.loads((BENCH / "published.toml").read_text())
+    for row in (table["series"].get(row.get("series"), {}) | row for row in table["row"]):
+        error = errors.get(row["name"])
+        if error is None or "mixture" in row or row.get("set", 0) not in SETS:
+            continue
+        sizes = row["model"]
+        width, ff = sizes["d_model"], sizes["d_ff"]
+        narrow = sizes.get("kv_heads", sizes["heads"]) / sizes["heads"]
+        block = width * width * (2 + 2 * narrow) + (3 if sizes["gated"] else 2) * width * ff
+        tables = sizes["vocabulary"] * width * (1 if sizes["tied"] else 2)
+        numel = int(sizes["layers"] * block + tables)
+        found.append((numel, row["nodes"], row["chip"], float(error) / 100))
+    return found
+
+
+def test_the_table_is_of_the_published_rows():
+    rows, table = deviations(), read_certainty()
+    errors = [error for *_, error in rows]
+    assert table.all.rows == len(rows)
+    assert (table.all.low, table.all.high) == pytest.approx((min(errors), max(errors)))
+    chips = Counter(chip.split()[0] for *_, chip, _ in rows)
+    assert {chip for chip, count in chips.items() if count >= 5} == set(table.chips)
+    for spread, one_node in ((table.one_node, True), (table.several_nodes, False)):
+        own = [e for numel, nodes, _, e in rows if numel >= table.parameters and (nodes == 1) == one_node]
+        cuts = quantiles(own, n=20, method="inclusive")
+        assert spread.rows == len(own)
+        assert (spread.low, spread.high) == pytest.approx((cuts[0], cuts[-1]), abs=6e-4)
+
+
+def test_a_network_makes_a_speed_less_certain():
+    one, several = (speed_certainty(8_000_000_000, hardware_on(text)) for text in ("8xH100", "8x8xH100"))
+    assert one is not None
+    assert several is not None
+    assert several.high > one.high
+
+
+def test_a_deviation_reads_as_what_the_prediction_may_be():
+    deviation = Certainty(-0.1, 0.25, "90 % of 4 published rows")
+    assert deviation.text == "predicted 10 % too low to 25 % too high, as are 90 % of 4 published rows"
+
+
+def test_small_models_and_chips_without_rows_are_less_certain():
+    hopper, other = hardware_on("8xH100"), hardware_on("8xMI300X")
+    known = speed_certainty(8_000_000_000, hopper)
+    assert known is not None
+    for found in (speed_certainty(100_000_000, hopper), speed_certainty(8_000_000_000, other)):
+        assert found is not None
+        assert found.high - found.low > known.high - known.low
+    assert speed_certainty(8_000_000_000, cpu_of(2)) is None
+
+
+def test_a_mixture_is_less_certain_than_any_other_model():
+    for text in ("8xH100", "8x8xH100", "8xMI300X"):
+        hardware = hardware_on(text)
+        mixture, dense = (speed_certainty(8_000_000_000, hardware, mixture=known) for known in (True, False))
+        assert mixture is not None
+        assert dense is not None
+        assert mixture.low <= dense.low
+        assert mixture.high >= dense.high
+        assert "mixtures" in mixture.grounds
+
+
+def test_the_spread_of_mixtures_is_of_the_page_of_mixtures():
+    errors = [float(error) / 100 for _, error in ROW.findall(MIXTURES.read_text())]
+    rows = tomllib.loads((BENCH / "published.toml").read_text())["row"]
+    rows = [row for row in rows if "set" not in row]
+    spread = read_certainty().mixtures
+    assert spread.rows == len(errors) == sum("mixture" in row and row["use"] == "test" for row in rows)
+    assert (spread.low, spread.high) == pytest.approx((min(errors), max(errors)))

@@ -1,0 +1,50 @@
+"""package.module:name is looked up, also where the command was started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import SpecError
+from fullshard.system.dotted import import_callable
+
+
+def test_a_name_is_looked_up() -> None:
+    assert import_callable("os.path:join", key="train.loss")("a", "b") == str(Path("a", "b"))
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("def make():\n    return 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    assert import_callable("mine_alone:make", key="model.python")() == 3
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("os.path.join", "train.loss = 'os.path.join' does not exist"),
+        ("os.path:", "does not exist"),
+        ("../os:join", "does not exist"),
+        ("no_such_package:make", "cannot be imported"),
+        ("os.path:joined", "os.path has no joined"),
+        ("os.path:sep", "sep is str"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told(dotted: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        import_callable(dotted, key="train.loss")
+
+
+def test_a_file_beside_the_run_never_replaces_a_module_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "this.py").write_text("raise SystemExit('it ran')\n")  # `this` of Python itself prints a poem
+    (tmp_path / "os.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    with pytest.raises(SpecError, match=r"this\.py, not .*this\.py"):
+        import_callable("this:make", key="model.python")
+    assert callable(
+        import_callable("os.path:join", key="train.loss")
+    )  # os.py cannot be meant: it has no path
