@@ -4,9 +4,8 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -104,24 +103,7 @@ def diff_checkpoints(
     typer.echo("the same bits")
 
 
-class ExportFormat(StrEnum):
-    """File formats of an export.
-
-    safetensors: one file, or several with an index
-    hf: a directory that transformers' `from_pretrained` loads
-    peft: only the adapters, in peft's format
-    """
-
-    SAFETENSORS = "safetensors"
-    HF = "hf"
-    PEFT = "peft"
-
-
-class ExportDtype(StrEnum):
-    """Dtypes of exported floating-point tensors."""
-
-    BF16 = "bf16"
-    FP32 = "fp32"
+ExportFormat = Literal["safetensors", "hf", "peft"]
 
 
 def export_checkpoint(
@@ -138,9 +120,10 @@ def export_checkpoint(
     form: Annotated[
         ExportFormat,
         typer.Option("--format", help="hf adds config and tokenizer; peft writes only the adapters."),
-    ] = ExportFormat.SAFETENSORS,
+    ] = "safetensors",
     dtype: Annotated[
-        ExportDtype | None, typer.Option(help="Dtype of floating-point tensors, if not as trained.")
+        Literal["bf16", "fp32"] | None,
+        typer.Option(help="Dtype of floating-point tensors, if not as trained."),
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")
@@ -157,18 +140,17 @@ def export_checkpoint(
     from fullshard.quantities import parse_bytes
 
     shard_bytes = None if shard_size is None else parse_bytes(shard_size)
-    if form is ExportFormat.PEFT and (shard_bytes is not None or dtype is not None):
+    if form == "peft" and (shard_bytes is not None or dtype is not None):
         fix = "--format hf, or neither"
         raise SpecError("--format peft takes neither --shard-size nor --dtype.", fix=fix)
     _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
     place = _find_checkpoints_root(source)
-    if form is ExportFormat.HF:
+    if form == "hf":
         from fullshard.weights.export_hf import SHARD_BYTES, export_hf
 
-        named = dtype.value if dtype else None
         most = SHARD_BYTES if shard_bytes is None else shard_bytes
-        export_hf(place, target, dtype=named, shard_bytes=most)
-    elif form is ExportFormat.PEFT:
+        export_hf(place, target, dtype=dtype, shard_bytes=most)
+    elif form == "peft":
         from fullshard.weights.export_peft import export_peft
 
         export_peft(place, target)
@@ -177,7 +159,7 @@ def export_checkpoint(
 
         from fullshard.weights.export import export
 
-        dtypes = {ExportDtype.BF16: torch.bfloat16, ExportDtype.FP32: torch.float32}
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
         export(place, target, shard_bytes=shard_bytes, dtype=dtypes[dtype] if dtype else None)
     typer.echo(f"{target}")
 
@@ -193,9 +175,9 @@ def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, for
     from fullshard.weights.files import INDEX, read_header
 
     is_weights = build_can_load_predicate(read_header, most_bytes=None)
-    if form is ExportFormat.HF:
+    if form == "hf":
         check_holds_no_weights(target)
-    if form is not ExportFormat.SAFETENSORS or sharded:
+    if form != "safetensors" or sharded:
         check_output_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
     else:
         check_output_file(target, is_kind=is_weights, force=force)
