@@ -160,6 +160,16 @@ def test_adapters_begin_as_nothing_and_modules_may_be_trained_beside() -> None:
     assert {name for name in trained if ".lora_" not in name} == {"head.weight"}
 
 
+@pytest.mark.parametrize("targets", ["all-linear", '["query"]'])
+@pytest.mark.parametrize("layers", ["[1]", "1", '[1], layers_pattern = "blocks"'])
+def test_adapters_are_in_the_layers_to_transform(targets: str, layers: str) -> None:
+    options = f"adapter.options={{layers_to_transform = {layers}}}"
+    model = build_model(run_of(*TINY, f"adapter.targets={targets}", options))
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert adapted
+    assert {name.split(".")[1] for name in adapted} == {"1"}
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -168,8 +178,34 @@ def test_adapters_begin_as_nothing_and_modules_may_be_trained_beside() -> None:
         (["adapter.options={alora_invocation_tokens = [1]}"], "add nothing outside of peft's own model"),
         (["adapter.options={layer_replication = [[0, 1], [0, 1]]}"], "get_peft_model"),
         (["adapter.options={no_such = 1}"], "no_such"),
+        (["adapter.options={layers_to_transform = [0, 2]}"], "no target in layer 2"),
+        (['adapter.options={layers_pattern = "blocks"}'], "`layers_to_transform` must also be"),
+        (['adapter.options={target_parameters = ["no.such"]}'], "has no parameter 'no.such'"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(settings: list[str], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         build_model(run_of(*TINY, *settings))
+
+
+@pytest.mark.filterwarnings("ignore:.*pattern keys did not match:RuntimeWarning")  # peft, of its own keys
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ['adapter.targets=["q_proj", "gate_proj", "up_proj", "down_proj"]'],
+        ['adapter.targets=["q_proj"]', 'adapter.options={target_parameters = ["experts.gate_up_proj"]}'],
+    ],
+)
+def test_adapters_of_experts_in_one_tensor_are_refused(settings: list[str], tmp_path: Any) -> None:
+    write_config("qwen3_moe", tmp_path)
+    run = run_of(f"model.hf={tmp_path}", "model.options={mlp_only_layers = [0]}", *settings)
+    with pytest.raises(SpecError, match=r"cannot be sharded(.|\n)*mlp\.experts(.|\n)*q_proj"):
+        build_model(run)
+
+
+def test_experts_that_all_linear_leaves_frozen_are_named(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_config("mixtral", tmp_path)
+    build_model(run_of(f"model.hf={tmp_path}"))
+    assert "leaves experts.gate_up_proj, experts.down_proj frozen" in caplog.text

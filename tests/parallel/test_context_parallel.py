@@ -1,6 +1,7 @@
 """Attention of a rank's part of each sequence is that part of attention over whole sequences."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import SequencePart, cut_sequences
-from fullshard.errors import ShardError, TrainError
+from fullshard.errors import ShardError, SpecError, TrainError
+from fullshard.models.build import build_model
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention import (
     QueryKeyValue,
@@ -21,14 +23,15 @@ from fullshard.models.loss import next_token_loss
 from fullshard.parallel.context_parallel import use_context_parallel
 from fullshard.parallel.materialize import materialize
 from fullshard.parallel.mesh import build_axis_group
-from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of
+from fullshard.spec.run import Run
+from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of, write_config
 from tests.fakes.families import STATE_SPACE
 from tests.fakes.plans import plan_of
 from tests.models.test_architectures_hf import built
 from tests.models.test_document_attention import bounds_of, heads_of, masked, with_gradients
 from tests.training.test_families import built as built_family
 
-REFUSED = {"bloom": "replace", "falcon": "replace", "gemma2": "replace"}
+REFUSED = {"bloom": "replace", "falcon": "replace", "gemma2": "caps the logits"}
 CAUSAL = [name for name in CONFIGS if "tokens" in batch_of(name, 0) and name not in REFUSED]
 PARTS = [(ranks, pieces) for ranks in (1, 2, 4) for pieces in (1, 2) if ranks * pieces <= 6]
 
@@ -143,6 +146,24 @@ def test_a_model_whose_attention_cannot_reach_other_ranks_is_refused(name: str) 
 def test_a_model_that_reads_tokens_in_order_is_refused(name: str) -> None:
     with pytest.raises(ShardError, match="cannot be divided over ranks"):
         use_context_parallel(built_family(name)[0], plan_of(2, "sharding.context_parallel=2"), rank=0)
+
+
+def test_documents_of_a_mixture_with_its_own_balance_loss_are_refused_before_the_run(tmp_path: Path) -> None:
+    write_config("qwen3_moe", tmp_path)
+    settings = [f"model.hf={tmp_path}", "model.options={output_router_logits = true}"]
+    build_model(Run.load(overrides=settings))
+    with pytest.raises(SpecError, match="mask of documents for one of padding"):
+        build_model(Run.load(overrides=[*settings, "data.document_mask=true"]))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_refusal_of_a_balance_loss_and_of_eager_attention_says_what_helps(attention: str) -> None:
+    model: Any = built("mixtral" if attention == "sdpa" else "llama")[0]
+    model.config._attn_implementation = attention
+    model.config.output_router_logits = attention == "sdpa"
+    says = 'attention = "sdpa"' if attention == "eager" else "output_router_logits = false"
+    with pytest.raises(ShardError, match=says):
+        use_context_parallel(model, plan_of(2, "sharding.context_parallel=2"), rank=0)
 
 
 def test_a_module_of_the_users_own_is_refused() -> None:

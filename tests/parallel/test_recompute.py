@@ -88,6 +88,46 @@ def test_selective_repeats_elementwise_work_and_no_matmul(compiled: bool) -> Non
     assert counts["none"]["aten::tanh"] == BLOCKS
 
 
+class Statistics(Block):
+    """Normalises by statistics that its forward changes before they are used, as codebooks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("made", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.lerp_(x.detach().std() * 4, 0.5)
+            self.made = self.scale + (2 if self.made is None else self.made)  # a new tensor each time
+        return super().forward(self.norm(x) / self.scale * self.made)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_recomputed_forward_has_the_buffers_of_the_first_and_changes_none(mode: str) -> None:
+    """Two forwards come before a backward; of full recompute, the graph of the first is used twice."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Statistics(), Statistics())
+    model = copy.deepcopy(plain)
+    apply_recompute(list(model), RecomputeSection(mode=mode))
+    x, found = torch.randn(5, WIDTH), []
+    for one in (plain, model):
+        buffers = {name: one.get_buffer(name) for name in ("0.scale", "1.norm.running_mean")}
+        losses = [one(x).square().sum()]
+        if one is model:
+            losses.append(one(2 * x).square().sum())
+        for _ in range(2 if mode == "full" else 1):
+            losses[0].backward(retain_graph=True)
+        if one is plain:  # where autograd does not keep the scale of the first
+            losses.append(one(2 * x).square().sum())
+        losses[1].backward()
+        assert all(one.get_buffer(name) is buffer for name, buffer in buffers.items())
+        found.append([*(parameter.grad for parameter in one.parameters()), *one.buffers()])
+    for expected, tensor in zip(*found, strict=True):
+        torch.testing.assert_close(tensor, expected)
+
+
 def test_of_the_matmuls_only_every_other_may_be_saved() -> None:
     """Of a decoder's block the first, third, fifth and seventh; the last is never needed again."""
     counts: dict[int, int] = {}

@@ -14,6 +14,7 @@ from fullshard.training.learning_rates import (
     rates_set_by_others,
     restore_rates_set_by_others,
     set_learning_rates,
+    warn_of_schedule,
     warn_of_unused_settings,
 )
 from fullshard.training.loop import train
@@ -84,6 +85,23 @@ def test_the_rates_of_a_torch_scheduler_are_left_alone(make: Any) -> None:
         for scheduler in (expected, given):
             scheduler.optimizer.step()
             scheduler.step()
+
+
+def test_a_schedule_that_multiplies_the_rates_of_the_users_optimizer_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """ReduceLROnPlateau is not seen before it reduces a rate, which then is left alone."""
+    _, optimizer = two_groups(0.5, 0.1)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    warn_of_schedule(optimizer, run_of("schedule.kind=constant", "schedule.warmup_steps=0"))
+    assert not caplog.records
+    warn_of_schedule(optimizer, FALLING)
+    assert "multiplies the optimizer's learning rates (0.5, 0.1)" in caplog.text
+    set_learning_rates(optimizer, FALLING, step=0)
+    for _ in range(2):
+        scheduler.step(1.0)
+    assert set_learning_rates(optimizer, FALLING, step=1) == pytest.approx([0.025, 0.005])
+    assert "0.025 in place of 0.25, 0.005 in place of 0.05" in caplog.text
 
 
 def test_an_optimizer_without_a_rate_is_left_alone() -> None:

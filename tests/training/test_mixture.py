@@ -44,6 +44,17 @@ def mixture(**sizes: Any) -> Mixture:
     return layer
 
 
+def test_a_decoder_that_is_made_on_the_cpu_has_initialised_experts() -> None:
+    config = DecoderConfig.parse(
+        {"d_model": 64, "d_ff": 24, "layers": 1, "heads": 2, "experts": 4}, source=""
+    )
+    kept = [torch.full((4, 64, 24), 3e30) for _ in range(20)]  # memory that the parameters may get
+    del kept
+    layer = DecoderModel(config).blocks[0].feed_forward
+    for parameter in (layer.router.weight, layer.experts.gate, layer.experts.up):
+        assert parameter.std().item() == pytest.approx(0.02, rel=0.3)
+
+
 def one_by_one(layer: Mixture, x: Tensor) -> Tensor:
     """Each token by itself, as the papers write it."""
     experts, chosen = layer.experts, layer.router.experts_per_token

@@ -1,5 +1,6 @@
 """The optimizer that a run names: its class, its options, its groups, and that it updates what is trained."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -262,6 +263,19 @@ def test_an_optimizer_that_would_not_update_the_shards_is_refused(
     attempt: Any, what: str, ranks: Any
 ) -> None:
     assert what in ranks(1).run(attempt)[0]
+
+
+def test_a_step_that_a_scheduler_or_a_decorator_wraps_needs_no_arguments() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)
+    TrainState(model, optimizer)
+    optimizer.step = functools.wraps(optimizer.step)(functools.partial(optimizer.step))
+    TrainState(model, optimizer)
+    closure = torch.optim.LBFGS(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(closure, lambda _step: 1.0)
+    with pytest.raises(TrainError, match="got: closure"):
+        TrainState(model, closure)
 
 
 # Same numbers as unsharded

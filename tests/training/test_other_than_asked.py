@@ -184,6 +184,27 @@ def test_what_a_loop_changes_after_a_validation_is_kept(strategy: str, ranks: An
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def average_of_models(strategy: str, validates: bool) -> dict[str, Tensor]:
+    """A second sharded model, which follows the first between steps, and may be evaluated after it."""
+    run = run_of(f"sharding.strategy={strategy}", "train.microbatch=6", "train.steps=3")
+    (state, plan), (other, _) = sharded(run), sharded(run)
+    for _step in train(state, plan, loss=mean_square):
+        with torch.no_grad():
+            for slow, fast in zip(other.model.parameters(), state.model.parameters(), strict=True):
+                slow.lerp_(fast.detach(), 0.5)
+            if validates:
+                other.model(pairs(0)[0])
+    return whole(other.model)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_second_model_may_be_changed_after_an_evaluation_of_it(strategy: str, ranks: Any) -> None:
+    (expected, _), (found, _) = (
+        ranks(2).run(average_of_models, strategy, evaluated) for evaluated in (False, True)
+    )
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 class Lookahead(torch.optim.Optimizer):
     """Averages with the weights of an optimizer inside."""
 

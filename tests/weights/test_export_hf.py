@@ -11,18 +11,21 @@ from torch import Tensor, nn
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
+from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.models.build import build_model
 from fullshard.models.huggingface import build_hf_model
 from fullshard.parallel.apply import shard
+from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
-from fullshard.weights.export_hf import describe_for_transformers, export_hf
+from fullshard.weights.export_hf import add_end_tokens, describe_for_transformers, export_hf, find_end_tokens
 from fullshard.weights.export_peft import export_peft
 from fullshard.weights.pretrained import load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.checkpoint.states import saved as saved_numbers
+from tests.data.samples import CHAT, save_tokenizer
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
 from tests.fakes.sampling import sampled
@@ -223,3 +226,25 @@ def test_a_manifest_that_describes_no_model_is_refused(tmp_path, changed):
     with pytest.raises(FullshardError):
         export_hf(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("records", "ends"), [("text", "documents end"), ("messages", "turns end")])
+@pytest.mark.parametrize("source", [True, False])
+def test_the_generation_config_has_the_token_that_training_data_ends_with(
+    tmp_path, caplog, records, ends, source
+):
+    pytest.importorskip("transformers")
+    tokenizer = save_tokenizer(tmp_path / "tok", template=CHAT)
+    end = open_tokenizer(tokenizer).tokens_after_document[-1]
+    data = [f"data.tokenizer={tokenizer}", "data.source=jsonl", 'data.paths=["a"]', f"data.records={records}"]
+    found = find_end_tokens(Run.load(overrides=data))
+    assert found == {end: ends}
+    config = {"eos_token_id": 7}
+    beside = {"generation_config.json": b'{"eos_token_id": [7, 8], "top_p": 0.5}'} if source else {}
+    add_end_tokens(config, beside, ends=found)
+    if source:
+        made = json.loads(beside["generation_config.json"])
+        assert made == {"eos_token_id": [7, 8, end], "top_p": 0.5}
+    else:
+        assert config == {"eos_token_id": [7, end]}
+    assert f"{ends} with {end} in training" in caplog.text

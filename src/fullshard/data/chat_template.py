@@ -135,6 +135,13 @@ class ChatTemplate:
             unwritten,
         )
 
+    def find_end_of_turn(self) -> int | None:
+        """Returns the special token that ends an answer, and is trained on; None if there is none."""
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        found = self.encode_conversation(Conversation(messages), train_on="assistant")
+        ends = [one for one in found.tokens[found.trained] if one in self._special_tokens]
+        return int(ends[-1]) if ends else None
+
     def _check_content_is_written(
         self, conversation: Conversation, *, train_on: Literal["all", "assistant"]
     ) -> frozenset[str]:

@@ -62,10 +62,13 @@ class UnitOrder:
     """The units that this rank has gathered and reduced since `take_events`, in order.
 
     is_in_loss: whether the loss of a step is computed, in which no backward may run
+    is_evaluated: whether the model is evaluated by this package, which reshards it once, at the end
+    is_trained: whether the model is that of a loop, whose backward runs within a step
+    awaits_backward: whether a forward with gradients came after the last reduction
     """
 
     def __init__(self, names: Sequence[UnitNames]) -> None:
-        self.is_in_loss = False
+        self.is_in_loss = self.is_evaluated = self.is_trained = self.awaits_backward = False
         self._names = names
         self._numbers = deque[int](maxlen=_MOST_NUMBERS)
 
@@ -74,6 +77,7 @@ class UnitOrder:
 
     def note_reduction(self, unit: int, *, without: Iterable[int]) -> None:
         """Notes a reduction of all gradients of a unit, except of its parameters `without`."""
+        self.awaits_backward = False
         self._numbers.append(2 * unit + 1)
         self._numbers.extend(-1 - index for index in without)
 

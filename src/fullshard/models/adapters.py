@@ -5,20 +5,25 @@ are inserted on the meta device, and initialised later with all other parameters
 (peft's default), B with zeros. The model's own `_init_weights` must not overwrite these values.
 """
 
+import importlib
 import importlib.util
+import json
+import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from fullshard.distributed.agreement import rank
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.spec.settings.train_section import AdapterSection
 from fullshard.system.dotted import import_quietly
 
 ADAPTER = "default"
+logger = logging.getLogger("fullshard")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,11 +39,12 @@ def insert_adapters(
     if section.rank == 0:
         return model
     peft = import_peft()
-    targets = _list_adapter_target_names(model, section)
+    targets = _list_targets_of_options(model, section)
     trained = _find_modules_by_name_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
     turned = any(has_transposed_weight(modules[name]) for name in targets)
     config = make_lora_config(section, targets=targets, turned=turned)
+    _check_target_parameters(model, section)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
@@ -49,6 +55,9 @@ def insert_adapters(
             got=str(error).strip().splitlines()[0],
             fix="other adapter.targets, or other adapter.options",
         ) from error
+    _check_no_parameter_is_wrapped(model)
+    if section.targets == "all-linear":
+        _log_experts_without_adapter(model)
     for module in trained:
         for parameter in module.parameters():
             parameter.requires_grad_(True)
@@ -70,7 +79,7 @@ def make_lora_config(section: AdapterSection, *, targets: list[str], turned: boo
             fan_in_fan_out=turned,
             **options,
         )
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise SpecError("[adapter] options are not peft's.", got=str(error)) from error
 
 
@@ -85,6 +94,85 @@ def import_peft() -> Any:
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("hf", package="peft", needed_for="[adapter]")
     return import_quietly("peft")
+
+
+def _list_targets_of_options(model: nn.Module, section: AdapterSection) -> list[str]:
+    """Returns the full names of `adapter.targets` in the layers of `options.layers_to_transform`.
+
+    Raises SpecError for a layer in which nothing matches.
+    """
+    names = _list_adapter_target_names(model, section)
+    chosen = section.options.get("layers_to_transform")
+    if chosen is None or chosen == []:
+        return names
+    found = set[str]()
+    for layer in chosen if isinstance(chosen, list) else [chosen]:
+        own = _match_in_layer(names, section, layer=layer)
+        if not own:
+            raise SpecError(
+                "an adapter option matches no layer.",
+                got=f"adapter.options.layers_to_transform = {chosen}: no target in layer {layer}",
+                fix="layers of the model, from 0, and options.layers_pattern, the name of their list",
+            )
+        found |= own
+    return [name for name in names if name in found]
+
+
+def _match_in_layer(names: list[str], section: AdapterSection, *, layer: Any) -> set[str]:
+    """Returns those of `names` that peft would adapt, if `layer` were the only layer to transform."""
+    check: Any = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
+    options = {**section.options, "layers_to_transform": [layer], "exclude_modules": None}  # left to peft
+    one = section.model_copy(update={"options": options})
+    ends = {name.rpartition(".")[2] for name in names} if section.targets == "all-linear" else section.targets
+    config = make_lora_config(one, targets=sorted(ends), turned=False)
+    # peft looks for the number behind two parts of a name, which the list of layers may not have.
+    return {name for name in names if name in ends or check(config, f"model.{name}")}
+
+
+def _check_target_parameters(model: nn.Module, section: AdapterSection) -> None:
+    """Raises SpecError for a name in `options.target_parameters` that no parameter has."""
+    names = [name for name, _ in model.named_parameters()]
+    for end in section.options.get("target_parameters") or []:
+        if not any(name == end or name.endswith(f".{end}") for name in names):
+            raise SpecError(
+                f"{type(model).__name__} has no parameter {end!r}.",
+                got=f"adapter.options.target_parameters = {section.options['target_parameters']}",
+                fix=", ".join(sorted({".".join(name.split(".")[-2:]) for name in names})[:8]),
+            )
+
+
+def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
+    """Raises SpecError if peft adapts parameters themselves, such as stacked experts."""
+    kinds = {name: type(module).__name__ for name, module in iterate_adapted_layers(model)}
+    wrapped = [name.removesuffix(".base_layer") for name, kind in kinds.items() if kind == "ParamWrapper"]
+    if not wrapped:
+        return
+    left = dict.fromkeys(name.rpartition(".")[2] for name, kind in kinds.items() if kind != "ParamWrapper")
+    others = json.dumps([*left] or ["q_proj", "v_proj"])
+    raise SpecError(
+        "adapters of parameters, such as experts in one tensor, cannot be sharded.",
+        got=", ".join(dict.fromkeys(wrapped)),
+        why="peft replaces these parameters in every forward, where they are gathered copies of "
+        "shards; it also takes gate_proj, up_proj and down_proj of such a mixture for its experts",
+        fix=f"adapter.targets = {others}, without target_parameters",
+    )
+
+
+def _log_experts_without_adapter(model: nn.Module) -> None:
+    """Logs stacked weights in blocks, which are no linear modules: "all-linear" leaves them frozen."""
+    stacked = [
+        name
+        for name, one in model.named_parameters()
+        if one.ndim == 3 and ".lora_" not in name and any(part.isdigit() for part in name.split("."))
+    ]
+    kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacked)
+    if kinds and rank() == 0:
+        _log_once(f'adapter.targets = "all-linear" leaves {", ".join(kinds)} frozen: no linear modules')
+
+
+@cache
+def _log_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:

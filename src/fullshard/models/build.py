@@ -10,7 +10,7 @@ from fullshard.models.adapters import insert_adapters
 from fullshard.models.constructor_tape import ConstructorTape
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention_hf import use_document_attention
-from fullshard.models.huggingface import build_hf_model, weight_dtype_in_config
+from fullshard.models.huggingface import build_hf_model, has_balance_loss, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.records.measurement import model_flops_per_token
 from fullshard.spec.run import Run
@@ -27,9 +27,22 @@ def build_model(run: Run) -> nn.Module:
     if isinstance(section, PythonModel):
         return insert_adapters(build_python_model(section), run.adapter)
     model = build_hf_model(section)
+    _check_balance_loss_of_documents(model, run)
     if run.data.document_mask and section.attention == "auto":
         use_document_attention(model)
     return insert_adapters(model, run.adapter, own_dtype=weight_dtype_in_config(section))
+
+
+def _check_balance_loss_of_documents(model: nn.Module, run: Run) -> None:
+    """Raises SpecError if a mixture's own balance loss would be given a mask of documents."""
+    attention = str(getattr(model.config, "_attn_implementation", ""))
+    if run.data.document_mask and has_balance_loss(model) and not attention.startswith("flash"):
+        raise SpecError(
+            f"{type(model).__name__} cannot compute its balance loss of sequences with several documents.",
+            got="output_router_logits = true in its config or model.options, and data.document_mask = true",
+            why="it would take the mask of documents for one of padding",
+            fix="model.options.output_router_logits = false, or data.document_mask = false",
+        )
 
 
 def build_python_model(section: PythonModel) -> nn.Module:

@@ -167,6 +167,9 @@ class DecoderModel(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
+        for module in self.modules():  # torch's own layers have initialised themselves
+            if isinstance(module, Router | Experts) and not next(module.parameters()).is_meta:
+                self._init_weights(module)
 
     def get_output_embeddings(self) -> nn.Linear:
         """Returns the module that computes the logits, by the name that models of transformers give it."""

@@ -17,7 +17,7 @@ from fullshard.models.document_attention import (
 DOCUMENT_ATTENTION = "fullshard_documents"
 """Beginning of the names of the implementation among those of transformers."""
 # Declarations of a model class: attention is looked up by name, and takes its sliding window as an argument.
-_DECLARED = ("_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa")
+DECLARED = ("_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa")
 _SDPA = "sdpa"
 
 
@@ -33,7 +33,7 @@ def use_document_attention(model: nn.Module, *, context: ContextParallel | None 
     """
     config: Any = model.config
     replaceable = config._attn_implementation == _SDPA or uses_document_attention(config)
-    if not replaceable or not all(getattr(model, name, False) for name in _DECLARED):
+    if not replaceable or not all(getattr(model, name, False) for name in DECLARED):
         return False
     attention: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks: Any = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS

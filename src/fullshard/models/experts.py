@@ -48,8 +48,7 @@ class Router(nn.Module):
                    20). It is a function of one sequence, so it depends neither on ranks nor on microbatches.
     balance_bias   (N,), added to the scores for the choice alone. `fullshard.training.step` raises it
                    after a step for experts with fewer tokens than the mean, and lowers it for the others.
-    tokens         (N,), tokens that chose each expert since the last such change. Recompute counts all
-                   tokens of a layer again, which changes no comparison of its experts.
+    tokens         (N,), tokens that chose each expert since the last such change
 
     Ranks may share sequences: see `share_sequences`.
     """

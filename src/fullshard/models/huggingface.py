@@ -136,6 +136,13 @@ def weight_dtype_in_config(section: HuggingFaceModel) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+def has_balance_loss(model: nn.Module) -> bool:
+    """Returns whether a transformers mixture of experts adds a loss of all tokens that balances them."""
+    config: Any = getattr(model, "config", None)
+    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    return any(getattr(one, "output_router_logits", False) for one in configs)
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Returns True for a transformers causal language model, sharded or not."""
     if not hasattr(getattr(model, "config", None), "model_type"):

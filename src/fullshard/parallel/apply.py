@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
-from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
+from fullshard.distributed.unit_order import UnitNames, UnitOrder, find_unit_order, set_unit_order
 from fullshard.errors import PlanError, ShardError
 from fullshard.parallel.compile import (
     CompiledForward,
@@ -54,7 +54,7 @@ from fullshard.parallel.precision import (
 from fullshard.parallel.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
-from fullshard.parallel.unit_events import record_unit_events
+from fullshard.parallel.unit_events import record_unit_events, reshard_after_evaluation
 from fullshard.parallel.units import (
     Predicate,
     Unit,
@@ -139,6 +139,8 @@ def shard(
         keeper.finish_offloading_shards()
     finish_sharding(model, prepared)
     carried.set_on(model)
+    if (unit_order := find_unit_order(model)) is not None:
+        reshard_after_evaluation(model, unit_order)
     return model
 
 

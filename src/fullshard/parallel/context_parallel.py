@@ -8,9 +8,9 @@ from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError, TrainError
 from fullshard.models.context_attention import ContextParallel
 from fullshard.models.decoder import Attention, DecoderModel
-from fullshard.models.document_attention_hf import use_document_attention
+from fullshard.models.document_attention_hf import DECLARED, use_document_attention
 from fullshard.models.experts import Router
-from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.huggingface import has_balance_loss, is_causal_lm
 from fullshard.models.token_arguments import windows_by_layer_kind
 from fullshard.spec.plan import Plan
 
@@ -43,11 +43,16 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
     heads = config.num_attention_heads
     _check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, context=context)
     if not use_document_attention(model, context=context):
-        raise _unsupported_error(
-            model,
-            why="its attention is none that transformers lets other code replace",
-            fix='model.attention = "auto", or sharding.context_parallel = 1',
-        )
+        kind = str(getattr(model.config, "_attn_implementation", "eager"))
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            why = "it caps the logits of attention, which only its own attention on one rank does"
+            raise _unsupported_error(model, why=why)
+        if kind != "sdpa" and all(getattr(model, one, False) for one in DECLARED):
+            why = f'it computes attention as "{kind}", and only "sdpa" can be replaced'
+            raise _unsupported_error(
+                model, why=why, fix='model.attention = "sdpa", or sharding.context_parallel = 1'
+            )
+        raise _unsupported_error(model, why="its attention is none that transformers lets other code replace")
 
 
 def _check_heads(heads: int, kv_heads: int, *, context: ContextParallel) -> None:
@@ -67,6 +72,12 @@ def _check_transformers_model(model: nn.Module) -> None:
     """Raises ShardError unless `model` is a causal language model whose only layers over tokens attend."""
     if not is_causal_lm(model):
         raise _unsupported_error(model, why="its attention is not that of a causal language model")
+    if has_balance_loss(model):
+        raise _unsupported_error(
+            model,
+            why="its balance loss (output_router_logits) is one of all tokens, of which each rank has a part",
+            fix="model.options.output_router_logits = false, or sharding.context_parallel = 1",
+        )
     reads_in_order = [
         name
         for name, module in model.named_modules()

@@ -1,13 +1,20 @@
 """Applies activation checkpointing (recompute) and activation offload, per block.
 
 Recompute: Chen et al., arXiv:1604.06174.
+
+[Note: buffers of recomputed blocks]
+A forward may change buffers of its block: running statistics, codebooks. The recomputed forward gets copies
+of the values with which the first one began, so it computes the same, and what it changes is discarded.
+Copies, since autograd saves the buffers that it reads. A compiled block changes its
+buffers once too, but what reads a buffer after its change in forward is recomputed with the later value.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -21,6 +28,7 @@ from fullshard.parallel.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.torch_private.fake_tensors import TorchDispatchMode
+from fullshard.torch_private.tensors import version
 
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
 # By name, since a build of torch has only the kernels of its own devices, and some exist only once imported.
@@ -69,12 +77,74 @@ def apply_recompute(
         offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
         return
     for block in chosen:
-        recomputed = partial(checkpoint, block.forward, use_reentrant=False)
+        recomputed = partial(_checkpoint_with_buffers, block, block.forward, use_reentrant=False)
         if section.mode == "selective" and not _changes_its_matmuls(block):
             # The compiler reads torch's contexts, and must see all operations.
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
             recomputed = partial(recomputed, context_fn=own)
         block.forward = recomputed
+
+
+def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Returns the buffers of `block`, by the module that has each and its name there."""
+    return {
+        (module, name): one for module in block.modules() for name, one in module.named_buffers(recurse=False)
+    }
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    """Returns whether `module` is a torch norm that changes its buffers, which raises no version."""
+    return module.training and getattr(module, "track_running_stats", False)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _checkpoint_with_buffers(  # signature: torch's
+    block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls torch's `checkpoint`. See [Note: buffers of recomputed blocks]."""
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, **kwargs)
+    return checkpoint(_ForwardWithBuffers(block, forward), *args, **kwargs)
+
+
+class _ForwardWithBuffers:
+    """One forward of `block`, each later call of which repeats the first, and changes no buffer.
+
+    See [Note: buffers of recomputed blocks].
+    """
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+        self._block, self._forward = block, forward
+        # The buffers that the first call changed, as it found them; None: it made them
+        self._found: dict[tuple[nn.Module, str], Tensor | None] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # signature: the block's own
+        if self._found is None:
+            if not torch.is_grad_enabled():
+                return self._forward(*args, **kwargs)
+            own = _buffers(self._block)
+            copies = {id(one): _copy(one) for one in own.values()}
+            before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
+            result = self._forward(*args, **kwargs)
+            self._found = {}
+            for slot, now in _buffers(self._block).items():
+                one, count, copied = before.get(slot, (None, 0, None))
+                if now is not one or version(now) != count or _has_running_statistics(slot[0]):
+                    self._found[slot] = copied
+            return result
+        later = {(module, name): getattr(module, name) for module, name in self._found}
+        # Modules that share a buffer share its copy.
+        copies = {id(one): _copy(one) for one in self._found.values() if one is not None}
+        for (module, name), one in self._found.items():
+            setattr(module, name, None if one is None else copies[id(one)])
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for (module, name), one in later.items():
+                setattr(module, name, one)
 
 
 def check_recomputed_blocks(section: RecomputeSection, blocks: int) -> None:

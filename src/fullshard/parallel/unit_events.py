@@ -5,6 +5,12 @@ Modules compute with a gathered copy of their parameters, which is dropped or ga
 So a change that forward makes (a clamp, a codebook that follows its inputs) would be lost. Torch counts
 the changes of a tensor in place, except those of its `data`; on CPU ranks, where the host waits for nothing,
 the values are compared in the first forward.
+
+[Note: gathered after a validation]
+FSDP2 leaves units gathered behind a forward without gradients: the root, and all units with strategies other
+than full_shard. `model.parameters()` then are gathered copies: values and `requires_grad` that the loop sets
+would be lost, and an optimizer would get the copies. So such a forward reshards the model, except in the loss
+of a step, and unless a backward is still to come, which may need the gathered units.
 """
 
 from collections.abc import Sequence
@@ -19,7 +25,29 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitNames, UnitOrder
 from fullshard.errors import ShardError, TrainError
 from fullshard.torch_private.fsdp import gathered_parameter, parameter_groups, pending_gather
-from fullshard.torch_private.tensors import version
+from fullshard.torch_private.tensors import tree_leaves, version
+
+
+def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
+    """Makes forwards without gradients reshard `model`. See [Note: gathered after a validation]."""
+
+    def reshard(_model: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's hook
+        if torch.is_grad_enabled():
+            leaves = tree_leaves(output)
+            order.awaits_backward |= any(isinstance(one, Tensor) and one.requires_grad for one in leaves)
+            return
+        is_backward_to_come = order.awaits_backward and not order.is_trained
+        if not (is_backward_to_come or order.is_in_loss or order.is_evaluated):
+            reshard_unsharded_units(model)
+
+    model.register_forward_hook(reshard)
+
+
+def reshard_unsharded_units(model: nn.Module) -> None:
+    """Reshards units that a forward without backward left unsharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrder) -> UnitNames:

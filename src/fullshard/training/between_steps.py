@@ -1,31 +1,21 @@
-"""The model between two steps: its modes, and changes that the code of the loop made.
-
-[Note: gathered after a validation]
-FSDP2 leaves units gathered behind a forward without gradients: the root, and all units with strategies other
-than full_shard. `model.parameters()` then are gathered copies: values and `requires_grad` that the loop sets
-would be lost, and an optimizer would get the copies. So such a forward between steps reshards the model.
-"""
+"""The model between two steps: its modes, and changes that the code of the loop made."""
 
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
+from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
-from fullshard.training.state import TrainState, reshard_unsharded_units
+from fullshard.training.state import TrainState
 
 logger = logging.getLogger("fullshard")
-
-_EVALUATES = "_fullshard_evaluates"  # set where this package evaluates: it reshards once, at the end
-_RESHARDS = "_fullshard_reshards"  # set once the hook is registered
 
 
 class ModelBetweenSteps:
@@ -39,9 +29,8 @@ class ModelBetweenSteps:
     def __init__(self, state: TrainState) -> None:
         self._state, self._trainable = state, list[bool]()
         reshard_unsharded_units(state.model)
-        if not hasattr(state.model, _RESHARDS):
-            setattr(state.model, _RESHARDS, True)
-            state.model.register_forward_hook(_reshard_after_evaluation)
+        if (order := find_unit_order(state.model)) is not None:
+            order.is_trained = True
         if not state.model.training:
             state.model.train()
         self._modes: Mapping[nn.Module, bool] = module_modes(state.model)
@@ -78,14 +67,6 @@ class ModelBetweenSteps:
             _warn_of_parameters_without_optimizer(self._state)
 
 
-def _reshard_after_evaluation(model: nn.Module, _args: Any, _out: Any) -> None:  # signature: torch's hook
-    """Reshards the model, except in a step. See [Note: gathered after a validation]."""
-    order = find_unit_order(model)
-    is_in_step = order is not None and order.is_in_loss
-    if not (torch.is_grad_enabled() or is_in_step or getattr(model, _EVALUATES, False)):
-        reshard_unsharded_units(model)
-
-
 def _warn_of_parameters_without_optimizer(state: TrainState) -> None:
     reshard_unsharded_units(state.model)
     updated = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
@@ -118,10 +99,13 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
     """Context in which `model` is in evaluation mode. Afterwards each module has its own mode again."""
     modes = module_modes(model)
     model.eval()
-    setattr(model, _EVALUATES, True)
+    order = find_unit_order(model)
+    if order is not None:
+        order.is_evaluated = True
     try:
         yield
     finally:
-        setattr(model, _EVALUATES, False)
+        if order is not None:
+            order.is_evaluated = False
         reshard_unsharded_units(model)
         restore_modes(model, modes)

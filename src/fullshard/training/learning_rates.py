@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
+from fullshard.parallel.model_parameters import join_names
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.training.schedule import learning_rate_factor
@@ -30,6 +31,7 @@ logger = logging.getLogger("fullshard")
 
 _LAST = "fullshard_lr"  # the rate that was set here last; None if others set the rate
 _BASE = "fullshard_base_lr"  # the group's own rate, unless it is `optimizer.learning_rate`
+_BUILT = "_fullshard_built"  # attribute of the optimizer
 RATE_KEYS = frozenset({"lr", "initial_lr", _LAST, _BASE})
 """Entries of an optimizer's group that concern its learning rate."""
 _KEYS = {"learning_rate": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
@@ -43,23 +45,54 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
     factor = learning_rate_factor(run.schedule, step=step, steps=run.train.step_count)
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
     has_scheduler = any("initial_lr" in group for group in groups)
-    is_taken_over = False
+    taken_over = list[str]()
     for group in groups:
         rate = float(group["lr"])
         if has_scheduler or group.get(_LAST, rate) != rate:
-            is_taken_over |= group.get(_LAST, rate) is not None
+            if (last := group.get(_LAST, rate)) is not None:
+                taken_over.append(f"{rate:.6g}" + (f" in place of {last:.6g}" if last != rate else ""))
             group[_LAST] = None
             continue
         if _LAST not in group and not math.isclose(rate, run.optimizer.learning_rate, rel_tol=1e-6):
             group[_BASE] = rate
         _set_rate(group, group.get(_BASE, run.optimizer.learning_rate) * factor)
         group[_LAST] = float(group["lr"])
-    if is_taken_over and rank() == 0:
+    if taken_over and rank() == 0:
         logger.warning(
-            "from step %d, a scheduler or the loop sets learning rates, which [schedule] then leaves alone",
+            "from step %d, a scheduler or the loop sets learning rates, which [schedule] then leaves alone: "
+            "%s",
             step + 1,
+            join_names(list(dict.fromkeys(taken_over))),
         )
     return [float(group["lr"]) for group in groups]
+
+
+def mark_as_built(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Marks an optimizer as one of this package, whose rates are those of the settings. Returns it."""
+    setattr(optimizer, _BUILT, True)
+    return optimizer
+
+
+def warn_of_schedule(optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """Logs that [schedule] multiplies the rates of an optimizer of the user's, unless others set these.
+
+    ReduceLROnPlateau leaves no trace in the optimizer until it first reduces a rate.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+    is_known = getattr(optimizer, _BUILT, False) or any(
+        {"initial_lr", _LAST} & group.keys() for group in groups
+    )
+    section = run.schedule
+    if is_known or not groups or rank() != 0 or (section.kind == "constant" and not section.warmup_steps):
+        return
+    logger.warning(
+        "[schedule] (%s, %d warmup steps) multiplies the optimizer's learning rates (%s). A scheduler that "
+        "acts later, as ReduceLROnPlateau does, starts from the products; for the optimizer's own rates: "
+        'schedule.kind = "constant" and schedule.warmup_steps = 0',
+        section.kind,
+        section.warmup_steps,
+        join_names(list(dict.fromkeys(f"{float(group['lr']):.6g}" for group in groups))),
+    )
 
 
 def warn_of_unused_settings(optimizer: torch.optim.Optimizer, section: OptimizerSection) -> None:

@@ -28,7 +28,7 @@ from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
-from fullshard.training.learning_rates import warn_of_unused_settings
+from fullshard.training.learning_rates import warn_of_schedule, warn_of_unused_settings
 from fullshard.training.state import LossScale, TrainState
 from fullshard.training.step import count_computed_tokens, run_step
 
@@ -168,6 +168,7 @@ def _begin_run(state: TrainState, plan: Plan) -> None:
         if rank() == 0:
             logger.warning("%s", message)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
+    warn_of_schedule(state.optimizer, plan.run)
     _set_or_keep_loss_scale(state, plan)
     state.phase.step = state.step
     if (order := find_unit_order(state.model)) is not None:

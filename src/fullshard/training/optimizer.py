@@ -17,6 +17,7 @@ from fullshard.spec.settings.run_checks import check_offload_supports_optimizer
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
 from fullshard.training.adamw8bit import import_adamw8bit_class
+from fullshard.training.learning_rates import mark_as_built
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.state import check_state_can_be_saved
 from fullshard.training.stochastic_adamw import StochasticAdamW
@@ -49,9 +50,9 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         raise ShardError(f"{name} has no trainable parameter.", fix="requires_grad_(True) on some")
     if plan.run.offload.offloads_optimizer:
         check_offload_supports_optimizer(plan.run)
-        return build_streaming_adamw(model, groups, plan=plan)
+        return mark_as_built(build_streaming_adamw(model, groups, plan=plan))
     if plan.precision.stochastic_rounding:
-        return _build_stochastic_adamw(groups, plan)
+        return mark_as_built(_build_stochastic_adamw(groups, plan))
     cls = _import_optimizer_class(section.name)
     options = _optimizer_options(section, cls, device=next(model.parameters()).device)
     try:
@@ -63,7 +64,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             for key, value in state.items():
                 if value is not None:
                     check_state_can_be_saved(trial, key, value=value, parameter="parameter")
-        return cls(groups, **options)
+        return mark_as_built(cls(groups, **options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecError(
             f"{section.name} cannot train these parameters with these options.",

@@ -9,7 +9,6 @@ from typing import Any, Literal, Self, cast
 import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_same_tensors, skipped_in_a_row
@@ -17,9 +16,16 @@ from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.precision import persistent_buffers
+from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
+from fullshard.training.extra_state import (
+    encode_extra_state,
+    extra_state_targets,
+    set_extra_state,
+    warn_of_unsaved_module_state,
+)
 from fullshard.training.figures import PendingResult
 from fullshard.training.group_state import changed_entries, restore_entries, scalar_entries
 from fullshard.training.learning_rates import rates_set_by_others, restore_rates_set_by_others
@@ -107,6 +113,7 @@ class TrainState:
         _check_optimizer_has_model_params(model, optimizer)
         _check_step_takes_no_closure(optimizer)
         _warn_of_unsaved_optimizer_state(optimizer)
+        warn_of_unsaved_module_state(model)
 
     @property
     def trained_tokens(self) -> int:
@@ -121,10 +128,11 @@ class TrainState:
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors to save: parameters, buffers, optimizer state, and this rank's RNG states."""
+        """Returns the tensors to save: of the model, its extra state, the optimizer, and this rank's RNGs."""
         self.wait_for_updates()
         tensors = _model_tensors(self.model, frozen=self.saved == "all")
         tensors |= _optimizer_tensors(self.model, self.optimizer) | generator_states()
+        tensors |= encode_extra_state(self.model)[1]
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
@@ -150,6 +158,7 @@ class TrainState:
             "optimizer": _optimizer_class_name(self.optimizer),
             "learning_rates": rates_set_by_others(self.model, self.optimizer),
             "optimizer_groups": changed_entries(self.model, self.optimizer, initial=self._initial_entries),
+            "extra_state": encode_extra_state(self.model)[0],
             "tied": dict(_tied_parameter_names(self.model)),
             "huggingface": full_transformers_config(self.model),
         }
@@ -181,7 +190,7 @@ class TrainState:
                 own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        return tensors | saved_generator_states(saved)
+        return tensors | saved_generator_states(saved) | extra_state_targets(saved)
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
@@ -209,6 +218,7 @@ class TrainState:
         entries = cast(dict[str, JsonValue], values.get("optimizer_groups", {}))
         restore_entries(self.model, self.optimizer, saved=entries, initial=self._initial_entries)
         set_generator_states(received)
+        set_extra_state(self.model, values.get("extra_state"), received=received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]
         self.trained_with = TrainedWith.from_values(values)
@@ -282,6 +292,7 @@ class TrainState:
         small = (
             _saved_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer) | generator_states()
         )
+        small |= encode_extra_state(self.model)[1]
         return NonOffloadedState(self.values(), scalars | small)
 
 
@@ -429,13 +440,6 @@ def _optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def reshard_unsharded_units(model: nn.Module) -> None:
-    """Reshards units that a forward without backward left unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _check_optimizer_has_model_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     held = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in held for group in optimizer.param_groups for p in group["params"])
@@ -449,9 +453,11 @@ def _check_optimizer_has_model_params(model: nn.Module, optimizer: torch.optim.O
 
 
 def _check_step_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    parameters = inspect.signature(optimizer.step).parameters.values()
+    parameters = inspect.signature(optimizer.step).parameters
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]:
+    # `self` is that of the class's method, around which a scheduler or a decorator wrapped a function.
+    needed = [name for name, one in parameters.items() if one.default is one.empty and name != "self"]
+    if needed := [name for name in needed if parameters[name].kind not in variadic]:
         raise TrainError(
             f"the step of {type(optimizer).__name__} needs arguments.",
             got=", ".join(needed),

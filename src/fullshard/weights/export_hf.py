@@ -17,7 +17,9 @@ from torch import nn
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.errors import CheckpointError, SpecError
+from fullshard.data.chat_template import ChatTemplate
+from fullshard.data.tokenizer import open_tokenizer
+from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
 from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.decoder_names import llama_config, llama_weight_map
@@ -76,7 +78,8 @@ def export_hf(
 
     The checkpoint may come from any number of ranks and any strategy. The export runs in one process without
     a GPU. The directory gets the weights under the names that `from_pretrained` expects, config.json,
-    generation_config.json, and the tokenizer files that still exist: those of data.tokenizer, or those of the
+    generation_config.json, whose eos_token_id gets the tokens that end documents and turns of the training
+    data, and the tokenizer files that still exist: those of data.tokenizer, or those of the
     model if the data were tokens already. Memory use is at most a few hundred megabytes for any model (or one
     row of a tensor's first dim, if that is larger). The reference decoder is written as a Llama.
 
@@ -100,6 +103,7 @@ def export_hf(
     beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
+    add_end_tokens(config, beside, ends=find_end_tokens(run))
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     export_in_hf_layout(
         checkpoint,
@@ -247,6 +251,54 @@ def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:
         return str(_DTYPES[dtype]).removeprefix("torch.")
     floating = [one for one in manifest.model_tensors.values() if one.torch_dtype.is_floating_point]
     return max(floating, key=lambda one: one.torch_dtype.itemsize).dtype if floating else "float32"
+
+
+def find_end_tokens(run: Run | None) -> dict[int, str]:
+    """Returns the tokens with which the training data ends documents and turns, and what ends with each.
+
+    Empty without a tokenizer. Logs if the tokenizer or its template cannot be read.
+    """
+    if run is None or (tokenizer := run.data.tokenizer) is None:
+        return {}
+    data, found = run.data, dict[int, str]()
+    kinds = {one.records for one in data.sources or (data,) if one.source not in ("memmap", "python")}
+    try:
+        if kinds & {"text", "completion"}:
+            ends = open_tokenizer(tokenizer, eos_token=data.eos_token).tokens_after_document
+            found[ends[-1]] = "documents end"
+        if "messages" in kinds:  # no code beside the tokenizer is run: the checkpoint may be anybody's
+            turn = ChatTemplate(tokenizer, template=data.chat_template).find_end_of_turn()
+            if turn is not None:
+                found.setdefault(turn, "turns end")
+    except (DataError, MissingExtraError) as error:
+        logger.warning("how the training data ends is not known, so eos_token_id is the model's: %s", error)
+    return found
+
+
+def add_end_tokens(config: dict[str, Any], beside: dict[str, bytes], *, ends: Mapping[int, str]) -> None:
+    """Adds `ends` to the eos_token_id of generation_config.json, or of config.json without one; logs it."""
+    settings, name = config, _CONFIG
+    if _GENERATION in beside:
+        try:
+            settings, name = json.loads(beside[_GENERATION]), _GENERATION
+        except ValueError:
+            return  # a file of the model, copied as it is
+    before = settings.get("eos_token_id")
+    listed: list[int] = list(before) if isinstance(before, list) else [] if before is None else [before]
+    added = [token for token in ends if token not in listed]
+    if not added:
+        return
+    listed += added
+    settings["eos_token_id"] = listed if len(listed) > 1 else listed[0]
+    if name == _GENERATION:
+        beside[name] = json.dumps(settings, indent=2, ensure_ascii=False).encode() + b"\n"
+    logger.warning(
+        "%s: eos_token_id is %s, not %s: %s in training",
+        name,
+        settings["eos_token_id"],
+        before,
+        ", ".join(f"{ends[token]} with {token}" for token in added),
+    )
 
 
 def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
