@@ -107,18 +107,17 @@ class RecomputeSection(FrozenModel):
 
     `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
         `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
-        memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
+        memory, except tensors under 1/32 of a block's input. `auto`: the planner's choice, never `offload`,
+        because no GPU has been timed with it.
     `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
         (all) for `offload`, whose last block stays on the device, because its backward comes first
     `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
-    `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
     """
 
     mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
     every: PositiveCount | None = None
     blocks: PositiveCount | None = None
     save_matmuls: PositiveCount = 1
-    offload_min_fraction: NonNegativeScalar = 1 / 32
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
