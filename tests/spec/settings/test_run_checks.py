@@ -3,11 +3,7 @@
 import pytest
 
 from fullshard.spec.run import Run
-<<<<<<<< HEAD:tests/spec/settings/test_unused_settings.py
-from fullshard.spec.settings.unused_settings import unused_setting_notes
-========
 from fullshard.spec.settings.run_checks import unused_setting_notes
->>>>>>>> ff0ff23 (Four settings fewer: compile_steps, wait_each_step, untimed_warmup_steps, and the device of a note about settings):tests/spec/test_run_checks.py
 
 CASES = [
     ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise"),
