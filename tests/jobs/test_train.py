@@ -29,7 +29,6 @@ TINY = (
     "train.global_batch=8",
     "train.validate_every=0",
     "train.validate_sequences=4",
-    "train.untimed_warmup_steps=2",
     "log.sample_tokens=0",
 )
 
@@ -78,7 +77,7 @@ def test_measured_and_planned_speeds_differ_only_as_the_steps_do(ranks, tmp_path
         "padded": (*chats(tmp_path), "data.train_on=all", "data.sequence_length=48"),
         "mean": ("train.loss=tests.jobs.test_train:mean_over_valid_tokens",),
     }[kind]
-    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 4, "log.trace_every=0", *settings)
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 7, "log.trace_every=0", *settings)
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     planned, pace = Plan.load(tmp_path / "run" / "plan.json").run.tokens_per_step, made.pace
     assert pace.tokens == pace.timed_steps * planned
@@ -92,7 +91,7 @@ def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8)
     pace = Measurement.load(tmp_path / "run" / "measurement.json").pace
     # The second is metered, in the warmup; the last is profiled, behind it.
-    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 2, 1, 5)
+    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 5, 1, 2)
 
 
 calls = count(1)
@@ -162,4 +161,3 @@ def test_a_run_that_is_too_short_or_asks_for_none_profiles_no_step(
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), steps, setting)
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     assert (made.step_seconds, made.pace.untimed_steps) == (None, 0)
-    assert made.pace.step_seconds is not None

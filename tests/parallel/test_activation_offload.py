@@ -406,14 +406,16 @@ class Clones(TorchDispatchMode):
 
 def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
     """What leaves in a forward, and bytes of one sequence's input of a block."""
-    plan = plan_of(2, "recompute.mode=offload", f"recompute.offload_min_fraction={HALF}", *settings)
+    plan = plan_of(2, "recompute.mode=offload", *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
     assert len(find_recompute_blocks(model, section, units=find_units(on_meta(name), section))) == 2
     with Clones() as clones:
         loss = loss_of(model, tokens_of(0, sequences=1))
     loss.backward()
-    return clones.sizes, tokens_of(0, sequences=1).numel() * WIDTH
+    numel = tokens_of(0, sequences=1).numel() * WIDTH
+    # Without the mean and the deviation that a norm saves for each row.
+    return [size for size in clones.sizes if size >= HALF * numel * 2], numel
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -445,8 +447,7 @@ def test_training_is_bitwise_that_of_mode_none(
     extra: tuple[str, ...],
     ranks: Callable[..., Any],
 ) -> None:
-    """Parameters, losses and norms of a few steps, with everything moved that may be."""
-    extra = (*extra, "recompute.offload_min_fraction=0")
+    """Parameters, losses and norms of a few steps."""
     runs = [
         make_run(
             model=model,

@@ -16,7 +16,6 @@ from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repe
 
 POLICIES: dict[str, dict[str, Any]] = {
     "block": {},
-    "together": {"separate_experts": False},
     "size": {"policy": "size", "min_parameters": 60},
 }
 

@@ -22,7 +22,7 @@ from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
 
 # By formula, and not compiled: the sizes and lengths that no shipped preset has.
 SHAPES = {"0.1B": Shape(12, 768, 2048, 32000), "8B": LLAMA_8B, "671B": Shape(126, 20480, 71680, 128256)}
-OVERRIDES = ("run.compile=auto", "plan.compile_steps=10000", "precision.mode=bf16", "run.device=auto")
+OVERRIDES = ("run.compile=auto", "train.steps=10000", "precision.mode=bf16", "run.device=auto")
 CHOICES = """
 0.1B 8xH100 1024: full_shard 1x8, microbatch 64x2, recompute none, eager
 tinyllama-1.1b 1xRTX4090 2048: full_shard 1x1, microbatch 4x128, recompute full

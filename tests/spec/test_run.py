@@ -173,7 +173,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_its_section(text, messag
         ("[run]\ncompile = 'maybe'", "run.compile", "why: it is one of true, false, auto"),
         ("[train]\nloss_chunk = 'abc'", "train.loss_chunk", "why: it is auto or an integer"),
         ("[train]\nloss_chunk = -1", "train.loss_chunk", "why: it is auto or greater than or equal to 0"),
-        ("[train]\nwait_each_step = 'no way'", "train.wait_each_step", "why: it is one of true, false"),
+        ("[checkpoint]\nexport = 'no way'", "checkpoint.export", "why: it is one of true, false"),
         ("[precision]\nfp8_min_features = 8", "precision.fp8_min_features", "greater than or equal to 16"),
     ],
 )

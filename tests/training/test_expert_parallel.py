@@ -175,6 +175,8 @@ def refused(policy: list[str]) -> str:
 
 
 def test_experts_that_share_a_unit_are_refused(ranks: Callable[..., Any]) -> None:
-    for message in ranks(2).run(refused, ["sharding.units.separate_experts=false"]):
+    for message in ranks(2).run(
+        refused, ["sharding.units.policy=names", "sharding.units.names=['blocks.*']"]
+    ):
         assert "blocks.0" in message
-        assert "separate_experts = true" in message
+        assert 'policy = "block"' in message

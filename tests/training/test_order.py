@@ -21,9 +21,6 @@ from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
 from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
 
-STRICT = "train.wait_each_step=true"
-
-
 # The fake device notices what it is there for
 
 
@@ -160,7 +157,6 @@ def test_a_step_on_an_iterable_waits_for_no_more_than_the_comparison_of_the_firs
 @pytest.mark.parametrize(
     "more",
     [
-        (STRICT,),
         ("fault_tolerance.on_spike=rollback",),
         ("optimizer.name=sgd",),
         ("precision.mode=fp16",),

@@ -5,7 +5,7 @@ EXAMPLES = {
     "": """
 fullshard train                             the default model, about two minutes
 fullshard plan llama3-8b --on 8xH100        memory and time, before any GPU is rented
-fullshard init                              a run.toml with every setting
+fullshard init                              a run.toml to begin with
 fullshard --install-completion              complete commands, options and settings with Tab
 """,
     "train": """
@@ -51,6 +51,7 @@ fullshard watch runs/default --json
     "init": """
 fullshard init
 fullshard init experiments/small.toml
+fullshard init --all                        every key, its default and its values
 fullshard init --schema                     editors then complete and check its keys
 """,
     "convert": """

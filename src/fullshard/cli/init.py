@@ -1,4 +1,4 @@
-"""`fullshard init`: a run.toml with every key, generated from the fields of Run."""
+"""`fullshard init`: a run.toml with the keys that people change, or with all, from the fields of Run."""
 
 import json
 import math
@@ -12,9 +12,26 @@ if TYPE_CHECKING:
     from fullshard.spec.value import FrozenModel
 
 _HEAD = """\
-# A run of fullshard: every key, with its default. A key that is left out has its default too.
+# A run of fullshard: {which}, with defaults. A key that is left out has its default.
 # A key behind a # is unset. Start it with: fullshard train {name}
 """
+_SHORT, _ALL = "the keys that are often changed (all: fullshard init --all)", "every key"
+# Section -> the keys that people change.
+COMMON_KEYS: Mapping[str, tuple[str, ...]] = {
+    "run": ("dir", "ranks", "restarts"),
+    "model": ("d_model", "layers"),
+    "adapter": ("rank",),
+    "data": ("source", "paths", "tokenizer", "sequence_length", "packing"),
+    "train": ("steps", "global_batch", "microbatch"),
+    "optimizer": ("learning_rate", "weight_decay"),
+    "schedule": ("warmup_steps",),
+    "sharding": ("strategy",),
+    "precision": ("mode",),
+    "checkpoint": ("every",),
+}
+_MODEL_NOTE = (
+    '# Sizes of the reference decoder; or hf = "path or cached name", a model of transformers: docs/models.md'
+)
 _SCHEMA_NAME = "run.schema.json"
 _COMMENT_COLUMN = 34
 _LARGE = 10**9
@@ -23,19 +40,20 @@ _LARGE = 10**9
 def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
     *,
+    every: Annotated[bool, typer.Option("--all", help="Write every key, with its values.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help=f"Also write {_SCHEMA_NAME} beside it, for editors of TOML.")
     ] = False,
 ) -> None:
-    """Write a run.toml with every key, its default and its values.
+    """Write a run.toml with the keys that people change, their defaults and their meaning.
 
     With --schema, editors (taplo, Even Better TOML in VS Code) complete and check the keys of the file.
     """
     from fullshard.errors import SpecError
     from fullshard.system.targets import check_output_file
 
-    texts = {path: default_run_toml_text(path.name)}
+    texts = {path: default_run_toml_text(path.name) if every else short_run_toml_text(path.name)}
     if schema:
         texts[path] = f"#:schema ./{_SCHEMA_NAME}\n{texts[path]}"
         texts[path.with_name(_SCHEMA_NAME)] = json.dumps(run_json_schema(), indent=1) + "\n"
@@ -73,29 +91,53 @@ def default_run_toml_text(name: str = "run.toml") -> str:
     """Returns the text of a run.toml with all defaults: it loads as `Run()`."""
     from fullshard.spec.run import Run
 
-    lines = [_HEAD.format(name=name)]
+    lines = [_HEAD.format(name=name, which=_ALL)]
     run, schema = Run(), Run.model_json_schema()
     for section in Run.model_fields:
         lines += _section_lines(section, getattr(run, section), definitions=schema["$defs"])
     return "\n".join(lines) + "\n"
 
 
-def _section_lines(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of the table `[name]`: its docstring as comments, its keys, then its nested tables."""
+def short_run_toml_text(name: str = "run.toml") -> str:
+    """Returns the text of a run.toml with the defaults of COMMON_KEYS: it loads as `Run()`."""
+    from fullshard.spec.run import Run
+    from fullshard.spec.value import field_descriptions
+
+    lines = [_HEAD.format(name=name, which=_SHORT)]
+    run, definitions = Run(), Run.model_json_schema()["$defs"]
+    for section, keys in COMMON_KEYS.items():
+        value = getattr(run, section)
+        about = field_descriptions(type(value))
+        lines += [f"[{section}]", *([_MODEL_NOTE] if section == "model" else [])]
+        for key in keys:
+            lines += [f"# {key}: {about[key]}"] if key in about else []
+            lines.append(_key_line(key, value, definitions=definitions))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _key_line(key: str, section: "FrozenModel", *, definitions: Mapping[str, Any]) -> str:
+    """Returns `key = default  # the values that it may have`; behind a # if it is unset."""
     from fullshard.system.toml_file import format_toml_value
 
+    default = getattr(section, key)
+    line = f"{key} = {format_toml_value(default)}" if default is not None else f"# {key} ="
+    field = definitions[type(section).__name__]["properties"][key]
+    return f"{line:<{_COMMENT_COLUMN - 1}} # {_allowed_values_text(field, definitions)}"
+
+
+def _section_lines(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of the table `[name]`: its docstring as comments, its keys, then its nested tables."""
     schema = definitions[type(value).__name__]
     yield f"[{name}]"
     yield from _comment_lines(schema.get("description", ""))
     tables: list[str] = []
     for key, field in schema["properties"].items():
-        default = getattr(value, key)
-        if hasattr(type(default), "model_fields"):
+        if hasattr(type(getattr(value, key)), "model_fields"):
             tables.append(key)
             continue
         yield from _comment_lines(_list_item_description(field, definitions))
-        line = f"{key} = {format_toml_value(default)}" if default is not None else f"# {key} ="
-        yield f"{line:<{_COMMENT_COLUMN - 1}} # {_allowed_values_text(field, definitions)}"
+        yield _key_line(key, value, definitions=definitions)
     yield ""
     for key in tables:
         yield from _section_lines(f"{name}.{key}", getattr(value, key), definitions=definitions)

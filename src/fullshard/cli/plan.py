@@ -133,7 +133,7 @@ class _Options(NamedTuple):
 
     def ask(self, machine: str | None) -> "PlanRequest":
         """Returns the planning question on a machine; None is this one. Only a model itself needs torch."""
-        from fullshard.planner.result import PlanRequest, with_assumed_length
+        from fullshard.planner.result import PlanRequest
         from fullshard.planner.target import choose_hardware, resolve_plan_target
 
         subject, pinned = resolve_plan_target(self.model), [*self.pinned]
@@ -154,8 +154,7 @@ class _Options(NamedTuple):
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         for text in subject.differs:
             _print_note(f"planned as the reference decoder: {text}")
-        question = PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
-        return with_assumed_length(question, self.pinned, budget=self.budget_on(hardware))
+        return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def _choose_global_batch(
         self, subject: "PlanTarget", asked: "Run", *, hardware: "Hardware"

@@ -31,8 +31,7 @@ from fullshard.spec.records.run_files import CHECKPOINTS
 from fullshard.spec.records.step_spans import spans_to_json
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
-from fullshard.spec.settings.run_checks import check_data_is_given
-from fullshard.spec.settings.unused_settings import unused_setting_notes
+from fullshard.spec.settings.run_checks import check_data_is_given, unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     # Plain mistakes are found here, before torch is imported (unless something has imported it already).
     run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
-    for note in unused_setting_notes(run, device):
+    for note in unused_setting_notes(run):
         _print_note_on_rank_0(note)
     _check_checkpoint_dir(run)
     # A model of this package imports only torch, if anything.

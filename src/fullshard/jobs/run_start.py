@@ -111,7 +111,7 @@ def prepare_job(
         checkpoints=stack.enter_context(saver),
         profiler=_make_profiler(plan, directory, ranks=ranks, log=log, first_step=first),
         stragglers=StragglerWatch(where.clock, log=log, device=ranks.device),
-        pace=Throughput(warmup_steps=run.train.untimed_warmup_steps, trained_tokens=0),
+        pace=Throughput(trained_tokens=0),
         skipped_before=state.skipped,
         compiler=compiler,
         memory=MemoryWatch(ranks.device, log=log, steps=run.train.step_count),

@@ -296,7 +296,7 @@ def _apply_recompute_and_compile(
         warnings.warn(
             f"{kinds} runs eagerly: it holds units of its own, and is recomputed selectively. The compiler "
             'takes a recomputed block whole or not at all: recompute.mode = "full" or "none" compiles it in '
-            "pieces, sharding.units.separate_experts = false as a whole.",
+            "pieces.",
             EagerBlockWarning,
             stacklevel=2,
         )

@@ -43,6 +43,8 @@ _SAVED_NAMES = _MATMUL_NAMES | {
     "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
 }
 OperationPolicy = Callable[[Any], CheckpointPolicy]
+LEAST_OFFLOADED = 1 / 32
+"""Least size of a storage that mode `offload` moves, as a fraction of the bytes of the block's input."""
 
 
 def is_saved_operation(operation: Any) -> bool:
@@ -74,7 +76,7 @@ def apply_recompute(
     check_recomputed_blocks(section, len(blocks))
     chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
     if section.mode == "offload":
-        offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
+        offload_activations(chosen, least=LEAST_OFFLOADED, device=device, copier=copier)
         return
     for block in chosen:
         recomputed = partial(_checkpoint_with_buffers, block, block.forward, use_reentrant=False)

@@ -111,7 +111,7 @@ def check_experts_are_separate(units: Iterable[Unit], model: nn.Module) -> None:
             got="sharding.expert_parallel or sharding.tensor_parallel above 1, and sharding.units that join "
             "experts with other modules",
             why="experts are sharded over other ranks than the modules around them",
-            fix='sharding.units.policy = "block" and separate_experts = true, as by default',
+            fix='sharding.units.policy = "block", as by default',
         )
 
 
@@ -173,8 +173,7 @@ def _choose_units_by_block(model: nn.Module, section: UnitSection) -> list[Unit]
             fix='sharding.units.policy = "size", or policy = "names" with names = [...]',
         )
     units = [Unit(name, (block,), is_block=True) for name, block in blocks.items()]
-    if section.separate_experts:
-        units += _make_expert_units(model, blocks)
+    units += _make_expert_units(model, blocks)
     paths = dict(model.named_modules(remove_duplicate=False))
     runs = group_modules_around_blocks(model, blocks, left_out=set(_find_holders_of_tied_parameters(paths)))
     for run in runs:

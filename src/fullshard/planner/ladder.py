@@ -37,8 +37,8 @@ class Rung:
 
 LADDER = (
     Rung(
-        *("eager", "a kernel per operation, whole logits, a wait for each step"),
-        settings=("run.compile=false", "train.loss_chunk=0", "train.wait_each_step=true"),
+        *("eager", "a kernel per operation, whole logits"),
+        settings=("run.compile=false", "train.loss_chunk=0"),
     ),
     Rung("compile", "torch.compile of each block", ("run.compile=true",)),
     Rung("chunked loss", "logits in chunks of rows", ("train.loss_chunk=auto",)),
@@ -46,11 +46,6 @@ LADDER = (
         *("segments", "expandable segments of CUDA's allocator"),
         expandable_segments=True,
         unpredicted="no change is predicted, because the reserve was measured without them only",
-    ),
-    Rung(
-        *("no waits", "the host launches a step before it reads the last one's figures"),
-        settings=("train.wait_each_step=false",),
-        unpredicted="no change is predicted, because the host's time between steps was not measured on a GPU",
     ),
     Rung("fp8", "matmuls of blocks in fp8", ("precision.mode=fp8",)),
 )

@@ -1,7 +1,7 @@
 """The answer of `fullshard plan`: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from fullshard.planner.search.capacity import (
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planner.search.search import SearchResult, no_plan_fits_error
-from fullshard.planner.target import DEFAULT_STEPS, PlanTarget
+from fullshard.planner.target import PlanTarget
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
@@ -148,30 +148,6 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
     if budget is not None:
         data["budget"] = budget.record(plan, prediction)
     return data
-
-
-def with_assumed_length(
-    question: PlanRequest, overridden: Sequence[str], *, budget: TrainingBudget | None
-) -> PlanRequest:
-    """Returns `question` with the number of steps that share the compiling.
-
-    These are the steps of the budget; without one, the run's own, or DEFAULT_STEPS if only a model was named
-    or the run counts epochs. `overridden`: the user's `section.key=value`, which count first.
-    """
-    keys = {text.partition("=")[0].strip() for text in overridden}
-    own = question.asked.train
-    named = own.steps is None or (question.subject.chosen_here and "train.steps" not in keys)
-    if "plan.compile_steps" in keys or not (named or budget):
-        return question
-    steps = max(1, budget.tokens // question.asked.tokens_per_step) if budget else DEFAULT_STEPS
-    if own.epochs is not None and not budget:
-        print(
-            f"note: the number of steps in train.epochs = {own.epochs:g} is not known until the data is "
-            f"tokenized (fullshard data prepare prints it); here {steps:,} steps share the time of compiling",
-            file=sys.stderr,
-        )
-    plan = question.asked.plan.model_copy(update={"compile_steps": min(steps, 10**9)})
-    return replace(question, asked=question.asked.model_copy(update={"plan": plan}))
 
 
 def fastest_plan(question: PlanRequest) -> Plan:

@@ -14,6 +14,7 @@ from fullshard.launch.gc import disable_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.search.candidate_costs import LONG_RUN_STEPS
 from fullshard.planner.search.parallel_degrees import sequences_for_sharing_ranks
 from fullshard.quantities import format_count
 from fullshard.spec.machine.hardware import Hardware
@@ -38,9 +39,6 @@ DEFAULT_SEQUENCE = 8192
 DEFAULT_TOKENS = 2**20
 # The largest steps that large runs were published with: 16M tokens, Llama 3 405B (arXiv:2407.21783, table 4).
 LARGEST_COMMON_TOKENS = 2**24
-# Steps that share the compiling, where neither a run.toml nor a budget tells how long the run is: a short
-# run of pretraining.
-DEFAULT_STEPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ class PlanTarget:
     settings: the model as `--set` arguments, which those of the user override
     run_path: a run.toml that defines the model
     spec: a saved spec, which replaces the run's own [model]
-    chosen_here: whether the user named only a model, so that its run has no batch size of the user's
+    chosen_here: whether the user named only a model, so that its run has no batch size and no length of the
+        user's: its steps are LONG_RUN_STEPS, which share the time of compiling
     differs: differences of the reference decoder from the named model
     """
 
@@ -63,7 +62,8 @@ class PlanTarget:
 
     def load_run(self, overrides: Sequence[str]) -> Run:
         """Returns the run for this model with the user's `section.key=value` overrides. Raises SpecError."""
-        return Run.load(self.run_path, overrides=[*self.settings, *overrides])
+        length = [f"train.steps={LONG_RUN_STEPS}"] if self.chosen_here else []
+        return Run.load(self.run_path, overrides=[*length, *self.settings, *overrides])
 
     def describe_model(self, run: Run, hardware: Hardware) -> ModelSpec:
         """Returns the spec of the model as `run` trains it on `hardware`, from the cache if possible."""

@@ -268,7 +268,6 @@ class MicrobatchTrace(FrozenModel):
             and self.compiled == compiled
             and (asked.mode, asked.block_period) == (own.mode, own.block_period)
             and (asked.blocks == own.blocks or asked.blocks in self.recomputed_block_counts())
-            and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )
 

@@ -93,16 +93,14 @@ class UnitOverride(FrozenModel):
 class UnitSection(FrozenModel):
     """Settings of the division of a model into communication units.
 
-    `policy`: `block`: the repeated blocks, detected automatically or matched by `names`; embeddings and head
-        are separate units. `size`: modules of at least `min_parameters`, bottom up. `names`: exactly the
-        modules that `names` match.
-    `separate_experts`: in a mixture of experts, each block's experts are a separate unit from its attention
+    `policy`: `block`: the repeated blocks, detected automatically or matched by `names`; embeddings, head and
+        the experts of each block are separate units. `size`: modules of at least `min_parameters`, bottom up.
+        `names`: exactly the modules that `names` match.
     """
 
     policy: Literal["block", "size", "names"] = "block"
     names: tuple[str, ...] = ()
     min_parameters: PositiveInt = 10_000_000
-    separate_experts: bool = True
     overrides: tuple[UnitOverride, ...] = ()
 
     @model_validator(mode="after")

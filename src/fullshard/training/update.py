@@ -34,7 +34,7 @@ from fullshard.training.gradients import scale_gradients
 def waits_each_step(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
     """Returns whether the host waits for each step's decision before the update (the strict order).
 
-    It does if `train.wait_each_step` asks for it, and wherever the next launch depends on the decision:
+    It does wherever the next launch depends on the decision:
 
     - optimizers that cannot skip on the device: all but torch's fused Adam and AdamW
     - `fault_tolerance.on_spike = "rollback"`: no step may follow a spike
@@ -42,8 +42,7 @@ def waits_each_step(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
     """
     run = plan.run
     return (
-        run.train.wait_each_step
-        or run.fault_tolerance.on_spike == "rollback"
+        run.fault_tolerance.on_spike == "rollback"
         or plan.precision.loss_scaling
         or not _is_fused_adam(optimizer)
     )

@@ -25,7 +25,7 @@ SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 PINS: tuple[tuple[str, ...], ...] = (
     (),
     ("plan.memory_margin=0",),
-    ("plan.memory_margin=0.3", "plan.compile_steps=1000", "run.compile=auto"),
+    ("plan.memory_margin=0.3", "train.steps=1000", "run.compile=auto"),
     ("run.compile=auto",),
     ("run.compile=auto", "train.steps=20"),
     ("sharding.strategy=hybrid_shard",),

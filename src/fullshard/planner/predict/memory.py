@@ -208,7 +208,7 @@ class MeshDependentBytes(NamedTuple):
     static: int  # shards, optimizer state and buffers, over all units
     unsharded: int  # unsharded parameters that are allocated, over all units
     whole: int  # unsharded gradients that are cast to the reduce dtype, over all units
-    gradients: int  # sharded gradients, over all units; 0 if they are offloaded or used in backward
+    gradients: int  # sharded gradients, over all units; 0 if they are offloaded
     chunks: int  # reduce-scatter outputs, over all units
 
 

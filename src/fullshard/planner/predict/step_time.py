@@ -8,8 +8,7 @@ contention   hardware.contention * overlapped: the seconds of collectives that o
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
              reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
-             in fp32. All over the own shards. In backward it takes as long, unit by unit, plus a second sum
-             over ranks: the loss is summed before backward, the norm after it.
+             in fp32. All over the own shards.
 offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
              offload target or with activations on the host (see [Note: tiers] in `planner.offload`, and
              [Note: activations on the host]). It includes an offloaded update; `optimizer` does not.

@@ -38,6 +38,8 @@ from fullshard.spec.run import Run, Tier
 # Seconds of compiling before the first step. Assumed, not measured: tens of seconds for the graphs of a
 # block, which equal blocks share.
 COMPILE_SECONDS = 30.0
+# Steps of a run that counts epochs of data that is not tokenized yet: a short run of pretraining.
+LONG_RUN_STEPS = 10_000
 Memory = Callable[[ModelSpec, Plan], MemoryTerms]
 
 
@@ -163,7 +165,7 @@ def step_seconds_with_startup(plan: Plan) -> float:
 
 
 def _steps_that_share_compiling(run: Run) -> int:
-    return run.plan.compile_steps or run.train.step_count
+    return run.train.steps or LONG_RUN_STEPS
 
 
 def require_prediction(plan: Plan) -> Prediction:

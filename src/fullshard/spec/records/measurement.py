@@ -68,7 +68,7 @@ class Throughput(FrozenModel):
     data_seconds: the part of `seconds` spent waiting for data
     """
 
-    warmup_steps: NonNegativeInt
+    warmup_steps: NonNegativeInt = 5
     steps: NonNegativeInt = 0
     untimed_steps: NonNegativeInt = 0
     tokens: NonNegativeInt = 0

@@ -1,6 +1,8 @@
-"""Checks whether a run's settings work together, and with a number of ranks."""
+"""Checks whether a run's settings work together, and with a number of ranks, and have an effect."""
 
+import json
 import math
+from collections.abc import Callable
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.run import Run
@@ -113,3 +115,62 @@ def divisors(count: int) -> list[int]:
     """Returns all divisors of `count`, in ascending order; none of 0."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
     return sorted({*small, *(count // d for d in small)})
+
+
+# Settings, whether they have an effect, and what they need for it.
+_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
+    (
+        ("precision.fp8_min_features",),
+        lambda run: run.precision.mode.startswith("fp8"),
+        'precision.mode = "fp8" or "fp8_rowwise"',
+    ),
+    (
+        ("precision.initial_loss_scale", "precision.loss_scale_window"),
+        lambda run: run.precision.mode == "fp16",
+        'precision.mode = "fp16"',
+    ),
+    (("schedule.decay_fraction",), lambda run: run.schedule.kind == "wsd", 'schedule.kind = "wsd"'),
+    (
+        ("schedule.min_lr_ratio",),
+        lambda run: run.schedule.kind != "constant",
+        "a schedule.kind that decays",
+    ),
+    (
+        ("data.on_error", "data.processes", "data.packing", "data.validation_fraction", "data.records"),
+        lambda run: run.data.source != "python",
+        'another data.source than "python", whose factory makes the batches',
+    ),
+    (
+        ("data.on_error", "data.processes"),
+        lambda run: (
+            run.data.source == "python" or any(s.source != "memmap" for s in run.data.sources or [run.data])
+        ),
+        "data that is tokenized here, not token files",
+    ),
+    (
+        ("data.trust_remote_code",),
+        lambda run: any(s.records == "messages" for s in run.data.sources or [run.data]),
+        'data.records = "messages"',
+    ),
+    (
+        ("train.validate_every", "train.validate_sequences"),
+        lambda run: run.data.source == "python" or run.data.validation_fraction > 0,
+        "data.validation_fraction > 0",
+    ),
+    (("optimizer.momentum",), lambda run: run.optimizer.name.lower() == "sgd", 'optimizer.name = "sgd"'),
+)
+
+
+def unused_setting_notes(run: Run) -> list[str]:
+    """Returns a note for each setting that differs from its default and has no effect.
+
+    The precision of `run` is resolved: not `auto`. Settings that the planner's choices may use are left out.
+    """
+    plain, notes = Run(), list[str]()
+    for names, has_effect, needs in _CONDITIONS:
+        for name in names:
+            section, _, key = name.partition(".")
+            value = getattr(getattr(run, section), key)
+            if value != getattr(getattr(plain, section), key) and not has_effect(run):
+                notes.append(f"{name} = {json.dumps(value)} has no effect: it needs {needs}")
+    return notes

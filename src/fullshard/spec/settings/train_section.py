@@ -32,9 +32,6 @@ class TrainSection(FrozenModel):
     `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
         logits never exist as a whole. 0 computes all rows at once. `auto` is 2,048 if the logits of a
         sequence take more than 64 MiB in fp32, else 0.
-    `wait_each_step`: on GPUs, reads the loss and norm of each step before the update, and raises and stops in
-        that step. Otherwise the GPU decides, and the host reads the figures one step later, so that the GPU
-        is not idle between steps. The parameters are the same, bit for bit. See docs/design/step.md.
     """
 
     steps: PositiveCount | None = 200
@@ -47,8 +44,6 @@ class TrainSection(FrozenModel):
     validate_every: Count = 100
     validate_sequences: PositiveCount = 240
     max_skipped_steps: PositiveCount = 10
-    untimed_warmup_steps: Count = 5
-    wait_each_step: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -112,18 +107,17 @@ class RecomputeSection(FrozenModel):
 
     `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
         `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
-        memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
+        memory, except tensors under 1/32 of a block's input. `auto`: the planner's choice, never `offload`,
+        because no GPU has been timed with it.
     `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
         (all) for `offload`, whose last block stays on the device, because its backward comes first
     `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
-    `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
     """
 
     mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
     every: PositiveCount | None = None
     blocks: PositiveCount | None = None
     save_matmuls: PositiveCount = 1
-    offload_min_fraction: NonNegativeScalar = 1 / 32
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
@@ -153,11 +147,9 @@ class PlanSection(FrozenModel):
 
     `memory_margin`: fraction of a device's memory that a chosen plan leaves free, because a prediction may be
         too low; 0 uses all of it. A run that pins strategy, microbatch and recompute may use all in any case.
-    `compile_steps`: steps that share the seconds of compiling; unset, `train.steps`
     """
 
     memory_margin: Fraction = 0.05
-    compile_steps: PositiveCount | None = None
 
 
 # LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the
