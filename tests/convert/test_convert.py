@@ -296,7 +296,9 @@ def test_the_run_trains(path, ranks, tmp_path):
     )
     count = 4 if wide else 2
     text = converted(path, ranks=count).run_toml_text()
-    losses = ranks(count).run(train_two_steps, text, [*TINY, f"offload.path={tmp_path}"], count)
+    experts = [f"model.experts={hybrid.expert_degree}"] if hybrid.expert_degree > 1 else []
+    overrides = [*TINY, *experts, f"offload.path={tmp_path}"]
+    losses = ranks(count).run(train_two_steps, text, overrides, count)
     assert losses == [losses[0]] * count
     assert all(0 < loss < 10 for loss in losses[0])
 
