@@ -101,7 +101,7 @@ def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_tha
     decoder = Run.load(overrides=[*SMALL, *one_trace, "data.document_mask=true"])
     flash, cudnn = (describe_run(decoder, "cuda", attention_kernel=one, cached=False) for one in KERNELS)
     assert flash == cudnn
-    config = Path(__file__).parents[2] / "examples" / "smollm3" / "config.json"
+    config = Path(__file__).parents[3] / "examples" / "smollm3" / "config.json"
     other = Run.load(overrides=[f"model.hf={config}", "model.weights=none", *one_trace])
     for run, count in ((decoder, 1), (other, 2)):
         keys = [build_spec_key(run, "cuda", attention_kernel=one) for one in KERNELS]

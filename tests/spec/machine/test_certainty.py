@@ -12,7 +12,7 @@ from fullshard.spec.machine.certainty import Certainty, read_certainty, speed_ce
 from fullshard.spec.machine.hardware_text import hardware_on
 from tests.fakes.hardware import cpu_of
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[3] / "bench"
 SETS = range(7)  # that the table's bars are of
 PAGES = [BENCH / "results" / f"2026-11-25-blind-{number}.md" for number in (4, 5, 6)]
 MIXTURES = BENCH / "results" / "2026-11-25-mixtures.md"
