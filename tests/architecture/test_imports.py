@@ -1,6 +1,6 @@
 """Who may import whom, no cycles, and no torch where the command line must answer in a blink.
 
-    cli -> jobs -> observe -> training -> weights -> offload | checkpoint | parallel -> models
+    cli -> jobs -> observe -> training -> weights -> offload | checkpoint | data | parallel -> models
     cli -> convert          jobs, planner -> data | launch | report, parallel
     jobs -> planner         observe, training -> survival
     every package with torch -> distributed -> torch_private, spec -> system -> quantities -> errors
@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": VALUES,
     "parallel": {"models"} | SHARED,
     "planner": {"data", "launch", "models", "parallel", "report"} | SHARED,
-    "weights": STATE | SHARED,
+    "weights": {"data"} | STATE | SHARED,
     "training": {"weights", "survival", "data"} | STATE | SHARED,
     "observe": {"training", "parallel", "survival", "report"} | SHARED,
     "jobs": {"observe", "training", "weights", "planner", "parallel", "report"} | LOWER | SHARED,
