@@ -12,7 +12,7 @@ from importlib.metadata import version
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.describe.spec_cache import SHIPPED_FILE, build_spec_key, compress_specs
 from fullshard.planner.target import resolve_plan_target
-from fullshard.spec.presets import read_presets
+from fullshard.spec.pretrained import read_presets
 from fullshard.spec.settings.model_section import can_decoder_be_split
 
 PER_NODE, LARGE = 8, 1e11

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.spec.presets import preset_or_none
-from fullshard.spec.pretrained import read_config
+from fullshard.spec.pretrained import preset_or_none, read_config
 from fullshard.spec.records.measurement import model_flops_per_token
 from fullshard.spec.run import Run
 

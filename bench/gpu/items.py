@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Literal
 
-from fullshard.planner.ladder import LADDER, Rung
-from fullshard.spec.presets import read_presets
+from fullshard.planner.plan_tables import LADDER, Rung
+from fullshard.spec.pretrained import read_presets
 
 Kind = Literal[
     *("kernels", "tensor_parallel", "grouped_matmuls", "context_parallel"),

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.spec.machine.calibration import Calibration
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import Calibration, Hardware
 
 
 def test_the_file_holds_what_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

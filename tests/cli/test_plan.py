@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.ladder import LADDER
+from fullshard.planner.plan_tables import LADDER
 from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 from tests.fakes.specs import Shape, decoder_spec

@@ -20,7 +20,7 @@ from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
-from fullshard.system.toml_file import format_toml_value
+from fullshard.system.small_files import format_toml_value
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard

@@ -12,9 +12,12 @@ from fullshard.launch.detect import (
     detect_hardware,
     user_hardware_path,
 )
-from fullshard.spec.machine.catalog import find_catalog_entry_of_chip, find_chip_by_device_name
+from fullshard.spec.machine.catalog import (
+    default_gpu_rates,
+    find_catalog_entry_of_chip,
+    find_chip_by_device_name,
+)
 from fullshard.spec.machine.hardware_text import hardware_on
-from fullshard.spec.machine.rates import default_gpu_rates
 
 
 def environment(path: Path, **more: str) -> dict[str, str]:

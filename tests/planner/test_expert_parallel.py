@@ -12,7 +12,7 @@ from fullshard.errors import PlanError
 from fullshard.models.loss import next_token_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.collectives import CollectiveLayout, all_to_all_seconds
-from fullshard.planner.predict.uneven_routing import fullest_rank_excess
+from fullshard.planner.predict.model_parallel import fullest_rank_excess
 from fullshard.planner.predict.unit_bytes import unit_bytes
 from fullshard.planner.search.parallel_degrees import (
     DegreeSearch,

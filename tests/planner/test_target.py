@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.planner.target import choose_global_batch, resolve_plan_target
-from fullshard.spec.presets import read_presets
+from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from tests.spec.test_pretrained import LLAMA3_8B

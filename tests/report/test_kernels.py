@@ -19,8 +19,8 @@ from fullshard.report.kernels import (
     kernel_table,
     summarise_kernels,
 )
+from fullshard.spec.machine.catalog import default_cpu_rates
 from fullshard.spec.machine.hardware import RatePoint
-from fullshard.spec.machine.rates import default_cpu_rates
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile
 
 

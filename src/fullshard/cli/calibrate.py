@@ -14,8 +14,7 @@ from fullshard.quantities import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from fullshard.launch.request import LaunchRequest
-    from fullshard.spec.machine.calibration import Calibration
-    from fullshard.spec.machine.hardware import Curve, Hardware, Link, Rates
+    from fullshard.spec.machine.hardware import Calibration, Curve, Hardware, Link, Rates
 
 
 def calibrate(
@@ -55,7 +54,7 @@ def calibrate(
     from fullshard.launch.detect import user_hardware_path
     from fullshard.launch.scratch import temporary_private_directory
     from fullshard.launch.start import perform_request
-    from fullshard.spec.machine.calibration import Calibration, CalibrationSettings
+    from fullshard.spec.machine.hardware import Calibration, CalibrationSettings
     from fullshard.system.targets import check_output_file
 
     started, path = time.monotonic(), out or user_hardware_path()
@@ -108,8 +107,8 @@ def _print_result(found: "Calibration", *, as_json: bool) -> None:
 
 def _is_hardware_file(path: Path) -> bool:
     """Returns True if the file is a hardware.toml, written by hand or measured."""
+    from fullshard.system.small_files import read_toml
     from fullshard.system.targets import build_can_load_predicate
-    from fullshard.system.toml_file import read_toml
 
     return build_can_load_predicate(read_toml)(path) and "chip" in read_toml(path)
 

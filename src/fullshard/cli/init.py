@@ -118,7 +118,7 @@ def short_run_toml_text(name: str = "run.toml") -> str:
 
 def _key_line(key: str, section: "FrozenModel", *, definitions: Mapping[str, Any]) -> str:
     """Returns `key = default  # the values that it may have`; behind a # if it is unset."""
-    from fullshard.system.toml_file import format_toml_value
+    from fullshard.system.small_files import format_toml_value
 
     default = getattr(section, key)
     line = f"{key} = {format_toml_value(default)}" if default is not None else f"# {key} ="

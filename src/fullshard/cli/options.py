@@ -27,7 +27,7 @@ def complete_keys(incomplete: str) -> list[str]:
 
 def complete_presets(incomplete: str) -> list[str]:
     """Returns the names of presets that begin with `incomplete`. Without one, the shell completes files."""
-    from fullshard.spec.presets import read_presets
+    from fullshard.spec.pretrained import read_presets
 
     return [one.name for one in read_presets() if one.name.startswith(incomplete)]
 

@@ -260,7 +260,7 @@ def _check_tables_alone(given: Sequence[str], pinned: Sequence[str]) -> None:
     given: names of the options that the user gave
     """
     from fullshard.errors import SpecError
-    from fullshard.planner.ladder import check_rungs_are_open
+    from fullshard.planner.plan_tables import check_rungs_are_open
 
     table = next((name for name in _TABLES if name in given), None)
     others = [name for name in given if name != table]
@@ -275,7 +275,7 @@ def _check_tables_alone(given: Sequence[str], pinned: Sequence[str]) -> None:
 
 
 def _print_machines(text: str, options: _Options, *, as_json: bool) -> None:
-    from fullshard.planner.machines import machines_record, parse_machines, plan_machines, show_machines
+    from fullshard.planner.plan_tables import machines_record, parse_machines, plan_machines, show_machines
 
     plans = plan_machines(parse_machines(text), options.ask, budget=options.budget_on)
     if as_json:
@@ -285,7 +285,7 @@ def _print_machines(text: str, options: _Options, *, as_json: bool) -> None:
 
 
 def _print_scaling(question: "PlanRequest", counts: str, *, as_json: bool) -> None:
-    from fullshard.planner.scaling import parse_rank_counts, plan_scaling, scaling_record, show_scaling
+    from fullshard.planner.plan_tables import parse_rank_counts, plan_scaling, scaling_record, show_scaling
 
     points = plan_scaling(question, parse_rank_counts(counts))
     if as_json:
@@ -295,7 +295,7 @@ def _print_scaling(question: "PlanRequest", counts: str, *, as_json: bool) -> No
 
 
 def _print_ladder(question: "PlanRequest", budget: "TrainingBudget | None", *, as_json: bool) -> None:
-    from fullshard.planner.ladder import plan_ladder
+    from fullshard.planner.plan_tables import plan_ladder
     from fullshard.report.ladder import ladder_record, show_ladder
     from fullshard.report.table import show_labelled_lines
 

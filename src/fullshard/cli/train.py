@@ -76,7 +76,7 @@ def _build_train_request(
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
-    from fullshard.spec.settings.code_settings import check_plan_is_of_run
+    from fullshard.spec.settings.run_checks import check_plan_is_of_run
 
     given = Run.load(run_path, overrides=overrides)
     if plan_path is None:
@@ -145,7 +145,7 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
     ]
     if not failures or plan is None:
         return
-    from fullshard.jobs.after_out_of_memory import fitting_settings_text
+    from fullshard.jobs.for_run import fitting_settings_text
 
     text = fitting_settings_text(given, plan, failures=failures)
     if text is None:

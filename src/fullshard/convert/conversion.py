@@ -29,8 +29,8 @@ from fullshard.system.small_files import (
     check_nesting_depth,
     parse_json,
     parse_toml,
+    toml_text,
 )
-from fullshard.system.toml_file import toml_text
 
 _READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
     ConfigFormat.ACCELERATE: convert_accelerate,

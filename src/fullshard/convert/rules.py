@@ -25,7 +25,7 @@ from fullshard.convert.reader import (
 )
 from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel
-from fullshard.system.toml_file import read_toml
+from fullshard.system.small_files import read_toml
 
 STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}  # of ZeRO
 DTYPES = {

@@ -23,7 +23,7 @@ from fullshard.convert.rules import (
     load_other_names,
     load_rules,
 )
-from fullshard.spec.presets import preset_or_none
+from fullshard.spec.pretrained import preset_or_none
 
 # torchtitan's defaults for keys that are left out, if the section or the file needs them.
 _DEFAULTS = {

@@ -11,13 +11,14 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
 from fullshard.spec.machine.catalog import (
+    default_cpu_rates,
     find_catalog_entry_of_chip,
     find_chip_by_device_name,
     link_from_catalog,
+    read_default_rate_figures,
 )
 from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
 from fullshard.spec.machine.hardware_text import catalog_chip_hardware
-from fullshard.spec.machine.rates import default_cpu_rates, read_default_rate_figures
 from fullshard.system.process import count_usable_cores
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"

@@ -24,7 +24,7 @@ from fullshard.observe.tracker import (
 )
 from fullshard.spec.records.run_files import TRACKERS
 from fullshard.spec.run import Run
-from fullshard.spec.settings.code_settings import TRACKERS_OF_EXTRAS
+from fullshard.spec.settings.run_checks import TRACKERS_OF_EXTRAS
 from fullshard.system.files import write_file_atomically
 
 _CLASSES = (TensorboardTracker, WandbTracker, MlflowTracker)

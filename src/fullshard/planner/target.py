@@ -21,14 +21,15 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Precision
-from fullshard.spec.presets import preset_or_none, similar_preset_names
 from fullshard.spec.pretrained import (
     CONFIG_NAME,
     approximate_by_decoder,
     check_config_limits,
     find_cached_config,
     find_decoder_incompatibility,
+    preset_or_none,
     read_config,
+    similar_preset_names,
 )
 from fullshard.spec.run import PrecisionMode, Run
 from fullshard.spec.settings.model_section import DecoderConfig

@@ -31,8 +31,7 @@ from fullshard.spec.value import (
     Processes,
     find_key_by_name,
 )
-from fullshard.system.small_files import TomlError, parse_toml
-from fullshard.system.toml_file import read_toml
+from fullshard.system.small_files import TomlError, parse_toml, read_toml
 
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure", "fp8", "fp8_rowwise"]
 Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from fullshard.cli.calibrate import calibration_rows
 from fullshard.jobs.calibrate.job import measure_hardware
 from fullshard.parallel.mesh import process_group
-from fullshard.spec.machine.calibration import Calibration
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import Calibration, Hardware
 
 
 def calibrate(seconds: float) -> Calibration:

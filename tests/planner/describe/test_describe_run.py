@@ -16,7 +16,7 @@ from fullshard.planner.describe.spec_cache import (
 )
 from fullshard.planner.target import resolve_plan_target
 from fullshard.spec.plan import Plan
-from fullshard.spec.presets import read_presets
+from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
 from tests.fakes.specs import phases_with_kernels
 

@@ -30,7 +30,7 @@ from fullshard.spec.model import (
     UnitSpec,
 )
 from fullshard.spec.plan import Plan, Precision
-from fullshard.spec.presets import read_presets
+from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import RecomputeSection
 

@@ -9,9 +9,8 @@ from fullshard.planner.predict.roofline import (
     nearest_dtype_rate_curve,
     phase_costs,
 )
-from fullshard.spec.machine.catalog import read_catalog_chips
+from fullshard.spec.machine.catalog import default_gpu_rates, read_catalog_chips
 from fullshard.spec.machine.hardware import RatePoint, Rates
-from fullshard.spec.machine.rates import default_gpu_rates
 from fullshard.spec.model import (
     ComputeKind,
     Kernel,

@@ -11,8 +11,8 @@ from fullshard.spec.machine.catalog import (
     normalized_chip_name,
     read_catalog_chips,
     read_catalog_links,
+    read_default_rate_figures,
 )
-from fullshard.spec.machine.rates import read_default_rate_figures
 
 CHIPS = read_catalog_chips()
 

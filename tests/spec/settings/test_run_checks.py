@@ -1,9 +1,23 @@
 """Notes about settings that have no effect."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from fullshard.cli.main import main
+from fullshard.errors import SpecError
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.settings.run_checks import unused_setting_notes
+from fullshard.spec.settings.run_checks import (
+    CODE_SETTINGS,
+    check_plan_is_of_run,
+    settings_that_run_code,
+    unused_setting_notes,
+)
+from fullshard.spec.value import list_model_types
 
 CASES = [
     ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise"),
@@ -42,3 +56,84 @@ def test_settings_that_the_data_ignores_are_noted(setting: str, others: list[str
 
 def test_the_default_run_has_no_note():
     assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32"])) == []
+
+
+RUNNING_CODE = [
+    "model.python=evil:make",
+    "model.hf=evil model.trust_remote_code=true",
+    "model.hf=evil model.attention=evil/kernels",
+    'model.hf=evil model.options={text_config={_attn_implementation="evil/kernels"}}',
+    "data.source=python data.factory=evil:make",
+    "data.trust_remote_code=true",
+    "train.loss=evil:make",
+    "optimizer.name=evil.Make",
+    'log.trackers=["wandb","evil"]',
+]
+# Texts and tables that stand for paths, names or words: nothing is imported by them.
+_DATA_FIELDS = ("paths", "name", "subset", "split", "roles", "chat_template_kwargs")
+NO_CODE = {
+    "run": ("dir",),
+    "model": ("hf", "architecture"),
+    "adapter": ("options", "targets", "trained"),
+    "data": (*_DATA_FIELDS, "options", "tokenizer", "chat_template", "eos_token", "cache"),
+    "data.sources": _DATA_FIELDS,
+    "optimizer": ("options",),
+    "sharding": ("tensor_parallel_styles", "units.names", "units.overrides.match"),
+    "offload": ("path",),
+    "checkpoint": ("dir",),
+}
+
+
+def open_settings(section: type[Any], prefix: str = "") -> Iterator[str]:
+    """The keys of a section that take any text or table, or a permission; names of fields are left out."""
+    for name, field in section.model_fields.items():
+        inner = list_model_types(field.annotation)
+        for one in inner:
+            yield from open_settings(one, f"{prefix}{name}.")
+        takes_text = not inner and re.search(r"\b(str|Any)\b", str(field.annotation))
+        if (takes_text and not name.endswith("_field")) or name.startswith("trust"):
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("setting", RUNNING_CODE)
+def test_a_plan_runs_code_only_if_the_user_names_the_same_code(setting: str) -> None:
+    given = Run.load(overrides=setting.split())
+    planned = Plan.from_run(given, world_size=2).run
+    with pytest.raises(SpecError, match="names code to run"):
+        check_plan_is_of_run(planned, Run(), plan="plan.json")
+    check_plan_is_of_run(planned, given, plan="plan.json")
+
+
+def test_every_setting_that_takes_a_name_is_known_to_run_code_or_not_to() -> None:
+    others = {f"{section}.{name}" for section, names in NO_CODE.items() for name in names}
+    assert set(open_settings(Run)) == {*CODE_SETTINGS} | others
+    named = {key for one in RUNNING_CODE for key in settings_that_run_code(Run.load(overrides=one.split()))}
+    assert named == {*CODE_SETTINGS}
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch.optim.Adagrad"])
+def test_names_of_torch_are_no_code_of_a_plan(name: str) -> None:
+    assert settings_that_run_code(Run.load(overrides=[f"optimizer.name={name}"])) == {}
+
+
+def test_a_plan_beside_other_settings_than_its_own_is_refused() -> None:
+    planned = Plan.from_run(Run(), world_size=2).run
+    check_plan_is_of_run(planned, Run.load(overrides=["sharding.strategy=auto"]), plan="plan.json")
+    with pytest.raises(SpecError, match=r"train\.steps"):
+        check_plan_is_of_run(planned, Run.load(overrides=["train.steps=3"]), plan="plan.json")
+
+
+def test_the_code_of_a_plan_is_refused_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text("raise SystemExit('it ran')\n")
+    run = Run.load(overrides=["train.loss=evil:make", "run.device=cpu"])
+    Plan.from_run(run, world_size=2).save("plan.json")
+    assert main(["train", "--plan", "plan.json"]) == SpecError.exit_code
+    assert "train.loss = 'evil:make'" in capsys.readouterr().err
+
+
+def test_options_of_an_adapter_that_import_a_module_are_refused() -> None:
+    with pytest.raises(SpecError, match="megatron_core cannot be set"):
+        Run.load(overrides=["adapter.rank=2", 'adapter.options={megatron_core="evil"}'])

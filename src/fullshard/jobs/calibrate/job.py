@@ -14,9 +14,16 @@ from fullshard.jobs.calibrate.device import RateMeter
 from fullshard.jobs.calibrate.drive import read_plus_write_bandwidth
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.parallel.mesh import RankInfo, process_group
-from fullshard.spec.machine.calibration import Calibration, CalibrationSettings
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
-from fullshard.spec.machine.hardware import ComputeDtype, Curve, Hardware, Link, Rates
+from fullshard.spec.machine.hardware import (
+    Calibration,
+    CalibrationSettings,
+    ComputeDtype,
+    Curve,
+    Hardware,
+    Link,
+    Rates,
+)
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.load import ProcessorSeconds, other_programs_fraction

@@ -31,7 +31,6 @@ from fullshard.parallel.recompute import check_recomputed_blocks
 from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
 from fullshard.planner.describe.compiled_blocks import CompiledPrograms
 from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
-from fullshard.planner.describe.example_batch import disable_packing_detection
 from fullshard.planner.describe.phases import KernelIndex
 from fullshard.planner.describe.recordings import (
     NEEDS_VALUES,
@@ -40,7 +39,7 @@ from fullshard.planner.describe.recordings import (
     divided_dims,
     parameters_gathered_in_fp8,
 )
-from fullshard.planner.describe.trace import LossFunction, training_mode
+from fullshard.planner.describe.trace import LossFunction, disable_packing_detection, training_mode
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,

@@ -25,7 +25,6 @@ from fullshard.parallel.units import (
 )
 from fullshard.planner.describe.allocations import PhaseRecord
 from fullshard.planner.describe.compiled_blocks import CompiledBlocks, CompiledPrograms
-from fullshard.planner.describe.example_batch import has_integer_values, has_microbatch_dim, make_fake_batch
 from fullshard.planner.describe.kernels import distinct_storage_bytes, list_tensors
 from fullshard.planner.describe.phases import (
     KernelIndex,
@@ -34,7 +33,13 @@ from fullshard.planner.describe.phases import (
     merge_recordings,
 )
 from fullshard.planner.describe.repeated_blocks import BlockTruncation, truncate_repeated_blocks
-from fullshard.planner.describe.trace import LossFunction, MicrobatchTracer
+from fullshard.planner.describe.trace import (
+    LossFunction,
+    MicrobatchTracer,
+    has_integer_values,
+    has_microbatch_dim,
+    make_fake_batch,
+)
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.train_section import RecomputeSection

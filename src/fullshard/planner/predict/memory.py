@@ -29,10 +29,16 @@ CPU) is not counted.
 from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.fsdp_memory import GradientMemoryReplay, MemoryLedger, UnshardMemoryReplay
+from fullshard.planner.predict.fsdp_memory import (
+    GradientMemoryReplay,
+    LiveBytes,
+    MemoryLedger,
+    PhaseBytes,
+    UnshardMemoryReplay,
+    memory_trace,
+)
+from fullshard.planner.predict.model_parallel import uneven_rows_bytes
 from fullshard.planner.predict.offload import device_update_buffer_bytes
-from fullshard.planner.predict.trace_memory import LiveBytes, PhaseBytes, memory_trace
-from fullshard.planner.predict.uneven_routing import uneven_rows_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
     optimizer_state_bytes,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.collectives import collective_seconds, shard_group_layout
-from fullshard.planner.predict.model_parallel import model_parallel_ticks
+from fullshard.planner.predict.model_parallel import fullest_rank_factor, model_parallel_ticks
 from fullshard.planner.predict.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -46,7 +46,6 @@ from fullshard.planner.predict.simulate import (
     simulate_second_step,
 )
 from fullshard.planner.predict.streams import StreamClocks
-from fullshard.planner.predict.uneven_routing import fullest_rank_factor
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS

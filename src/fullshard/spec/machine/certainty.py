@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.value import FrozenModel, PositiveInt
-from fullshard.system.toml_file import read_toml
+from fullshard.system.small_files import read_toml
 
 FILE = Path(__file__).with_name("certainty.toml")
 

@@ -1,4 +1,4 @@
-"""Hardware that a run is planned for: its chip, links, number of ranks and measured rates."""
+"""Hardware that a run is planned for: its chip, links, number of ranks and rates; and their calibration."""
 
 import math
 from bisect import bisect_left
@@ -21,7 +21,7 @@ from fullshard.spec.value import (
 )
 from fullshard.system.files import write_file_atomically
 from fullshard.system.load import BUSY
-from fullshard.system.toml_file import read_toml, toml_text
+from fullshard.system.small_files import read_toml, toml_text
 
 MOST_RANKS = 2**20
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
@@ -312,3 +312,46 @@ class Hardware(FrozenModel):
             write_file_atomically(Path(path), text)
         except OSError as error:
             raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
+
+
+_CALIBRATION_SETTINGS, _CALIBRATION_RESULT = "calibrate.json", "calibration.json"
+
+
+class CalibrationSettings(FrozenModel):
+    """Settings of a calibration.
+
+    seconds: approximate measuring time, excluding the start of the ranks
+    drive: a directory on the drive to measure, as a path that is valid on every rank
+    """
+
+    seconds: PositiveFloat = 30.0
+    drive: str = "."
+
+    def save(self, directory: Path) -> None:
+        Path(directory, _CALIBRATION_SETTINGS).write_text(self.model_dump_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Reads settings that `save` wrote. Raises SpecError if the file does not exist."""
+        return cls.read_json(Path(directory, _CALIBRATION_SETTINGS), what="the settings of a calibration")
+
+
+class Calibration(FrozenModel):
+    """Result of a calibration: the measured hardware, and the errors of its lines.
+
+    fit_errors: for each collective (`within.all_gather`), the largest relative error of its fitted line over
+        the measured sizes
+    took_seconds: duration of the measurement
+    """
+
+    hardware: Hardware
+    fit_errors: Mapping[str, NonNegativeFloat] = {}
+    took_seconds: NonNegativeFloat = 0.0
+
+    def save(self, directory: Path) -> None:
+        Path(directory, _CALIBRATION_RESULT).write_text(self.model_dump_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Reads a result that `save` wrote. Raises SpecError if the file does not exist."""
+        return cls.read_json(Path(directory, _CALIBRATION_RESULT), what="the result of a calibration")

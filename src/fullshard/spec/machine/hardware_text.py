@@ -9,15 +9,16 @@ from typing import Any
 from fullshard.errors import SpecError
 from fullshard.spec.machine.catalog import (
     CatalogChip,
+    default_gpu_rates,
     find_catalog_entry_of_chip,
     link_from_catalog,
     normalized_chip_name,
     read_catalog_chips,
     read_catalog_links,
+    read_default_rate_figures,
 )
 from fullshard.spec.machine.hardware import CALIBRATE, AttentionKernel, Chip, Hardware, Link, Rates
-from fullshard.spec.machine.rates import default_gpu_rates, read_default_rate_figures
-from fullshard.system.toml_file import read_toml
+from fullshard.system.small_files import read_toml
 
 _COUNTS = re.compile(r"\s*(?:(\d{1,15})\s*[x×*]\s*)?(?:(\d{1,15})\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)
 _EXAMPLES = "8xH100, 32x8xH100 (32 nodes of 8), H200, or a hardware.toml"

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fullshard.errors import TraceError
 from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
-from fullshard.planner.describe.example_batch import ComputeIntegerValues
+from fullshard.planner.describe.trace import ComputeIntegerValues
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -1,22 +1,107 @@
-"""The ladder: every rung is planned on top of those below it, or has a reason, and the rest do without."""
+"""Tables of several plans: each row is the best plan there, or a reason why there is none."""
 
 from dataclasses import dataclass, replace
 
 import pytest
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.planner.ladder import LADDER, check_rungs_are_open, plan_ladder
+from fullshard.planner.plan_tables import (
+    LADDER,
+    Machine,
+    check_rungs_are_open,
+    efficiencies,
+    machines_record,
+    parse_machines,
+    parse_rank_counts,
+    plan_ladder,
+    plan_machines,
+    plan_scaling,
+    show_machines,
+)
 from fullshard.planner.result import PlanRequest
 from fullshard.planner.search.search import search
 from fullshard.planner.target import PlanTarget
+from fullshard.report.plan import TrainingBudget
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.run import Run
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 
-RUN = run_for(LLAMA_8B, "train.global_batch=16")
 SPEC = decoder_spec(LLAMA_8B)
+RESIDENT = run_for(LLAMA_8B, "train.global_batch=16", "offload.tier=none")
+MACHINES = {
+    "large": hardware_of(1, 8, gib=120),
+    "twice": hardware_of(2, 8),
+    "small": hardware_of(1, 1, gib=16),
+}
+
+
+def build(name: str) -> PlanRequest:
+    return PlanRequest(PlanTarget("8B"), RESIDENT, MACHINES[name], spec=SPEC)
+
+
+def budget(hardware: Hardware, price: float | None) -> TrainingBudget:
+    return TrainingBudget(tokens=10**12, price_per_hour=price)
+
+
+def test_each_row_is_the_best_plan_at_its_own_price_or_a_reason(capsys: pytest.CaptureFixture[str]):
+    rows = plan_machines(parse_machines("large@2.5, twice@$1, small"), build, budget=budget)
+    assert [row.plan for row in rows] == [search(SPEC, MACHINES[name], RESIDENT).best for name in MACHINES]
+    assert [row.budget and row.budget.price_per_hour for row in rows] == [2.5, 1, None]
+    record = machines_record(rows)
+    assert [bool(one.get("plan")) for one in record] == [True, True, False]
+    assert "no plan fits" in str(record[2]["reason"])
+    show_machines(rows)
+    lines = capsys.readouterr().out.splitlines()
+    costs = {
+        name: one["budget"]["dollars"] for name, one in zip(MACHINES, record, strict=True) if one.get("plan")
+    }  # type: ignore[index]
+    assert f"cheapest  {min(costs, key=lambda name: costs[name])}" in lines
+    assert any(line.startswith("small") and line.endswith("nothing fits") for line in lines)
+
+
+def test_a_name_keeps_its_blanks_and_counts():
+    assert parse_machines(" 2x8xH100 @ 2.5,, my.toml ") == (
+        Machine("2x8xH100", 2.5),
+        Machine("my.toml", None),
+    )
+
+
+@pytest.mark.parametrize("text", ["", " , ", "8xH100@", "8xH100@free", "8xH100@-1", "8xH100@nan"])
+def test_only_machines_and_positive_prices_are_taken(text: str):
+    with pytest.raises(SpecError):
+        parse_machines(text)
+
+
+HARDWARE = hardware_of(1, 8, gib=120)
+QUESTION = PlanRequest(PlanTarget("8B"), run_for(LLAMA_8B, "train.global_batch=16"), HARDWARE, spec=SPEC)
+
+
+def test_strong_keeps_the_batch_and_weak_the_batch_per_rank():
+    points = plan_scaling(QUESTION, (8, 16, 64))
+    strong, weak = [point.strong for point in points], [point.weak for point in points]
+    assert [plan and plan.run.train.global_batch for plan in strong] == [16, 16, None]
+    assert [plan and plan.run.train.global_batch for plan in weak] == [16, 32, 128]
+    assert strong[0] == weak[0] == search(SPEC, HARDWARE, QUESTION.asked).best
+    parts = efficiencies(weak)
+    assert parts[0] == 1
+    assert all(part is not None and 0 < part < 1.3 for part in parts)
+    assert efficiencies(strong)[2] is None
+
+
+@pytest.mark.parametrize("text", ["", "8,x", "0", "-8"])
+def test_only_numbers_of_ranks_are_taken(text: str):
+    with pytest.raises(SpecError, match="numbers of ranks"):
+        parse_rank_counts(text)
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused():
+    with pytest.raises(SpecError, match="whole nodes"):
+        plan_scaling(QUESTION, (12,))
+
+
+RUN = run_for(LLAMA_8B, "train.global_batch=16")
 
 
 @dataclass(frozen=True)
