@@ -46,7 +46,7 @@ def init(
         bool, typer.Option("--schema", help=f"Also write {_SCHEMA_NAME} beside it, for editors of TOML.")
     ] = False,
 ) -> None:
-    """Write a run.toml with the keys that people change, their defaults and their meaning.
+    """Write a run.toml with the keys that people change.
 
     With --schema, editors (taplo, Even Better TOML in VS Code) complete and check the keys of the file.
     """
