@@ -22,7 +22,7 @@ from shutil import rmtree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.data.build import build_packed_data
-from fullshard.data.files import stdlib_file_sizes
+from fullshard.data.files import list_stdlib_files
 from fullshard.spec.run import Run
 
 AT_ONCE = 1000
@@ -76,7 +76,7 @@ def main() -> None:
 
 def write_texts(path: Path, *, size: int) -> list[str]:
     """Pieces of source files until they are `size` bytes; a file may come again, cut otherwise."""
-    files = [path.read_text(encoding="utf-8", errors="ignore") for path in stdlib_file_sizes()]
+    files = [Path(one.path).read_text(encoding="utf-8", errors="ignore") for one in list_stdlib_files()]
     drawn, texts = random.Random(0), list[str]()
     left = size
     with path.open("w", encoding="utf-8") as file:

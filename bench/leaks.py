@@ -32,7 +32,7 @@ KINDS = (
     ("train.microbatch=1",),
     ("log.profile=[30,31]",),
     ("data.packing=best_fit",),
-    ("log.profile_steps=2", "train.validate_every=40"),
+    ("train.validate_every=40",),
 )
 
 
