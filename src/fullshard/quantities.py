@@ -1,6 +1,7 @@
-"""Parsing and formatting of bytes, counts and seconds as text for people."""
+"""Parsing and formatting of bytes, counts, seconds and lists of names as text for people."""
 
 import re
+from collections.abc import Sequence
 
 from fullshard.errors import SpecError
 
@@ -77,3 +78,9 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def join_names(names: Sequence[str], *, most: int = 4) -> str:
+    """Returns the first `most` names, and how many more there are, as a text."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

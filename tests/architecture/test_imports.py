@@ -46,7 +46,7 @@ TORCH_FREE_AT_IMPORT = ("fullshard", "fullshard.cli", "fullshard.cli.main", "ful
 
 
 def is_torch_free(module: Module) -> bool:
-    """Whether the module is in a package that must not import torch."""
+    """Returns whether `module` is in a package that must not import torch."""
     return f"{module.name}.".startswith(tuple(f"fullshard.{name}." for name in TORCH_FREE))
 
 

@@ -1,4 +1,4 @@
-"""Tables of several plans: each row is the best plan there, or a reason why there is none."""
+"""Tables of several plans: each row has the best plan of a case, or the reason why no plan fits."""
 
 from dataclasses import dataclass, replace
 

@@ -30,6 +30,7 @@ from fullshard.checkpoint.files import (
 )
 from fullshard.checkpoint.shard_file import SUFFIX, new_hash_for
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
+from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
@@ -43,7 +44,6 @@ SHARDS = "shards.json"
 MODEL_PREFIX = "model."
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
-_NAMES_SHOWN = 3
 _NO_DIGEST = "0" * 32
 
 logger = logging.getLogger("fullshard")
@@ -371,5 +371,4 @@ def check_same_tensors(expected: Mapping[str, Tensor], saved: Mapping[str, Saved
 
 
 def _abbreviated_list_text(label: str, items: Sequence[str]) -> str:
-    more = f" and {len(items) - _NAMES_SHOWN} more" if len(items) > _NAMES_SHOWN else ""
-    return f"{label}{', '.join(items[:_NAMES_SHOWN])}{more}" if items else ""
+    return f"{label}{join_names(items, most=3)}" if items else ""

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -51,6 +50,7 @@ def verify_checkpoints(
     """
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
+    from fullshard.quantities import join_names
 
     place = _find_checkpoints_root(directory)
     one = place.root_as_checkpoint()
@@ -65,7 +65,7 @@ def verify_checkpoints(
         for name, (status, many) in found.items():
             typer.echo(escape_to_single_line(f"{name}  {status}"))
             for damage in many:
-                touched = _shortened_name_list(damage.tensors)
+                touched = join_names(damage.tensors, most=3)
                 line = f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}"
                 typer.echo(escape_to_single_line(line))
     if any(many for _, many in found.values()):
@@ -243,11 +243,6 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
         "bytes": manifest.checkpoint_bytes,
         "skipped_in_a_row": manifest.skipped_in_a_row,
     }
-
-
-def _shortened_name_list(names: Sequence[str], *, shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{more}"
 
 
 def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:

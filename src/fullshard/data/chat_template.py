@@ -136,7 +136,7 @@ class ChatTemplate:
         )
 
     def find_end_of_turn(self) -> int | None:
-        """Returns the special token that ends an answer, and is trained on; None if there is none."""
+        """Returns the special token at the end of an answer if it is trained on, else None."""
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         found = self.encode_conversation(Conversation(messages), train_on="assistant")
         ends = [one for one in found.tokens[found.trained] if one in self._special_tokens]

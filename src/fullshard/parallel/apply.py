@@ -44,7 +44,7 @@ from fullshard.parallel.mesh import (
     share_post_forward_mesh,
     split_inner_axis,
 )
-from fullshard.parallel.model_parameters import CarriedOver, join_names
+from fullshard.parallel.model_parameters import CarriedOver
 from fullshard.parallel.precision import (
     cast_buffers,
     fsdp_mixed_precision_policy,
@@ -63,6 +63,7 @@ from fullshard.parallel.units import (
     find_recompute_blocks,
     find_units,
 )
+from fullshard.quantities import join_names
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
 from fullshard.spec.settings.model_section import expert_shard_dim

@@ -52,7 +52,7 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
             raise _unsupported_error(
                 model, why=why, fix='model.attention = "sdpa", or sharding.context_parallel = 1'
             )
-        raise _unsupported_error(model, why="its attention is none that transformers lets other code replace")
+        raise _unsupported_error(model, why="transformers lets no other code replace its attention")
 
 
 def _check_heads(heads: int, kv_heads: int, *, context: ContextParallel) -> None:

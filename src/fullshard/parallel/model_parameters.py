@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from fullshard.distributed.agreement import rank
 from fullshard.errors import ShardError
+from fullshard.quantities import join_names
 from fullshard.torch_private.tensors import gradient_hooks, post_accumulate_hooks
 
-_MOST_NAMES = 4
 _MOST_OBJECTS = 10_000  # of an attribute, which are searched for parameters
 _REGISTRATIONS = {"_parameters", "_buffers", "_modules"}
 
@@ -201,9 +201,3 @@ class CarriedOver:
                     setattr(parameter, key, value)
             for hook in self.hooks.get(name, []):
                 parameter.register_post_accumulate_grad_hook(hook)
-
-
-def join_names(names: list[str]) -> str:
-    """Returns the first names, and how many more there are, as a text."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

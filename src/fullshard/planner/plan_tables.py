@@ -40,7 +40,7 @@ class Machine(NamedTuple):
 
 
 class MachinePlan(NamedTuple):
-    """The best plan on a machine, or the reason why there is none.
+    """The best plan on a machine, or the reason why no plan fits.
 
     question: what was planned; None if the batch cannot be divided over the machine's ranks
     budget: the tokens to train on, at this machine's price; None if the user gave no tokens

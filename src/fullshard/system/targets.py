@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fullshard.errors import FullshardError, SpecError
+from fullshard.quantities import join_names
 
 IsKind = Callable[[Path], bool]
 
@@ -59,10 +60,9 @@ def check_output_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
             )
     others = [one.name for one in entries if not (one.is_file() and is_kind(one))]
     if others and not force:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise SpecError(
             f"{path} is not empty.",
-            got=f"{', '.join(others[:3])}{more}",
+            got=join_names(others, most=3),
             why="files of the same names would be replaced",
             fix="another directory, or --force, which replaces them",
         )

@@ -11,6 +11,7 @@ from fullshard.distributed.agreement import rank
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.parallel.unit_events import reshard_unsharded_units
+from fullshard.quantities import join_names
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
 from fullshard.training.state import TrainState
@@ -73,11 +74,9 @@ def _warn_of_parameters_without_optimizer(state: TrainState) -> None:
     named = state.model.named_parameters()
     left = [name for name, parameter in named if parameter.requires_grad and parameter not in updated]
     if left and rank() == 0:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         logger.warning(
-            "trainable parameters that are not in the optimizer are never updated: %s%s",
-            ", ".join(left[:3]),
-            more,
+            "trainable parameters that are not in the optimizer are never updated: %s",
+            join_names(left, most=3),
         )
 
 

@@ -14,6 +14,7 @@ from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
 from fullshard.parallel.precision import persistent_buffers
+from fullshard.quantities import join_names
 
 PREFIX = "extra."  # of the names of tensors in extra state
 _SUFFIX = "_extra_state"  # torch's, of the names in a state dict
@@ -56,7 +57,7 @@ def set_extra_state(model: nn.Module, values: JsonValue, *, received: Mapping[st
         (saved.keys() - modules.keys(), "the checkpoint has extra state of %s, which take none here"),
     ):
         if names and rank() == 0:
-            logger.warning(text, _names_text(sorted(names)))
+            logger.warning(text, join_names([name or "the model" for name in sorted(names)]))
 
 
 def warn_of_unsaved_module_state(model: nn.Module) -> None:
@@ -78,7 +79,7 @@ def warn_of_unsaved_module_state(model: nn.Module) -> None:
         logger.warning(
             "checkpoints hold parameters and buffers as they are in the model, and not what hooks or methods "
             "of its state_dict add, leave out or change: %s. A buffer or get_extra_state is saved.",
-            _names_text(sorted(other)),
+            join_names(sorted(other)),
         )
 
 
@@ -100,9 +101,8 @@ def _changes_state_dict(module: nn.Module) -> bool:
 
 
 def _is_of_torch(function: Any) -> bool:
-    function = getattr(
-        function, "func", getattr(function, "hook", function)
-    )  # of a partial, or torch's wrapper
+    # The function in a partial, or in torch's wrapper of a hook
+    function = getattr(function, "func", getattr(function, "hook", function))
     return str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", "fullshard")
 
 
@@ -152,8 +152,3 @@ def _decode(value: JsonValue, received: Mapping[str, Tensor], *, device: torch.d
         return tuple(_decode(one, received, device=device) for one in cast(list[JsonValue], value["tuple"]))
     parts = cast(dict[str, JsonValue], value["dict"])
     return {key: _decode(one, received, device=device) for key, one in parts.items()}
-
-
-def _names_text(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(name or "the model" for name in names[:4]) + more

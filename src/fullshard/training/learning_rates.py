@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
-from fullshard.parallel.model_parameters import join_names
+from fullshard.quantities import join_names
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.training.schedule import learning_rate_factor

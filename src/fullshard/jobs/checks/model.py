@@ -12,6 +12,7 @@ from fullshard.distributed.agreement import ErrorCapture
 from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
 from fullshard.models.build import build_model
 from fullshard.parallel.blocks import find_repeated_blocks
+from fullshard.quantities import join_names
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.settings.model_section import HuggingFaceModel, PythonModel
 from fullshard.system.dotted import import_callable
@@ -168,7 +169,7 @@ def check_gradients(trial: ModelTrial) -> Finding:
     broken = [n for n, one in trained.items() if one.grad is not None and not one.grad.isfinite().all()]
     if broken:
         return Finding.failure(
-            f"gradients of {_some(broken)} are not finite",
+            f"gradients of {join_names(broken, most=3)} are not finite",
             why="every step would be skipped",
             fix="torch.autograd.set_detect_anomaly(True) in a loop of your own shows the operation",
         )
@@ -179,15 +180,17 @@ def check_gradients(trial: ModelTrial) -> Finding:
     count = sum(trained[name].numel() for name in (*dead, *missing))
     share = count / max(1, sum(one.numel() for one in trained.values()))
     if (dead or missing) and (not trial.is_from_transformers or share > _UNUSED_SHARE):
-        parts = [f"no gradient reaches {_some(missing)}"] if missing else []
-        parts += [f"the gradient of {_some(dead)} is zero"] if dead else []
+        parts = [f"no gradient reaches {join_names(missing, most=3)}"] if missing else []
+        parts += [f"the gradient of {join_names(dead, most=3)} is zero"] if dead else []
         return Finding.warning(
             f"{'; '.join(parts)} ({share:.1%} of the parameters)",
             why="they are not trained, although memory and communication are spent on them",
             fix="a look for .detach(), no_grad or an unused module; requires_grad_(False) if it is meant",
         )
     unused = (
-        f", except {_some([*missing, *dead])}, which its transformers model does not use" if count else ""
+        f", except {join_names([*missing, *dead], most=3)}, which its transformers model does not use"
+        if count
+        else ""
     )
     return Finding.ok(f"gradients reach all of {len(trained)} parameters{unused}")
 
@@ -247,10 +250,6 @@ def _step_gradient(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dic
         total += float(count)
     found = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
     return torch.cat(found) / total
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_tied_parameters(trial: ModelTrial) -> Finding:
