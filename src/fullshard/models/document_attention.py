@@ -168,7 +168,7 @@ def avoid_nan_of_cudnn(device: torch.device, *, sequence_length: int) -> None:
     sequence_length % 128 == 64 (pytorch/pytorch#196678). This is global, because attention is computed again
     in the backward of recomputed blocks, and must then use the same kernel.
     """
-    if device.type == "cuda" and sequence_length % 128 == 64:  # noqa: PLR2004
+    if device.type == "cuda" and sequence_length % 128 == 64:
         capability = torch.cuda.get_device_capability(device)[0]
         if torch.version.hip is None and capability >= _FIRST_WITH_CUDNN:
             torch.backends.cuda.enable_cudnn_sdp(False)

@@ -177,7 +177,7 @@ def _keep_packed_documents_apart(given: dict[str, Any]) -> None:
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
         return
-    if mask.shape != positions.shape or mask.ndim != 2:  # noqa: PLR2004
+    if mask.shape != positions.shape or mask.ndim != 2:
         return
     is_token = mask != 0
     begins_again = (positions[:, 1:] <= positions[:, :-1]) & is_token[:, 1:] & is_token[:, :-1]
