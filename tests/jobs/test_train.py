@@ -2,9 +2,11 @@
 
 import json
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -94,13 +96,13 @@ def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
     assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 5, 1, 2)
 
 
-calls = count(1)
+calls = WeakKeyDictionary[nn.Module, Iterator[int]]()
 
 
 def not_finite_once(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | int]:
-    """The next-token loss, whose eleventh microbatch in this process has none."""
+    """The next-token loss, except that the eleventh microbatch of a model has none."""
     total, number = next_token_loss(model, batch)
-    return total * (torch.nan if next(calls) == 11 else 1), number
+    return total * (torch.nan if next(calls.setdefault(model, count(1))) == 11 else 1), number
 
 
 def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path: Path):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import ShardError, SpecError, TrainError
 from fullshard.parallel.apply import shard
@@ -217,8 +218,9 @@ def built_on_the_unsharded() -> str:
 
 def built_while_gathered() -> str:
     state, plan = sharded(run_of("sharding.strategy=shard_grad_op"))
-    with torch.no_grad():
-        state.model(pairs(0)[0])
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
     with pytest.raises(ShardError) as raised:
         build_optimizer(state.model, plan)
     return raised.value.what

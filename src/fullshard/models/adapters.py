@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -56,8 +56,6 @@ def insert_adapters(
             fix="other adapter.targets, or other adapter.options",
         ) from error
     _check_no_parameter_is_wrapped(model)
-    if section.targets == "all-linear":
-        _log_experts_without_adapter(model)
     for module in trained:
         for parameter in module.parameters():
             parameter.requires_grad_(True)
@@ -158,21 +156,18 @@ def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
     )
 
 
-def _log_experts_without_adapter(model: nn.Module) -> None:
+def log_experts_without_adapter(model: nn.Module, section: AdapterSection) -> None:
     """Logs stacked weights in blocks, which are no linear modules: "all-linear" leaves them frozen."""
+    if section.rank == 0 or section.targets != "all-linear" or rank() != 0:
+        return
     stacked = [
         name
         for name, one in model.named_parameters()
         if one.ndim == 3 and ".lora_" not in name and any(part.isdigit() for part in name.split("."))
     ]
     kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacked)
-    if kinds and rank() == 0:
-        _log_once(f'adapter.targets = "all-linear" leaves {", ".join(kinds)} frozen: no linear modules')
-
-
-@cache
-def _log_once(text: str) -> None:
-    logger.warning(text)
+    if kinds:
+        logger.warning('adapter.targets = "all-linear" leaves %s frozen: no linear modules', ", ".join(kinds))
 
 
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
