@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from fullshard.parallel.apply import shard
 from fullshard.parallel.compile import EagerBlockWarning, compile_blocks, count_compilation
+from fullshard.parallel.recompute import apply_recompute
+from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
 
@@ -167,6 +169,36 @@ def test_a_block_whose_backward_cannot_be_compiled_runs_eagerly_and_is_named_onc
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
     assert len(told) == 1
     assert all(one.is_eager for one in forwards) == whole
+
+
+class MeanSubtracting(nn.Module):
+    """Subtracts a running mean, which includes the batch itself."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(hidden.mean(0))
+        return torch.tanh(hidden - self.mean)
+
+
+def test_a_recomputed_block_that_changes_a_buffer_runs_eagerly() -> None:
+    blocks = stack(MeanSubtracting)
+    plain = copy.deepcopy(blocks)
+    expected = [run(plain), run(plain)]
+    apply_recompute(list(blocks), RecomputeSection(mode="full"), compiled=set(blocks))
+    forwards = compile_blocks(list(blocks), pieces=())
+    with pytest.warns(EagerBlockWarning, match="changes the buffer 'mean'"):
+        gradients = run(blocks)
+    torch.testing.assert_close([gradients, run(blocks)], expected)
+    assert all(torch.equal(one.mean, other.mean) for one, other in zip(blocks, plain, strict=True))
+    assert all(one.is_eager for one in forwards)
 
 
 def test_equal_blocks_share_a_graph_and_another_shape_is_a_recompilation() -> None:

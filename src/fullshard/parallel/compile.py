@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.parallel.recompute import FoundBuffers, is_recomputed
 from fullshard.spec.records.measurement import Compilation
 from fullshard.torch_private.compiler import dynamo, functorch_config
 
@@ -74,7 +75,8 @@ class CompiledForward:
     """
 
     def __init__(self, block: nn.Module, *, whole: bool, failures: dict[type[nn.Module], bool]) -> None:
-        self.kind, self.whole = type(block), whole
+        self.kind, self.whole, self._block = type(block), whole, block
+        self._recomputed = is_recomputed(block)
         self.eager: Callable[..., Any] = block.forward
         self.is_eager = False
         self._failures, self._has_run = failures, False
@@ -91,8 +93,15 @@ class CompiledForward:
         return result
 
     def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_first = self._recomputed and not self._has_run
+        buffers = FoundBuffers(self._block) if is_first else None
         try:
-            return self._compiled(*args, **kwargs)
+            result = self._compiled(*args, **kwargs)
+            changed = [] if buffers is None else [name for _, name in buffers.of_changed(statistics=False)]
+            if buffers is None or not changed:
+                return result
+            buffers.restore()
+            self._warn_once(f"it is recomputed, and its forward changes the buffer {changed[0]!r}")
         except _COMPILER_ERRORS as error:
             failure = error.__cause__ if isinstance(error, dynamo.exc.FailOnRecompileLimitHit) else error
             self._warn_once(_first_line(failure or error))

@@ -5,8 +5,9 @@ Recompute: Chen et al., arXiv:1604.06174.
 [Note: buffers of recomputed blocks]
 A forward may change buffers of its block: running statistics, codebooks. The recomputed forward gets copies
 of the values with which the first one began, so it computes the same, and what it changes is discarded.
-Copies, since autograd saves the buffers that it reads. A compiled block changes its
-buffers once too, but what reads a buffer after its change in forward is recomputed with the later value.
+Copies, since autograd saves the buffers that it reads. A graph of forward and recompute cannot have such
+copies: what reads a buffer after its change would be recomputed with the later value. So a compiled block
+whose first forward changes buffers, other than counts and statistics that it does not read, runs eagerly.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from fullshard.errors import ShardError
+from fullshard.models.experts import Router
 from fullshard.parallel.activation_offload import offload_activations
 from fullshard.parallel.host_copy import HostCopier
 from fullshard.spec.plan import DeviceType
@@ -87,6 +89,36 @@ def apply_recompute(
         block.forward = recomputed
 
 
+class FoundBuffers:
+    """Copies of the buffers of `block`, made before a forward to find those that it changes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        own = _buffers(block)
+        copies = {id(one): _copy(one) for one in own.values()}  # modules that share a buffer share its copy
+        self._before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
+
+    def of_changed(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
+        """Returns the copies of buffers that have changed since, by module and name; None if it is new.
+
+        statistics: also those that no forward reads in training
+        """
+        found: dict[tuple[nn.Module, str], Tensor | None] = {}
+        for slot, now in _buffers(self._block).items():
+            one, count, copied = self._before.get(slot, (None, 0, None))
+            is_statistic = _has_running_statistics(slot[0])
+            if (now is not one or version(now) != count or is_statistic) and (statistics or not is_statistic):
+                found[slot] = copied
+        return found
+
+    def restore(self) -> None:
+        """Gives all buffers the values that were found."""
+        with torch.no_grad():
+            for (module, name), (one, _version, copied) in self._before.items():
+                setattr(module, name, one)
+                one.copy_(copied)
+
+
 def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """Returns the buffers of `block`, by the module that has each and its name there."""
     return {
@@ -95,8 +127,11 @@ def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
-    """Returns whether `module` is a torch norm that changes its buffers, which raises no version."""
-    return module.training and getattr(module, "track_running_stats", False)
+    """Returns whether `module` changes buffers that no forward reads in training: torch norms, our routers.
+
+    Norms raise no version.
+    """
+    return module.training and (getattr(module, "track_running_stats", False) or isinstance(module, Router))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -127,15 +162,9 @@ class _ForwardWithBuffers:
         if self._found is None:
             if not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)
-            own = _buffers(self._block)
-            copies = {id(one): _copy(one) for one in own.values()}
-            before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
+            found = FoundBuffers(self._block)
             result = self._forward(*args, **kwargs)
-            self._found = {}
-            for slot, now in _buffers(self._block).items():
-                one, count, copied = before.get(slot, (None, 0, None))
-                if now is not one or version(now) != count or _has_running_statistics(slot[0]):
-                    self._found[slot] = copied
+            self._found = found.of_changed(statistics=True)
             return result
         later = {(module, name): getattr(module, name) for module, name in self._found}
         # Modules that share a buffer share its copy.
@@ -147,6 +176,11 @@ class _ForwardWithBuffers:
         finally:
             for (module, name), one in later.items():
                 setattr(module, name, one)
+
+
+def is_recomputed(block: nn.Module) -> bool:
+    """Returns whether `apply_recompute` has made `block` recompute its activations."""
+    return getattr(block.forward, "func", None) is _checkpoint_with_buffers
 
 
 def check_recomputed_blocks(section: RecomputeSection, blocks: int) -> None:
