@@ -70,6 +70,14 @@ def test_a_batch_without_tokens_and_labels_is_refused(batch: Any, got: str) -> N
     assert raised.value.got == got
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids", "loss_mask"])
+def test_values_of_each_token_that_the_loss_does_not_use_are_refused(name: str) -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    batch = {"tokens": tokens, "labels": tokens, name: torch.ones_like(tokens)}
+    with pytest.raises(TrainError, match=f"does not use '{name}'"):
+        next_token_loss(nn.Identity(), batch)
+
+
 @pytest.mark.parametrize("name", ["t5", "bert", "vit"])
 def test_the_models_own_loss_is_the_mean_over_its_valid_labels(name: str) -> None:
     model, run = built(name)

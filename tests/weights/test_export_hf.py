@@ -230,9 +230,7 @@ def test_a_manifest_that_describes_no_model_is_refused(tmp_path, changed):
 
 @pytest.mark.parametrize(("records", "ends"), [("text", "documents end"), ("messages", "turns end")])
 @pytest.mark.parametrize("source", [True, False])
-def test_the_generation_config_has_the_token_that_training_data_ends_with(
-    tmp_path, caplog, records, ends, source
-):
+def test_configs_have_the_token_that_training_data_ends_with(tmp_path, caplog, records, ends, source):
     pytest.importorskip("transformers")
     tokenizer = save_tokenizer(tmp_path / "tok", template=CHAT)
     end = open_tokenizer(tokenizer).tokens_after_document[-1]
@@ -245,6 +243,5 @@ def test_the_generation_config_has_the_token_that_training_data_ends_with(
     if source:
         made = json.loads(beside["generation_config.json"])
         assert made == {"eos_token_id": [7, 8, end], "top_p": 0.5}
-    else:
-        assert config == {"eos_token_id": [7, end]}
+    assert config == {"eos_token_id": [7, end]}
     assert f"{ends} with {end} in training" in caplog.text

@@ -102,7 +102,7 @@ def next_token_loss(
     chunk_rows: rows of logits that are computed at once; see `chunked_cross_entropy`
 
     The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
-    TrainError for a batch without tokens or labels.
+    TrainError for a batch without tokens or labels, or with values for each token that this loss does not use.
 
     >>> loss, count = fs.next_token_loss(model, {"tokens": tokens, "labels": labels})
     >>> int(count) == labels.numel()
@@ -116,6 +116,7 @@ def next_token_loss(
             got=_batch_text(batch),
             fix="fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
         ) from None
+    _check_all_are_used(batch, tokens)
     arguments = position_and_document_arguments(model, batch)
     total, output = chunked_cross_entropy(
         model, lambda: model(tokens, **arguments), labels=labels, chunk_rows=chunk_rows
@@ -128,6 +129,23 @@ def next_token_loss(
     if balance is not None:
         total = total + cast(Any, model.config).router_aux_loss_coef * balance * count
     return total, count
+
+
+def _check_all_are_used(batch: Mapping[str, Any], tokens: Tensor) -> None:
+    """Raises TrainError if `batch` has values for each token that `next_token_loss` does not use."""
+    used = ("tokens", "labels", "positions", "documents")
+    unused = [
+        name
+        for name, one in batch.items()
+        if name not in used and isinstance(one, Tensor) and one.shape[:2] == tokens.shape
+    ]
+    if unused:
+        raise TrainError(
+            f"the default loss does not use {', '.join(map(repr, unused))} of the batch.",
+            got=_batch_text(batch),
+            why="it uses tokens, labels (-100: no loss), positions and documents (to keep these apart)",
+            fix="these names, or fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
+        )
 
 
 def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:

@@ -77,10 +77,10 @@ def export_hf(
     """Writes a checkpoint as a Hugging Face model.
 
     The checkpoint may come from any number of ranks and any strategy. The export runs in one process without
-    a GPU. The directory gets the weights under the names that `from_pretrained` expects, config.json,
+    a GPU. The directory gets the weights under the names that `from_pretrained` expects, config.json and
     generation_config.json, whose eos_token_id gets the tokens that end documents and turns of the training
-    data, and the tokenizer files that still exist: those of data.tokenizer, or those of the
-    model if the data were tokens already. Memory use is at most a few hundred megabytes for any model (or one
+    data, and the tokenizer files that still exist: those of data.tokenizer, or those of the model if the data
+    were tokens already. Memory use is at most a few hundred megabytes for any model (or one
     row of a tensor's first dim, if that is larger). The reference decoder is written as a Llama.
 
     dtype: dtype of all floating-point tensors; None keeps the trained dtypes
@@ -276,29 +276,27 @@ def find_end_tokens(run: Run | None) -> dict[int, str]:
 
 
 def add_end_tokens(config: dict[str, Any], beside: dict[str, bytes], *, ends: Mapping[int, str]) -> None:
-    """Adds `ends` to the eos_token_id of generation_config.json, or of config.json without one; logs it."""
-    settings, name = config, _CONFIG
-    if _GENERATION in beside:
-        try:
-            settings, name = json.loads(beside[_GENERATION]), _GENERATION
-        except ValueError:
-            return  # a file of the model, copied as it is
-    before = settings.get("eos_token_id")
-    listed: list[int] = list(before) if isinstance(before, list) else [] if before is None else [before]
-    added = [token for token in ends if token not in listed]
-    if not added:
-        return
-    listed += added
-    settings["eos_token_id"] = listed if len(listed) > 1 else listed[0]
-    if name == _GENERATION:
-        beside[name] = json.dumps(settings, indent=2, ensure_ascii=False).encode() + b"\n"
-    logger.warning(
-        "%s: eos_token_id is %s, not %s: %s in training",
-        name,
-        settings["eos_token_id"],
-        before,
-        ", ".join(f"{ends[token]} with {token}" for token in added),
-    )
+    """Adds `ends` to the eos_token_id of config.json and of generation_config.json, if it exists; logs it."""
+    files = {_CONFIG: config}
+    with suppress(KeyError, ValueError):  # no such file, or one that is copied as it is
+        files[_GENERATION] = json.loads(beside[_GENERATION])
+    for name, settings in files.items():
+        before = settings.get("eos_token_id")
+        listed: list[int] = list(before) if isinstance(before, list) else [] if before is None else [before]
+        added = [token for token in ends if token not in listed]
+        if not added:
+            continue
+        listed += added
+        settings["eos_token_id"] = listed if len(listed) > 1 else listed[0]
+        if name == _GENERATION:
+            beside[name] = json.dumps(settings, indent=2, ensure_ascii=False).encode() + b"\n"
+        logger.warning(
+            "%s: eos_token_id is %s, not %s: %s in training",
+            name,
+            settings["eos_token_id"],
+            before,
+            ", ".join(f"{ends[token]} with {token}" for token in added),
+        )
 
 
 def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
