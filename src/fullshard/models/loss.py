@@ -102,7 +102,7 @@ def next_token_loss(
     chunk_rows: rows of logits that are computed at once; see `chunked_cross_entropy`
 
     The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
-    TrainError for a batch without tokens or labels, or with values for each token that this loss does not use.
+    TrainError for a batch without tokens or labels, or with values for each token that it does not use.
 
     >>> loss, count = fs.next_token_loss(model, {"tokens": tokens, "labels": labels})
     >>> int(count) == labels.numel()
