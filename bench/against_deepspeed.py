@@ -101,11 +101,11 @@ def in_pairs(asked: argparse.Namespace) -> None:
     for turn in range(asked.turns):
         for side in list(pythons) if turn % 2 == 0 else reversed(list(pythons)):
             rows[side].append(run_side(side, asked, python=pythons[side]))
-            print(told(f"{turn} {side}", rows[side][-1]), flush=True)
+            print(row_text(f"{turn} {side}", rows[side][-1]), flush=True)
         if "deepspeed" in rows:
             print(compared(str(turn), rows["ours"][-1], rows["deepspeed"][-1]), flush=True)
     for side, own in rows.items():
-        print(told(f"median {side}", medians(own)))
+        print(row_text(f"median {side}", medians(own)))
     if "deepspeed" in rows:
         ratios = [
             one["seconds"] / other["seconds"]
@@ -155,7 +155,7 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return rows[0] | middle
 
 
-def told(name: str, row: dict[str, Any]) -> str:
+def row_text(name: str, row: dict[str, Any]) -> str:
     return (
         f"{name}: step {row['seconds']:.3f} s ({row['compute']:.3f} forward and backward, "
         f"{row['update']:.3f} update), {row['whole']:.3f} s each until all is through, "
@@ -252,9 +252,9 @@ def train_deepspeed(run: Run, asked: argparse.Namespace) -> None:
         engine.backward(mean)
         began = time.perf_counter()
         engine.step()
-        told = mean.detach().clone()
-        dist.all_reduce(told)  # after the step, as a run that logs its loss does; ours has it in its own
-        return told.item() / ranks, began
+        logged = mean.detach().clone()
+        dist.all_reduce(logged)  # after the step, as a run that logs its loss does; ours has it in its own
+        return logged.item() / ranks, began
 
     measured.go(step, settle=lambda: None)
     measured.tell(run, parameters=parameters)
@@ -297,7 +297,7 @@ def deepspeed_config(run: Run, asked: argparse.Namespace, *, ranks: int) -> dict
 
 
 class Measured:
-    """What one rank sees of itself, from its imports on."""
+    """Measures one rank, from its imports on."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked = asked

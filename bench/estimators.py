@@ -29,7 +29,7 @@ from fullshard.spec.run import Run, Strategy
 
 
 def accelerate_bytes(model: nn.Module, plan: Plan) -> float:
-    """What its training column says: the largest of its parts, for one GPU, whatever the ranks."""
+    """Returns its training column: the largest of its parts, for one GPU, whatever the ranks."""
     size, _ = calculate_maximum_sizes(model)
     parts = estimate_training_usage(size, "float32" if plan.precision.param == "fp32" else "bfloat16")
     return max(parts.values())
@@ -63,8 +63,8 @@ def main(path: str, measured: str) -> None:
             model = DecoderModel(run.decoder_config)
         ours = peak_bytes(describe(model, plan, loss=next_token_loss, device_type=device), plan).total
         seen = row["memory"]["bytes"]
-        told = (accelerate_bytes(model, plan), deepspeed_bytes(model, plan), ours)
-        columns = " | ".join(f"{b / 2**30:.2f} ({100 * (b / seen - 1):+.0f} %)" for b in told[:2])
+        estimates = (accelerate_bytes(model, plan), deepspeed_bytes(model, plan), ours)
+        columns = " | ".join(f"{b / 2**30:.2f} ({100 * (b / seen - 1):+.0f} %)" for b in estimates[:2])
         own = f"{ours / 2**30:.2f} ({100 * (ours / seen - 1):+.1f} %)"
         print(f"| {one['name']} | {seen / 2**30:.2f} | {columns} | {own} |")
 

@@ -51,10 +51,10 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
         if device == "cuda":
             chip = hardware_on(CHIP)
             terms = add_workspace_bytes(terms, chip)
-            told = terms.total + allocator_reserve_bytes(chip, terms)
-            errors_reserved.append(100 * abs(told / seen["reserved"] - 1))
-            reserved = f"reserved {told / 2**20:.0f} of {seen['reserved'] / 2**20:.0f}"
-            reserved += f" {percent(told, seen['reserved'])}"
+            predicted = terms.total + allocator_reserve_bytes(chip, terms)
+            errors_reserved.append(100 * abs(predicted / seen["reserved"] - 1))
+            reserved = f"reserved {predicted / 2**20:.0f} of {seen['reserved'] / 2**20:.0f}"
+            reserved += f" {percent(predicted, seen['reserved'])}"
         if not run.offload.offloads_optimizer or device == "cuda":  # else the device is the tier's host, too
             errors.append(terms.total / seen["bytes"] - 1)
         seconds = ""

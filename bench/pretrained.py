@@ -123,13 +123,13 @@ def importing(source: Path, plan: Plan, turn: int) -> None:
         forget_before=weights(source),
     )
     over = memory("VmHWM") - before - shards
-    told = torch.tensor([over / 2**20])
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    largest = torch.tensor([over / 2**20])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if rank == 0:
         print(
             f"import {turn}: plain {seconds['plain']:.2f} s, import {seconds['import']:.2f} s = "
             f"{seconds['import'] / seconds['plain']:.2f} of plain; peak over the shards "
-            f"({shards / 2**20:.0f} MiB a rank): {told.item():.0f} MiB",
+            f"({shards / 2**20:.0f} MiB a rank): {largest.item():.0f} MiB",
             flush=True,
         )
 
@@ -142,7 +142,7 @@ def saved(directory: Path, plan: Plan) -> None:
 
 
 def exporting(directory: Path, turn: int) -> None:
-    """Of fp32 as saved, in files of 1 GB: as many bytes are read as written."""
+    """Exports fp32 as it was saved, in files of 1 GB: as many bytes are read as written."""
     (checkpoint,) = (directory / "checkpoints").glob("step-*")
     data = sorted(checkpoint.glob("*.distcp"))
     target = directory / "out"

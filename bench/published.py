@@ -104,10 +104,10 @@ def hardware_of(row: dict[str, Any]) -> Hardware:
     if row.get("mixture", {}).get("in_turn"):
         rates = hardware.rates.model_copy(update={"grouped_matmul": None})
         hardware = hardware.model_copy(update={"rates": rates})
-    told = row.get("across_gb_per_second_per_gpu")
-    if told is None or hardware.across is None:
+    published = row.get("across_gb_per_second_per_gpu")
+    if published is None or hardware.across is None:
         return hardware
-    return hardware.model_copy(update={"across": slowed(hardware.across, told * 1e9)})
+    return hardware.model_copy(update={"across": slowed(hardware.across, published * 1e9)})
 
 
 def with_host(hardware: Hardware, row: dict[str, Any], *, spec: ModelSpec, plan: Plan) -> Hardware:
@@ -311,10 +311,10 @@ def main(*arguments: str) -> None:
         if row["use"] == "test":
             errors.append(abs(error))
             within += inside
-        told = row.get("peak_memory_gib")
+        published = row.get("peak_memory_gib")
         kind = row.get("peak_memory_kind", "reserved")
         needed = prediction.total_reserved_bytes if kind == "reserved" else prediction.memory.total
-        memory = f"{kind} {needed / 2**30:6.1f} GiB, published {told}" if told else ""
+        memory = f"{kind} {needed / 2**30:6.1f} GiB, published {published}" if published else ""
         terms = " ".join(f"{n[:12]} {s:.2f}" for n, s in prediction.time.terms().items() if s > 0.005)
         print(
             f"{row['use']:5s} {row['name'][:76]:76s} published {row['tokens_per_second_per_gpu']:8.0f} "

@@ -84,8 +84,8 @@ def make_pages(root: Path) -> list[Path]:
     if not long.exists():
         runs.write_steps(long, LONG_STEPS)
         saves = [("save", 1, step, {"path": "p"}) for step in range(500, LONG_STEPS, 500)]
-        told = (*runs.start(1, runs.plan(steps=LONG_STEPS)), *saves, ("end", 1, LONG_STEPS, {"loss": 2.0}))
-        runs.write_events(long, *told)
+        events = (*runs.start(1, runs.plan(steps=LONG_STEPS)), *saves, ("end", 1, LONG_STEPS, {"loss": 2.0}))
+        runs.write_events(long, *events)
     return [*pages, report(root, "long", long)]
 
 

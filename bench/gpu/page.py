@@ -39,8 +39,8 @@ def _summary_lines(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         counts[result["status"]] = counts.get(result["status"], 0) + 1
     seconds = sum(result["seconds"] for result in results)
-    told = ", ".join(f"{count} {status}" for status, count in counts.items())
-    yield f"{results[0]['started']} to {results[-1]['started']}; {format_seconds(seconds)} of items: {told}."
+    counted = ", ".join(f"{count} {status}" for status, count in counts.items())
+    yield f"{results[0]['started']} to {results[-1]['started']}; {format_seconds(seconds)} of items, {counted}."
     yield from _error_lines(results)
     machine = next((result["details"] for result in results if result["kind"] == "kernels"), {})
     known = {key: value for key, value in machine.items() if isinstance(value, str | int) and value != ""}

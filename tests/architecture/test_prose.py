@@ -9,6 +9,7 @@ from tests.architecture.source import ROOT, Module, package
 
 FRAGMENTS = re.compile(r"(What|Of|That|Where|Whether|The same)\b")
 UNCLEAR = re.compile(r"\b(told|goes on|go on)\b", re.IGNORECASE)  # say: reports, logs, resumes, continues
+BENCH = sorted((ROOT / "bench").rglob("*.py"))
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -31,12 +32,13 @@ def unclear(path: Path) -> list[str]:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    assert [line for module in package().values() for line in fragments(module)] == []
+    bench = [Module(path.name, path, path.read_text(encoding="utf-8")) for path in BENCH]
+    assert [line for module in (*package().values(), *bench) for line in fragments(module)] == []
 
 
-def test_source_and_docs_say_who_does_what():
+def test_source_bench_and_docs_say_who_does_what():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    paths = [module.path for module in package().values()] + pages
+    paths = [module.path for module in package().values()] + pages + BENCH
     assert [line for path in paths for line in unclear(path)] == []
 
 
