@@ -40,7 +40,8 @@ def _summary_lines(results: Sequence[Result]) -> Iterator[str]:
         counts[result["status"]] = counts.get(result["status"], 0) + 1
     seconds = sum(result["seconds"] for result in results)
     counted = ", ".join(f"{count} {status}" for status, count in counts.items())
-    yield f"{results[0]['started']} to {results[-1]['started']}; {format_seconds(seconds)} of items, {counted}."
+    first, last = results[0]["started"], results[-1]["started"]
+    yield f"{first} to {last}; {format_seconds(seconds)} of items: {counted}."
     yield from _error_lines(results)
     machine = next((result["details"] for result in results if result["kind"] == "kernels"), {})
     known = {key: value for key, value in machine.items() if isinstance(value, str | int) and value != ""}

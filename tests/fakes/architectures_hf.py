@@ -86,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "smollm3", "SmolLM3ForCausalLM", LLAMA, tie_word_embeddings=True, no_rope_layer_interval=2
     ),
     "qwen2": config_of("qwen2", "Qwen2ForCausalLM", LLAMA, tie_word_embeddings=True),
-    "qwen3": config_of("qwen3", "Qwen3ForCausalLM", LLAMA, head_dim=8),
+    "qwen3": config_of("qwen3", "Qwen3ForCausalLM", {**LLAMA, "pad_token_id": VOCABULARY - 1}, head_dim=8),
     "gemma2": config_of(
         "gemma2", "Gemma2ForCausalLM", LLAMA, head_dim=8, sliding_window=4, tie_word_embeddings=True
     ),

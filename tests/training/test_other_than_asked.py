@@ -14,6 +14,7 @@ from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.training.runs import (
     WIDTH,
+    Layer,
     Regression,
     logged,
     mean_square,
@@ -65,6 +66,30 @@ class AddsInPlace(Regression):
         return self.head(x[0])
 
 
+class NormedLayer(Layer):
+    """Keeps a value for the loss as an attribute, where FSDP2 does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.kept = self.norm(y).square().mean()
+        return y
+
+
+class KeepsNorms(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormedLayer() for _ in range(3))
+
+
+def loss_with_kept_norms(model: nn.Module, batch: Any) -> Tensor:
+    loss = mean_square(model, batch)
+    return loss + sum(layer.kept for layer in model.layers)
+
+
 def own_backward(model: nn.Module, batch: Any) -> Tensor:
     model(batch[0]).square().mean().backward()
     return mean_square(model, batch)
@@ -78,11 +103,15 @@ def error_of_a_step(model: type[nn.Module], loss: Callable[..., Any], *overrides
 
 
 BY_LAYER = 'sharding.units={policy="names", names=["layers.*.linear"]}'
+BY_UNIT = 'sharding.units={policy="names", names=["layers.*"]}'
+RECOMPUTED = 'recompute.mode="full"'
 REFUSED: dict[str, tuple[type[nn.Module], Callable[..., Any], str, str]] = {
     "weight clamped in forward": (Clamped, mean_square, "run.seed=0", "changes a parameter in place"),
     "codebook changed in forward": (Codebook, mean_square, "run.seed=0", "changes a parameter in place"),
     "backward in the loss": (Regression, own_backward, "run.seed=0", "ran a backward pass of its own"),
     "output changed in place": (AddsInPlace, mean_square, BY_LAYER, "parameters are not gathered"),
+    "kept norm": (KeepsNorms, loss_with_kept_norms, BY_UNIT, "parameters are not gathered"),
+    "kept norm, recomputed": (KeepsNorms, loss_with_kept_norms, RECOMPUTED, "parameters are not gathered"),
 }
 
 

@@ -356,6 +356,14 @@ def _reduce_gradients_of_all_experts(unit: Unit) -> None:
         reduce_missing_gradients_as_zeros(engine_module)
 
 
+def is_ungathered_error(error: RuntimeError) -> bool:
+    """Returns whether torch raised `error` for a parameter whose unit is not gathered: a shard, or freed."""
+    return any(
+        text in str(error)
+        for text in ("mixed torch.Tensor and DTensor", "storage of size 0", "its data is not allocated yet")
+    )
+
+
 def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `forward` so that a parameter that is not gathered raises ShardError, not torch's error."""
 
@@ -364,7 +372,7 @@ def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[...,
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if not is_ungathered_error(error):
                 raise
             raise ShardError(
                 "the model computes with a parameter that is not gathered at the time.",

@@ -120,15 +120,20 @@ class MatmulSplit:
         """
         self.dims[id(embedding.weight)] = 0
         part, forward = self._vocabulary_part(embedding.num_embeddings), embedding.forward
-        if (padding := embedding.padding_idx) is not None:
-            embedding.padding_idx = padding - part.first if padding in part.tokens else None
+        padding = embedding.padding_idx
+        own_padding = padding - part.first if padding in part.tokens else None
 
         def embed(tokens: Tensor) -> Tensor:
             if tokens.shape[1] % self.ranks:
                 raise indivisible_length_error(tokens.shape[1], ranks=self.ranks, pieces=1)
             rows, own = part.local_tokens(tokens)
+            embedding.padding_idx = own_padding  # for `forward` alone: initialisers read it too
+            try:
+                values = forward(rows)
+            finally:
+                embedding.padding_idx = padding
             # (batch, sequence, width): not 0 on one rank
-            cut = self.reduce(torch.where(own.unsqueeze(-1), forward(rows), 0.0))
+            cut = self.reduce(torch.where(own.unsqueeze(-1), values, 0.0))
             return cut if scatters else self.gather(cut)
 
         embedding.forward = embed

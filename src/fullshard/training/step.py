@@ -39,6 +39,7 @@ from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_u
 from fullshard.errors import ShardError, TrainError
 from fullshard.models.experts import Router
 from fullshard.models.loss import Loss, sum_and_count
+from fullshard.parallel.apply import is_ungathered_error
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
@@ -264,7 +265,7 @@ def _explain_freed_parameters() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "setStorage" not in str(error) or "storage of size 0" not in str(error):
+        if not is_ungathered_error(error):
             raise
         raise ShardError(
             "backward reached a unit whose parameters are not gathered.",
