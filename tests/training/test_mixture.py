@@ -1,12 +1,13 @@
 """The mixture form of the reference decoder: its numbers, its balance, and what is known about it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.decoder import DecoderModel, Mixture
@@ -14,9 +15,14 @@ from fullshard.models.experts import multiply_groups, multiply_groups_in_turn
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.planner.describe.describe import describe
+from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
 from fullshard.training.step import balance_experts
-from tests.training.same_numbers import assert_same_numbers, make_run, train_sharded
+from tests.training.same_numbers import VOCABULARY, Rows, assert_same_numbers, build, make_run, train_sharded
 
 # ranks, model, strategy, and what differs from the default
 CASES: list[tuple[int, str, str, dict[str, Any]]] = [
@@ -33,6 +39,31 @@ def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> N
     count, model, strategy, more = case
     run = make_run(model=model, ranks=count, strategy=strategy, **more)
     assert_same_numbers(model, ranks(count).run(train_sharded, model, run))
+
+
+def biases_after_each_step() -> list[list[float]]:
+    """On every rank: the balance biases before and after a step, and after one whose loss is not finite."""
+    run = make_run(model="biased_mixture_decoder", ranks=2, strategy="full_shard")
+    plan = Plan.from_run(run, world_size=2)
+    model = shard(build("biased_mixture_decoder", run), plan)
+    microbatches = iter([1.0] * plan.accumulation + [math.nan] * plan.accumulation)
+
+    def loss(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = next_token_loss(module, batch)
+        return total * next(microbatches), count
+
+    def biases() -> list[float]:
+        buffers = [one for name, one in model.named_buffers() if "balance_bias" in name]
+        return torch.cat(buffers).tolist()
+
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY))
+    return [biases(), *(biases() for _, _ in zip(range(2), train(state, plan, loss=loss), strict=False))]
+
+
+def test_a_skipped_step_leaves_the_balance_biases(ranks: Callable[..., Any]) -> None:
+    for before, after, skipped in ranks(2).run(biases_after_each_step):
+        assert before != after
+        assert skipped == after
 
 
 def mixture(**sizes: Any) -> Mixture:

@@ -12,7 +12,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention_hf import use_document_attention
 from fullshard.models.huggingface import build_hf_model, has_balance_loss, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
-from fullshard.spec.records.measurement import model_flops_per_token
+from fullshard.spec.records.measurement import GradientShares, model_flops_per_token
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, PythonModel
 from fullshard.system.dotted import import_callable
@@ -84,5 +84,23 @@ def decoder_flops_per_token(model: nn.Module, run: Run) -> float | None:
         parameters -= section.vocabulary * section.d_model
     parameters -= section.inactive_parameters
     return model_flops_per_token(
-        parameters, layers=section.layers, d_model=section.d_model, sequence_length=run.data.sequence_length
+        parameters,
+        layers=section.layers,
+        d_model=section.d_model,
+        sequence_length=run.data.sequence_length,
+        gradients=gradient_shares(model),
     )
+
+
+def gradient_shares(model: nn.Module) -> GradientShares:
+    """Returns the shares of matrices in which backward computes gradients, by the order of the parameters."""
+    inputs = own = total = 0
+    is_after_trained = False
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            is_after_trained |= parameter.requires_grad
+            if parameter.ndim > 1 and not isinstance(module, nn.Embedding):
+                total += parameter.numel()
+                inputs += parameter.numel() * is_after_trained
+                own += parameter.numel() * parameter.requires_grad
+    return GradientShares(inputs / total, own / total) if total else GradientShares()

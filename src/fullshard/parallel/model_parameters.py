@@ -98,7 +98,8 @@ def _check_embeddings(model: nn.Module) -> None:
                 "an embedding with max_norm cannot be sharded.",
                 got=f"{name or type(module).__name__}, max_norm = {module.max_norm}",
                 why="its forward changes gathered weights, which are dropped behind it",
-                fix="max_norm = None, and torch.renorm of the sharded weight between steps",
+                fix="max_norm = None, and between steps, without gradients: "
+                "w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1)) of the weight w",
             )
         if module.sparse and module.weight.requires_grad:
             raise ShardError(

@@ -135,7 +135,7 @@ def run_step(
             update_as_device_decides(state.optimizer, decision)
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
-    _finish_update(state, plan, parameters=parameters)
+    _finish_update(state, plan, parameters=parameters, decision=decision)
     if plan.precision.loss_scaling and result.read().trained_tokens != 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
@@ -152,13 +152,15 @@ def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -
     )
 
 
-def _finish_update(state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter]) -> None:
-    """Clears the gradients of `parameters`, and changes the biases of experts, if the model has some."""
+def _finish_update(
+    state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter], decision: StepDecision
+) -> None:
+    """Clears the gradients of `parameters`. Changes the biases of experts unless the step is skipped."""
     clear_gradients(parameters, state.optimizer)
     torch.clear_autocast_cache()
     section = plan.run.model
     if isinstance(section, DecoderConfig) and section.balance_bias_rate:
-        balance_experts(state.model, rate=section.balance_bias_rate)
+        balance_experts(state.model, rate=section.balance_bias_rate * (1 - decision.found_inf))
 
 
 def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResult:
@@ -340,7 +342,7 @@ def move_batch_to_device(batch: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def balance_experts(model: nn.Module, *, rate: float) -> None:
+def balance_experts(model: nn.Module, *, rate: float | Tensor) -> None:
     """Raises the bias of experts with fewer tokens than the mean by `rate`, and lowers it for the others.
 
     Auxiliary-loss-free load balancing: arXiv:2408.15664, and arXiv:2412.19437, section 2.1.2. Tokens are

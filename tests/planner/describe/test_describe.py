@@ -5,6 +5,8 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
@@ -375,6 +377,20 @@ def test_the_flops_are_those_of_the_formula():
     )
     assert spec.active_numel == multiplied - norms
     assert spec.flops_per_token == pytest.approx(formula, rel=0.01)  # the diagonal is not masked
+
+
+@pytest.mark.parametrize("trained", ["", "blocks.2", "feed_forward.up", "embedding"])
+def test_the_flops_leave_out_the_gradients_of_frozen_parameters(trained: str) -> None:
+    plan = plan_of("train.loss_chunk=0")
+    model = decoder(plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    flops = describe(model, plan, loss=next_token_loss).flops_per_token
+    real = model.to_empty(device="cpu")
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # two counted matmuls
+        next_token_loss(real, {"tokens": tokens, "labels": tokens})[0].backward()
+    assert flops == pytest.approx(counter.get_total_flops() / 64, rel=0.06)
 
 
 def test_units_carry_names_shapes_ties_and_what_is_frozen():

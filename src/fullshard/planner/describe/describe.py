@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, TraceError
+from fullshard.models.build import gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.recompute import check_recomputed_blocks
 from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
@@ -51,6 +52,7 @@ from fullshard.spec.model import (
     UntracedSettings,
 )
 from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.records.measurement import GradientShares
 from fullshard.spec.run import Run, Strategy
 from fullshard.spec.settings.train_section import RecomputeSection
 
@@ -138,7 +140,9 @@ def _build_spec(
     model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
     table = KernelIndex()
     traces = [(one.build_trace(table), one.kept) for one in found]
-    flops, active = _flops_and_parameters_per_token(traces[0][0], table.kernels, plan=plan)
+    flops, active = _flops_and_parameters_per_token(
+        traces[0][0], table.kernels, plan=plan, gradients=gradient_shares(model)
+    )
     return ModelSpec(
         name=type(model).__name__,
         device_type=recorder.device,
@@ -288,7 +292,7 @@ def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Pl
 
 
 def _flops_and_parameters_per_token(
-    trace: MicrobatchTrace, kernels: Sequence[Kernel], *, plan: Plan
+    trace: MicrobatchTrace, kernels: Sequence[Kernel], *, plan: Plan, gradients: GradientShares
 ) -> tuple[float, int]:
     """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`."""
     sequence_length = plan.run.data.sequence_length
@@ -306,7 +310,8 @@ def _flops_and_parameters_per_token(
                 matmul += flops
     # The traced rank computes its part of the tokens, or of each token's matmuls.
     tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
-    return 3 * (matmul + attention) / tokens, round(matmul / tokens / 2)
+    flops = matmul * (1 + gradients.inputs + gradients.own) + attention * (1 + 2 * gradients.inputs)
+    return flops / tokens, round(matmul / tokens / 2)
 
 
 def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:

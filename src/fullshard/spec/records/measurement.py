@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, computed_field, model_validator
 
@@ -23,10 +23,33 @@ def _none_if_not_finite(value: Any) -> Any:
 FiniteOrNone = Annotated[float | None, BeforeValidator(_none_if_not_finite)]
 
 
-def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequence_length: int) -> int:
+class GradientShares(NamedTuple):
+    """Shares of a model's matrices, by elements, in which backward computes gradients; both 1 if all train.
+
+    inputs: those that get gradients of their inputs: from the first trained parameter on
+    own: those that are trained
+    """
+
+    inputs: float = 1.0
+    own: float = 1.0
+
+
+ALL_GRADIENTS = GradientShares()
+
+
+def model_flops_per_token(
+    parameters: int,
+    *,
+    layers: int,
+    d_model: int,
+    sequence_length: int,
+    gradients: GradientShares = ALL_GRADIENTS,
+) -> float:
     """Returns the FLOP of one token, forward and backward. PaLM, arXiv:2204.02311, appendix B:
 
         6 * parameters + 12 * layers * d_model * sequence_length
+
+    for a model that trains all of its parameters. Gradients that frozen parameters save are left out.
 
     parameters: number of parameters that every token is multiplied with: all except the input embedding
         table, which counts only if it is also the head
@@ -35,7 +58,8 @@ def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequenc
     Attention counts all pairs of positions, as in the paper, although a causal kernel computes half of them.
     MFU is therefore comparable with published figures, and too high at long sequences. Recompute is excluded.
     """
-    return 6 * parameters + 12 * layers * d_model * sequence_length
+    matmul, attention = 2 * parameters, 4 * layers * d_model * sequence_length
+    return matmul * (1 + gradients.inputs + gradients.own) + attention * (1 + 2 * gradients.inputs)
 
 
 class MatmulPeak(FrozenModel):
