@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
-from fullshard.models.adapters import log_experts_without_adapter
+from fullshard.models.adapters import log_adapter_places
 from fullshard.models.build import build_model
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
@@ -209,5 +209,12 @@ def test_experts_that_all_linear_leaves_frozen_are_named(
 ) -> None:
     write_config("mixtral", tmp_path)
     run = run_of(f"model.hf={tmp_path}")
-    log_experts_without_adapter(build_model(run), run.adapter)
+    log_adapter_places(build_model(run), run.adapter)
     assert "leaves experts.gate_up_proj, experts.down_proj frozen" in caplog.text
+
+
+def test_towers_that_all_linear_adapts_are_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    write_config("clip", tmp_path)
+    run = run_of(f"model.hf={tmp_path}")
+    log_adapter_places(build_model(run), run.adapter)
+    assert "18 of text_model.encoder.layers, 18 of vision_model.encoder.layers" in caplog.text

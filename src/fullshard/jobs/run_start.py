@@ -18,7 +18,7 @@ from fullshard.jobs.leftovers import find_unusable_state, leftover_state_message
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
 from fullshard.jobs.train_job import TrainJob, flops_per_token
-from fullshard.models.adapters import log_experts_without_adapter
+from fullshard.models.adapters import log_adapter_places
 from fullshard.models.build import build_model
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.loss import choose_loss
@@ -123,7 +123,7 @@ def prepare_job(
 
 def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     model = build_model(run)
-    log_experts_without_adapter(model, run.adapter)
+    log_adapter_places(model, run.adapter)
     check_sequence_length(model, run)
     check_vocabulary(run, tokens=data.vocabulary, model=model)
     return model

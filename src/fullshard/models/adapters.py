@@ -10,6 +10,8 @@ import importlib.util
 import json
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -156,8 +158,11 @@ def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
     )
 
 
-def log_experts_without_adapter(model: nn.Module, section: AdapterSection) -> None:
-    """Logs stacked weights in blocks, which are no linear modules: "all-linear" leaves them frozen."""
+def log_adapter_places(model: nn.Module, section: AdapterSection) -> None:
+    """Logs stacked weights in blocks, which are no linear modules: "all-linear" leaves them frozen.
+
+    Logs how many modules it adapts in each list of blocks if there are several, as with a vision tower.
+    """
     if section.rank == 0 or section.targets != "all-linear" or rank() != 0:
         return
     stacked = [
@@ -168,6 +173,10 @@ def log_experts_without_adapter(model: nn.Module, section: AdapterSection) -> No
     kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacked)
     if kinds:
         logger.warning('adapter.targets = "all-linear" leaves %s frozen: no linear modules', ", ".join(kinds))
+    places = Counter(re.split(r"\.\d+\.", name)[0] for name, _ in iterate_adapted_layers(model))
+    if len(places) > 1:
+        counts = ", ".join(f"{count} of {place}" for place, count in places.items())
+        logger.warning('adapter.targets = "all-linear" adapts linear modules in several places: %s', counts)
 
 
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
