@@ -170,7 +170,6 @@ def _open_log(
         world_size=size,
         after_step=state.step,
         peak_tokens_per_second=at_peak,
-        where=state.phase,
     )
 
 

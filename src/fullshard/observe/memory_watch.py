@@ -128,7 +128,11 @@ class MemoryWatch:
             number: {name: value for name, value in figures.items() if not math.isnan(value)}
             for number, figures in ranks.items()
         }
-        self._log.record_memory(ranks)
+        most = {
+            f"{name}_most": max(one[name] for one in ranks.values() if name in one)
+            for name in dict.fromkeys(name for one in ranks.values() for name in one)
+        }
+        self._log.record_window(most, tracked=most)
         for (number, figures), row in zip(ranks.items(), rows, strict=True):
             for name, growth in zip(_PLACES, row[len(_FIGURES) :], strict=True):
                 self._report_leak(number, name, growth=growth, step=step)

@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard.errors import SpecError
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.kernel_trace import ATTEMPT, parse_profile
-from fullshard.report.profiled_step import STEP_RANGE, profiled_step
+from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, parse_profile, profiled_step
 from fullshard.spec.records.run_files import PREDICTED_STEP, PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import LogSection

@@ -11,12 +11,10 @@ from typing import Any, TextIO
 
 from fullshard.errors import SpecError, TrainError
 from fullshard.observe.event_log import EventLog
-from fullshard.observe.live_status import LiveStatusWriter
 from fullshard.observe.progress import Progress, StepMetrics, show_progress
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.spec.records.run_files import METRICS
 from fullshard.spec.run import Run
-from fullshard.survival.phase import PhaseTracker
 from fullshard.system.files import atomic_replace_context, open_regular_file
 from fullshard.training.loop import Step
 
@@ -96,8 +94,7 @@ class RunLog:
     ) -> None:
         self.every, self._peak, self._events = every, peak_tokens_per_second, events
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
-        self.live: LiveStatusWriter | None = None
-        self._window: Mapping[str, object] = {}  # figures that the next line of metrics.jsonl gets
+        self._window: dict[str, object] = {}  # figures that the next line of metrics.jsonl gets
         self._tracked: dict[str, float] = {}  # values that the trackers get with the next step
 
     def record_step(
@@ -134,14 +131,12 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.write_step(metrics, window={**(memory or {}), **self._window})
         self._window = {}
-        figures = metrics.measured_values() | dict(memory or {})
-        if self.live is not None:
-            self.live.note_step(metrics, figures=figures)
         if step.skipped:
             self.record_skip(step)
         if step.index % self.every == 0 or validation_loss is not None:
+            figures = metrics.measured_values() | dict(memory or {}) | self._tracked
             for one in self._trackers:
-                one.log(step.index, figures | self._tracked)
+                one.log(step.index, figures)
             self._tracked = {}
         self._print_thread_messages()
         if self._progress is not None:
@@ -151,18 +146,8 @@ class RunLog:
 
     def record_window(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
         """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""
-        self._window = figures
+        self._window |= figures
         self._tracked |= tracked
-
-    def record_memory(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
-        """Records the figures of the ranks' memory, by rank. Trackers get the highest of each."""
-        if self.live is not None:
-            self.live.note_memory(by_rank)
-        names = dict.fromkeys(name for figures in by_rank.values() for name in figures)
-        self._tracked |= {
-            f"{name}_most": max(figures[name] for figures in by_rank.values() if name in figures)
-            for name in names
-        }
 
     @property
     def attempt(self) -> int:
@@ -175,8 +160,6 @@ class RunLog:
         """Appends an event to events.jsonl. See `spec.records.event.RunEvent` for kinds and details."""
         if self._events is not None:
             self._events.record(event, step=step, details=details)
-        if self.live is not None:
-            self.live.note_event(event, step=step, details=details or {})
 
     def record_skip(self, step: Step) -> None:
         """Appends the event of a step that updated nothing."""
@@ -200,8 +183,6 @@ class RunLog:
         self._trackers.clear()
 
     def _print_thread_messages(self) -> None:
-        if self.live is not None and (message := self.live.take_message()) is not None:
-            self.print_message(message)
         for one in self._trackers:
             if (message := one.take_message()) is not None:
                 self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
@@ -215,13 +196,11 @@ def open_run_log(
     world_size: int,
     after_step: int = 0,
     peak_tokens_per_second: float | None = None,
-    where: PhaseTracker | None = None,
     file: TextIO | None = None,
 ) -> Generator[RunLog]:
     """Context with the log of a run that resumes after `after_step` (0: a new run). Every rank opens it.
 
     peak_tokens_per_second: speed of all ranks at which MFU is 1; None if it is not known
-    where: phase of this rank; with it, `live.json` is written
     file: destination of the progress; standard error by default
 
     Raises an error on all ranks if a tracker is not installed, and SpecError if one of a new run does not
@@ -245,8 +224,6 @@ def open_run_log(
             events=EventLog(run.run.dir, say=shown.print_line),
             trackers=trackers,
         )
-        if where is not None:
-            log.live = LiveStatusWriter(run, world_size=world_size, attempt=log.attempt, where=where)
         exit_code = 1
         try:
             yield log
@@ -255,8 +232,6 @@ def open_run_log(
             exit_code = left.code if isinstance(left.code, int) else 1
             raise
         finally:
-            if log.live is not None:
-                log.live.close()
             log.close_trackers(exit_code=exit_code)
 
 

@@ -1,7 +1,8 @@
 """Report about a plan before it runs: settings, bytes, seconds, speed, cost, and reasons."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
@@ -17,6 +18,7 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 BAR_COLUMNS = 24
+_OWN = "run.dir"  # differs between any two runs, and says nothing
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
 _COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes per rank", "step", "tokens/s", "MFU", "")
@@ -373,3 +375,21 @@ def _format_rounded(value: float) -> str:
 
 def _format_count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Returns (key, value of each run) of the settings in which the runs differ. Absent values are ""."""
+    each = [dict(_flatten(run.model_dump(mode="json"), "")) for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings)
+    rows = [(key, [settings.get(key, "") for settings in each]) for key in keys if key != _OWN]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast(Mapping[str, Any], value).items():
+            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        yield key, value
+    else:
+        yield key, json.dumps(value)

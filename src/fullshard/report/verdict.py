@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
-from fullshard.report.markup import percent_text
 from fullshard.report.plan import mesh_text
 from fullshard.report.run_record import RunRecord
+from fullshard.report.table import percent_text
 from fullshard.spec.prediction import CALIBRATION_MARKS
 from fullshard.spec.records.event import RunEvent
 
