@@ -30,7 +30,6 @@ _LANES = {
     "spike": "stood out",
     "rollback": "rolled back",
     "straggler": "held up",
-    "leak": "leak",
     "fault": "fault",
 }
 
@@ -329,7 +328,7 @@ def _small_charts(runs: Sequence[RunRecord]) -> Iterator[_Chart]:
     unit, factor = ("ms", 1e3) if max(waits, default=0.0) < 1.0 else ("s", 1.0)
     waiting = _curves(runs, "data_seconds", factor=factor)
     yield _Chart("data_seconds", f"waiting for data, {unit} a step", waiting, _show_figure, from_zero=True)
-    key, title = "host_bytes", "live host memory after each step on rank 0"
+    key, title = "resident_bytes", "resident memory after each step on rank 0"
     if any(run.metrics.values("peak_allocated_bytes") for run in runs):
         key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
     most = max((value for run in runs for value in run.metrics.values(key)), default=0.0)

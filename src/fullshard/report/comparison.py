@@ -164,18 +164,24 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     return rows
 
 
-def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[ComparisonLine]:
-    on_cuda = peak.allocated is not None
-    apart = {"rest", *(_NOT_MEASURED_ON_CUDA if on_cuda else ())}
-    seen = {name: count for name, count in peak.parts().items() if name not in apart}
+def compare_parts(
+    prediction: Prediction | None, parts: Mapping[str, int], *, total: int
+) -> Iterable[ComparisonLine]:
+    """Yields a line for each part that was measured, one for the rest of `total`, and one for the total."""
     predicted = {} if prediction is None else prediction.memory.terms()
     whole = sum(predicted.values()) if predicted else None
-    total = peak.total if peak.allocated is None else peak.allocated
-    for name, count in seen.items():
+    for name, count in parts.items():
         yield ComparisonLine(term=name, predicted=predicted.get(name), measured=count)
-    rest = None if whole is None else whole - sum(predicted[name] for name in seen)
-    yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(seen.values()))
+    rest = None if whole is None else whole - sum(predicted[name] for name in parts)
+    yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(parts.values()))
     yield ComparisonLine(term="total", predicted=whole, measured=total)
+
+
+def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[ComparisonLine]:
+    apart = {"rest", *(() if peak.allocated is None else _NOT_MEASURED_ON_CUDA)}
+    seen = {name: count for name, count in peak.parts().items() if name not in apart}
+    total = peak.total if peak.allocated is None else peak.allocated
+    yield from compare_parts(prediction, seen, total=total)
     if peak.reserved is not None:
         reserved = None if prediction is None else prediction.total_reserved_bytes
         yield ComparisonLine(term="reserved", predicted=reserved, measured=peak.reserved)

@@ -41,16 +41,9 @@ _NAMES = (
     "seconds",
     "data_seconds",
     "skipped",
-    "mfu",
     "peak_bytes",
-    "host_bytes",
     "resident_bytes",
-    "allocated_bytes",
-    "reserved_bytes",
     "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "allocator_retries",
-    "fragmentation",
 )
 _LONGEST_LINE_BYTES = 1 << 16
 _LARGEST_STEP = 2**53  # which a float holds exactly
@@ -62,7 +55,7 @@ class StepColumns:
 
     steps: numbers of the steps, ascending
     columns: values by name, each as long as `steps`. See `fullshard.observe.progress.StepMetrics`, and
-        `fullshard.observe.memory_watch.MemoryMeter` for those of rank 0's memory.
+        `fullshard.observe.memory.read_memory_figures` for those of rank 0's memory.
     """
 
     steps: "array[float]"

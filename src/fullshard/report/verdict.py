@@ -195,11 +195,6 @@ def _describe_straggler(event: RunEvent, details: Mapping[str, object]) -> str:
     return f"rank {details.get('rank')} held the others up{since}: {details.get('cause')}{per_step}"
 
 
-def _describe_leak(event: RunEvent, details: Mapping[str, object]) -> str:
-    growth = format_bytes(_number(details.get("bytes_per_step")) or 0)
-    return f"rank {details.get('rank')} leaks {details.get('memory')}: {growth} per step"
-
-
 def _describe_out_of_memory(event: RunEvent, details: Mapping[str, object]) -> str:
     held = format_bytes(_number(details.get("held_bytes")) or 0)
     where = f"in {details.get('phase')}, while it held {held} of tensors"
@@ -227,10 +222,6 @@ _SENTENCES: Mapping[str, Callable[[RunEvent, Mapping[str, object]], str]] = {
     "straggler": _describe_straggler,
     "straggler_over": lambda event, details: (
         f"rank {details.get('rank')} no longer did: {details.get('cause')}"
-    ),
-    "leak": _describe_leak,
-    "allocator_retry": lambda event, details: (
-        f"rank {details.get('rank')}'s allocator freed its cache, {details.get('count')} times in 20 steps"
     ),
     "out_of_memory": _describe_out_of_memory,
     "fault": lambda event, details: fault_text(event),
