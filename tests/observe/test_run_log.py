@@ -100,7 +100,7 @@ def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_tracker_that_is_not_installed_is_told_of_on_every_rank(tmp_path: Path, name: str, rank: int):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")

@@ -184,7 +184,7 @@ class RunLog:
 
     def _print_thread_messages(self) -> None:
         for one in self._trackers:
-            if (message := one.take_message()) is not None:
+            for message in one.take_messages():
                 self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
 
 
