@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fullshard.errors import TrainError, error_location_text
-from fullshard.observe.event_log import count_attempts
 from fullshard.observe.memory import read_live_bytes, storages_by_part
+from fullshard.observe.run_log import count_attempts
 from fullshard.parallel.mesh import RankInfo
 from fullshard.quantities import format_bytes
 from fullshard.report.comparison import Comparison, compare_parts, comparison_rows

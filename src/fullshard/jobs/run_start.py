@@ -23,9 +23,8 @@ from fullshard.models.build import build_model
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.loss import choose_loss
 from fullshard.observe.clock import find_matmul_peak
-from fullshard.observe.event_log import record_start
 from fullshard.observe.profiles import StepProfiler
-from fullshard.observe.run_log import RunLog, open_run_log
+from fullshard.observe.run_log import RunLog, open_run_log, record_start
 from fullshard.observe.stragglers import StragglerWatch
 from fullshard.offload.generation_manifest import SavedRunState
 from fullshard.parallel.compile import count_compilation

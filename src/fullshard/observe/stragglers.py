@@ -264,14 +264,11 @@ class StragglerWatch:
             self._log.record_event("straggler_over", step=first, details={"rank": rank, "cause": cause})
         for one in stragglers:
             if (one.rank, one.cause) not in before:
-                self._log.print_message(straggler_text(one, step=last_step))
+                per_step = f"{format_seconds(one.seconds)} per step ({100 * one.share:.0f} %)"
+                self._log.print_message(
+                    f"step {last_step}: rank {one.rank} holds the others up: {one.cause}, {per_step}"
+                )
                 details = {"rank": one.rank, "cause": one.cause, "from_step": first}
                 details |= {"seconds": one.seconds, "share": one.share}
                 self._log.record_event("straggler", step=last_step, details=details)
         return tuple(stragglers)
-
-
-def straggler_text(one: Straggler, *, step: int) -> str:
-    """Returns the message about a rank that holds the others up."""
-    per_step = f"{format_seconds(one.seconds)} per step ({100 * one.share:.0f} %)"
-    return f"step {step}: rank {one.rank} holds the others up: {one.cause}, {per_step}"

@@ -156,34 +156,17 @@ def _event_row(group: Sequence[RunEvent]) -> list[str | Cell]:
 
 
 def _plan_section(plan: Plan) -> str:
-    """Returns the plan's settings, what its prediction says about it, and the settings of its run."""
-    parts = [
-        f"<p>{escape_html(_plan_reason(plan))}",
-        html_table([], list(settings_rows(plan, Run())), kind="text"),
-    ]
+    """Returns the plan's settings, the memory it needs, and its run's settings that are not the defaults."""
+    rows = [*settings_rows(plan, Run())]
+    if (prediction := plan.prediction) is not None:
+        needed, capacity = prediction.required_device_bytes, prediction.capacity_bytes
+        share = f"{format_bytes(needed)} of {format_bytes(capacity)} ({percent_text(needed, capacity)})"
+        rows.append(("memory", f"{share} on {prediction.hardware}"))
+    parts = [html_table([], rows, kind="text")]
     if changed := [(key, *values) for key, values in differing_settings([plan.run, Run()])]:
         parts.append("<h2>Settings that are not at their defaults</h2>")
         parts.append(html_table(["setting", "value", "default"], changed, kind="text"))
     return "".join(parts)
-
-
-def _plan_reason(plan: Plan) -> str:
-    prediction = plan.prediction
-    if prediction is None:
-        return "It has the plain defaults: the planner was not asked, or could not decide."
-    needed, capacity, time = prediction.required_device_bytes, prediction.capacity_bytes, prediction.time
-    memory = (
-        f"It needs {format_bytes(needed)} of {format_bytes(capacity)} ({percent_text(needed, capacity)}) on "
-        f"{prediction.hardware}; its peak is at {prediction.memory.moment}."
-    )
-    if not time.total:
-        return memory
-    waiting = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
-    return (
-        f"{memory} A step is predicted to take {format_seconds(time.total)}, of which "
-        f"{percent_text(time.compute + time.recompute, time.total)} is computing and "
-        f"{percent_text(waiting, time.total)} waiting for collectives."
-    )
 
 
 def _document(title: str, body: str) -> str:
