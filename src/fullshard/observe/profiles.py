@@ -74,7 +74,7 @@ class StepProfiler:
         is_chosen = step in self._section.profile
         with (
             profile(
-                activities=activities, record_shapes=True, with_stack=is_chosen and self._rank == 0
+                activities=activities, record_shapes=is_chosen, with_stack=is_chosen and self._rank == 0
             ) as profiler,
             record_function(STEP_RANGE),
         ):

@@ -118,10 +118,10 @@ def _compare_sum(predicted: Mapping[str, float], measured: float | None) -> Iter
 def show_run(run: RunRecord) -> None:
     """Prints what a run measured so far, and bytes and seconds beside the predicted ones."""
     if run.measurement is not None:
-        show_labelled_lines(measurement_rows(run.measurement))
+        show_measurement(run.measurement, prediction=run.prediction)
     else:
         show_labelled_lines([("run", run.name), ("", verdict(run)), ("", circumstances(run))])
-    _show_comparison(compare_run(run), file=None)
+        _show_comparison(compare_run(run), file=None)
 
 
 def show_measurement(

@@ -1,16 +1,14 @@
-"""Times of a profiled step by kind of kernel, with achieved rates, for the terminal and for the page."""
+"""Times of a profiled step by kind of kernel, for the terminal and for the page."""
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.quantities import format_count, format_seconds
+from fullshard.quantities import format_seconds
 from fullshard.report.profiled_step import DeviceWork, HostOperation, KernelTrace, read_kernel_trace
 from fullshard.report.step_traces import list_profiles
 from fullshard.report.table import percent_text, show_table
@@ -32,7 +30,7 @@ class KernelKind(StrEnum):
 
 WARNING = "Warning: "
 """Beginning of a sentence that warns."""
-KERNEL_HEADER = ("kernels", "time", "share", "count", "FLOP/s")
+KERNEL_HEADER = ("kernels", "time", "share", "count")
 _COLLECTIVE_RANGES = (*(RANGE_PREFIX + kind for kind in COLLECTIVES), "gloo:", "nccl:", "c10d::")
 _OPTIMIZER_RANGES = (f"{RANGE_PREFIX}norm", f"{RANGE_PREFIX}update", "Optimizer.step")
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
@@ -61,17 +59,6 @@ _KERNEL_NAMES = (
     (KernelKind.OPTIMIZER, re.compile(r"FusedAdam|multi_tensor_apply", re.I)),
 )
 
-# Operation -> (argument that has the queries, argument that says whether it is causal).
-_ATTENTION_ARGUMENTS = {
-    "_scaled_dot_product_flash_attention": (0, 4),
-    "_scaled_dot_product_flash_attention_for_cpu": (0, 4),
-    "_scaled_dot_product_efficient_attention": (0, 6),
-    "_scaled_dot_product_cudnn_attention": (0, 6),
-    "_scaled_dot_product_flash_attention_backward": (1, 11),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7),
-    "_scaled_dot_product_efficient_attention_backward": (1, 11),
-    "_scaled_dot_product_cudnn_attention_backward": (1, 14),
-}
 _ATTENTION_KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -84,24 +71,13 @@ _ATTENTION_KERNELS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class KindTime:
-    """The time of one kind of kernel in a step.
-
-    seconds: of its kernels, or of the host's operations on the CPU
-    count: number of kernels or operations
-    flops, counted_seconds: FLOP of those whose shapes are known, and their time
-    """
+    """The time of one kind of kernel in a step, or of the host's operations on the CPU, and their number."""
 
     kind: KernelKind
-    seconds: float = 0.0
-    count: int = 0
-    flops: float = 0.0
-    counted_seconds: float = 0.0
-
-    @property
-    def flops_per_second(self) -> float | None:
-        return self.flops / self.counted_seconds if self.flops and self.counted_seconds else None
+    seconds: float
+    count: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +88,6 @@ class KernelSummary:
     seconds: from the first operation to the last
     on_device: whether kernels of a device were recorded; else the times are the host's
     kinds: times by kind, the largest first. Kernels that overlap count in full, each in its kind.
-    exposed_collective_seconds: time in which only collectives ran on the device
     host_late_seconds: time in which the device was idle because the host had not launched its next kernel
     waiting_seconds: other time in which the device was idle: dependencies, and the delay of a launch
     attention: kernels with which attention ran
@@ -122,7 +97,6 @@ class KernelSummary:
     seconds: float
     on_device: bool
     kinds: tuple[KindTime, ...]
-    exposed_collective_seconds: float = 0.0
     host_late_seconds: float = 0.0
     waiting_seconds: float = 0.0
     attention: tuple[str, ...] = ()
@@ -143,43 +117,25 @@ def summarise_last_profile(directory: Path) -> KernelSummary | None:
 def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     """Returns the times of a profiled step. `name`: its file."""
     operations = _operations_of_busiest_thread(trace.host)
-    works = [(_device_kind(one), (one.end - one.begin) * 1e-6, one.launch) for one in trace.device]
-    if not works:
-        works = [(_host_kind(one), one.own_seconds, one) for one in operations]
+    times: dict[KernelKind, list[float]] = defaultdict(list)
+    for one in trace.device:
+        times[_device_kind(one)].append((one.end - one.begin) * 1e-6)
+    for one in operations if not trace.device else ():
+        times[_host_kind(one)].append(one.own_seconds)
+    kinds = [KindTime(kind, sum(each), len(each)) for kind, each in times.items()]
     attention = {_ATTENTION_KERNELS.get(_bare_name(one.name), "") for one in trace.host} - {""}
     late, waiting = _idle_seconds(trace.device)
-    computing = [one for one in trace.device if _device_kind(one) is not KernelKind.COLLECTIVES]
     begin = min((one.begin for one in (*operations, *trace.device)), default=0.0)
     end = max((one.end for one in (*operations, *trace.device)), default=0.0)
     return KernelSummary(
         name=name,
         seconds=(end - begin) * 1e-6,
         on_device=bool(trace.device),
-        kinds=_sum_by_kind(works),
-        exposed_collective_seconds=(_covered(trace.device) - _covered(computing)) * 1e-6,
+        kinds=tuple(sorted(kinds, key=lambda one: -one.seconds)),
         host_late_seconds=late,
         waiting_seconds=waiting,
         attention=tuple(sorted(attention)),
     )
-
-
-def _sum_by_kind(works: Iterable[tuple[KernelKind, float, HostOperation | None]]) -> tuple[KindTime, ...]:
-    """Returns the sums of (kind, seconds, innermost operation around it), the largest first."""
-    found: dict[KernelKind, KindTime] = {}
-    counted: set[HostOperation] = set()
-    for kind, seconds, within in works:
-        one = found.setdefault(kind, KindTime(kind))
-        one.seconds += seconds
-        one.count += 1
-        if kind in (KernelKind.MATMUL, KernelKind.ATTENTION) and within is not None:
-            # All kernels of one operation share its FLOP.
-            around = ((each, flops) for each in within.chain() if (flops := _count_flops(each)))
-            operation, flops = next(around, (None, 0.0))
-            if operation is not None:
-                one.counted_seconds += seconds
-                one.flops += 0.0 if operation in counted else flops
-                counted.add(operation)
-    return tuple(sorted(found.values(), key=lambda one: -one.seconds))
 
 
 def _idle_seconds(works: Sequence[DeviceWork]) -> tuple[float, float]:
@@ -195,15 +151,6 @@ def _idle_seconds(works: Sequence[DeviceWork]) -> tuple[float, float]:
             waiting += work.begin - launched
         reached = max(reached, work.end)
     return late * 1e-6, waiting * 1e-6
-
-
-def _covered(works: Sequence[DeviceWork]) -> float:
-    """Returns the time in which at least one of the works runs. They are sorted by their begin."""
-    total, reached = 0.0, float("-inf")
-    for work in works:
-        total += max(0.0, work.end - max(work.begin, reached))
-        reached = max(reached, work.end)
-    return total
 
 
 def _operations_of_busiest_thread(host: Sequence[HostOperation]) -> list[HostOperation]:
@@ -267,36 +214,6 @@ def _bare_name(name: str) -> str:
     return name.rpartition("::")[2]
 
 
-def _count_flops(operation: HostOperation) -> float:
-    """Returns the FLOP of a matmul or of attention by its shapes; 0 for other operations.
-
-    Causal attention counts the pairs of positions that it computes, as `fullshard calibrate` does.
-    """
-    name = _bare_name(operation.name)
-    if name in _ATTENTION_ARGUMENTS:
-        place, causal_place = _ATTENTION_ARGUMENTS[name]
-        query, key = _shape(operation, place), _shape(operation, place + 1)
-        if len(query) != 4 or len(key) != 4:
-            return 0.0
-        rows, columns = query[2], key[2]
-        causal = causal_place < len(operation.values) and operation.values[causal_place] == "True"
-        pairs = rows * (columns - rows) + rows * (rows + 1) // 2 if causal else rows * columns
-        return float((10 if name.endswith("_backward") else 4) * query[0] * query[1] * query[3] * pairs)
-    if name not in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
-        return 0.0
-    first = {"addmm": 1, "baddbmm": 1}.get(name, 0)
-    left, right = _shape(operation, first), _shape(operation, first + 1)
-    if len(left) not in (2, 3) or len(right) != len(left):
-        return 0.0
-    return 2.0 * math.prod(left) * right[-1]
-
-
-def _shape(operation: HostOperation, argument: int) -> list[int]:
-    shape: Any = operation.dims[argument] if argument < len(operation.dims) else []
-    is_shape = isinstance(shape, list) and all(isinstance(size, int) for size in shape)
-    return shape if is_shape else []
-
-
 def kernel_table(summary: KernelSummary) -> list[tuple[str, ...]]:
     """Returns a row for each kind, with the cells of KERNEL_HEADER."""
     return [
@@ -305,7 +222,6 @@ def kernel_table(summary: KernelSummary) -> list[tuple[str, ...]]:
             format_seconds(one.seconds),
             percent_text(one.seconds, summary.seconds),
             f"{one.count:,}",
-            "" if one.flops_per_second is None else format_count(one.flops_per_second),
         )
         for one in summary.kinds
     ]
@@ -321,8 +237,7 @@ def kernel_sentences(summary: KernelSummary) -> Iterable[str]:
         idle = summary.host_late_seconds + summary.waiting_seconds
         yield (
             f"The device was idle for {format_seconds(idle)}: {format_seconds(summary.host_late_seconds)} "
-            f"because the host was late, and {format_seconds(summary.waiting_seconds)} waiting. For "
-            f"{format_seconds(summary.exposed_collective_seconds)} only collectives ran."
+            f"because the host was late, and {format_seconds(summary.waiting_seconds)} waiting."
         )
     if "math" in summary.attention:
         yield (

@@ -19,7 +19,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +56,6 @@ class HostOperation:
 
     begin, end: microseconds
     is_range: whether it is a named range of work, which only marks what it contains
-    dims: shapes of its tensors, by argument; values: those of its arguments, as text
     parent: the operation that called it; None if no operation did
     child_seconds: time in the operations that it called
     """
@@ -67,8 +66,6 @@ class HostOperation:
     thread: tuple[object, object]
     is_launch: bool = False
     is_range: bool = False
-    dims: list[Any] = field(default_factory=list[Any])
-    values: list[str] = field(default_factory=list[str])
     parent: "HostOperation | None" = None
     child_seconds: float = 0.0
 
@@ -165,8 +162,6 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
                 (event.get("pid"), event.get("tid")),
                 is_launch=kind in _LAUNCHES,
                 is_range=kind == "user_annotation",
-                dims=_list(arguments.get("Input Dims")),
-                values=_list(arguments.get("Concrete Inputs")),
             )
             host.append(made)
             if made.is_launch and "correlation" in arguments:
@@ -211,10 +206,6 @@ def _extend_all_reduces(host: list[HostOperation]) -> None:
             end = min(next(later, one.parent.end), one.parent.end)
             one.parent.child_seconds += (end - one.end) * 1e-6
             one.end = end
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 class _Work(NamedTuple):
