@@ -250,7 +250,6 @@ def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> Pe
     own = PeakBytes(
         **parts,
         allocated=peak.bytes if on_cuda else None,
-        active=peak.active_bytes if on_cuda else None,
         reserved=peak.reserved_bytes if on_cuda else None,
         host=host,
     )

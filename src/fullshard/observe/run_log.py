@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -84,28 +84,6 @@ class MetricsLog:
         )
 
 
-class EventLog:
-    """Appends events of one attempt to `<directory>/events.jsonl`.
-
-    attempt: number of the attempt, from 1
-
-    A failed write is reported to `say`, not raised: the run does not depend on its events.
-    """
-
-    def __init__(self, directory: str | Path, *, say: Callable[[str], object]) -> None:
-        self._path, self._say = Path(directory, EVENTS), say
-        self.attempt = count_attempts(self._path) or 1
-
-    def record(
-        self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None
-    ) -> None:
-        """Appends an event of this moment. See `RunEvent` for the kinds of events and their details."""
-        try:
-            RunEvent.now(event, attempt=self.attempt, step=step, details=details).append_to(self._path)
-        except OSError as error:
-            self._say(f"{self._path} cannot be written: {error.strerror}; this event is lost: {event}")
-
-
 def record_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
     """Appends the `start` of another attempt to train `run`. Raises SpecError if it cannot be written."""
     path = directory / EVENTS
@@ -142,10 +120,11 @@ class RunLog:
         peak_tokens_per_second: float | None = None,
         progress: Progress | None = None,
         metrics: MetricsLog | None = None,
-        events: EventLog | None = None,
+        events: Path | None = None,
         trackers: Iterable[TrackerThread] = (),
     ) -> None:
         self.every, self._peak, self._events = every, peak_tokens_per_second, events
+        self.attempt = 1 if events is None else count_attempts(events) or 1  # only rank 0 knows it
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
         self._window: dict[str, object] = {}  # figures that the next line of metrics.jsonl gets
         self._tracked: dict[str, float] = {}  # values that the trackers get with the next step
@@ -202,17 +181,16 @@ class RunLog:
         self._window |= figures
         self._tracked |= tracked
 
-    @property
-    def attempt(self) -> int:
-        """Number of the run's attempt, which only rank 0 knows; 1 on the others."""
-        return 1 if self._events is None else self._events.attempt
-
     def record_event(
         self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None
     ) -> None:
         """Appends an event to events.jsonl. See `spec.records.event.RunEvent` for kinds and details."""
-        if self._events is not None:
-            self._events.record(event, step=step, details=details)
+        if self._events is None:
+            return
+        try:
+            RunEvent.now(event, attempt=self.attempt, step=step, details=details).append_to(self._events)
+        except OSError as error:  # the run does not depend on its events
+            self.print_message(f"{self._events} cannot be written: {error.strerror}; lost: {event}")
 
     def record_skip(self, step: Step) -> None:
         """Appends the event of a step that updated nothing."""
@@ -274,7 +252,7 @@ def open_run_log(
             peak_tokens_per_second=peak_tokens_per_second,
             progress=shown,
             metrics=metrics,
-            events=EventLog(run.run.dir, say=shown.print_line),
+            events=Path(run.run.dir, EVENTS),
             trackers=trackers,
         )
         exit_code = 1
