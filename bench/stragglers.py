@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.ranges import OwnClock, run_own_clock
 from fullshard.observe.run_log import RunLog
-from fullshard.observe.straggler_watch import StragglerWatch
-from fullshard.observe.stragglers import StragglerCause
+from fullshard.observe.stragglers import StragglerCause, StragglerWatch
 from fullshard.parallel.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -187,7 +187,7 @@ ON_A_RANK = [
     ),
     Wrong("nothing to resume", 6, ("no run to resume", "try:"), argv=("--resume",)),
     Wrong("file for a directory", 2, ("run's directory", "try:"), ("run.dir=file",), file="precious"),
-    Wrong("tracker that is not installed", 2, ("fullshard[mlflow]",), ('log.trackers=["mlflow"]',)),
+    Wrong("tracker that is not installed", 2, ("fullshard[wandb]",), ('log.trackers=["wandb"]',)),
 ]
 
 

@@ -65,12 +65,12 @@ def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
     ("left", "message"),
     [
         (None, "is not a directory"),
-        ([], "not the directory of a run"),
-        (["metrics.jsonl"], "train --resume"),
-        (["measurement.json"], "not a saved measurement"),
+        ([], "holds no run"),
+        (["metrics.jsonl"], "holds no run"),
+        (["measurement.json"], "holds no run"),
     ],
 )
-def test_a_directory_that_holds_no_measurement_is_told(
+def test_a_directory_without_a_run_is_refused(
     tmp_path: Path, left: list[str] | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "run"
@@ -80,6 +80,21 @@ def test_a_directory_that_holds_no_measurement_is_told(
             (directory / name).touch()
     assert main(["report", str(directory)]) == SpecError.exit_code
     assert message in capsys.readouterr().err
+
+
+def test_a_run_that_died_is_shown_with_what_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = died(tmp_path / "run")
+    (run / "plan.json").write_text('{"version": 99}')
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr()
+    assert "Ended after step 40 of 100 without recording why" in said.out
+    assert "predicted" in said.out
+    assert "cannot read plan.json" in said.err
+    assert main(["report", str(run), "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["state"], record["step"], record["measurement"]) == ("lost", 40, None)
 
 
 def test_a_page_is_written_and_replaces_only_a_page(

@@ -117,7 +117,7 @@ def test_the_table_says_whether_more_was_needed_or_less_was_available():
     planned = context_of(MachineAccess()).plan.prediction
     assert planned is not None
     total = planned.memory.total
-    less = format_held_bytes({"parameter_shards": total // 2, "rest": 0}, requested=1, prediction=planned)
+    less = format_held_bytes({"parameter_shards": 9}, total=total // 2, requested=1, prediction=planned)
     assert "Less was available than planned" in less
-    more = format_held_bytes({"rest": 2 * total}, requested=None, prediction=planned)
+    more = format_held_bytes({}, total=2 * total, requested=None, prediction=planned)
     assert "More was needed than planned" in more

@@ -1,6 +1,9 @@
 """The meter counts every byte of live tensors once, and says whose they were at the peak."""
 
+import json
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.observe.memory import measure_peak_memory, storage_bytes_of_tensors
+from fullshard.jobs.train import run_job
+from fullshard.observe.memory import (
+    allocator_figures,
+    measure_peak_memory,
+    read_live_bytes,
+    read_memory_figures,
+    storage_bytes_of_tensors,
+)
+from fullshard.spec.plan import Plan
+from fullshard.spec.records.run_files import METRICS
+from fullshard.spec.run import Run
+from tests.jobs.test_train import TINY
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -125,3 +139,52 @@ def test_a_block_that_raises_ends_the_measurement():
 def test_the_meter_says_nothing(capfd):
     peak_of_known_tensors()
     assert capfd.readouterr() == ("", "")
+
+
+def test_live_bytes_are_those_of_the_tensors_that_are_kept():
+    before = read_live_bytes(CPU)
+    kept = torch.ones(1 << 23)
+    assert read_live_bytes(CPU) - before == pytest.approx(kept.nbytes, rel=0.01)
+
+
+def train(directory: str) -> None:
+    run = Run.load(overrides=[*TINY, "train.steps=6", "log.every=4", f"run.dir={directory}"])
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    run_job(plan.run, resume=False, plan=plan, command_started=time.time())
+
+
+def test_each_step_has_the_memory_of_rank_0_and_a_window_the_most_of_all_ranks(ranks, tmp_path: Path):
+    ranks(2).run(train, str(tmp_path / "run"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    assert all(line["resident_bytes"] > 0 for line in lines)
+    assert sum(line.get("resident_bytes_most", 0) > 0 for line in lines) == 1, "after the fourth step"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_has_the_live_bytes_and_the_peak_of_each_step():
+    device = torch.device("cuda", 0)
+    before = read_memory_figures(device)["allocated_bytes"]
+    kept = torch.ones(1 << 23, device="cuda")
+    torch.ones(1 << 24, device="cuda")  # freed at once
+    during, after = read_memory_figures(device), read_memory_figures(device)
+    assert during["allocated_bytes"] - before == kept.nbytes
+    assert during["peak_allocated_bytes"] - before == 3 * kept.nbytes
+    assert after["peak_allocated_bytes"] == after["allocated_bytes"] == during["allocated_bytes"]
+
+
+def test_figures_of_the_allocator_are_read_from_its_statistics():
+    stats = {
+        "allocated_bytes": {"all": {"current": 60, "peak": 90}},
+        "reserved_bytes": {"all": {"current": 100, "peak": 110}},
+        "inactive_split_bytes": {"all": {"current": 25}},
+        "num_alloc_retries": 2,
+    }
+    assert allocator_figures(stats) == {
+        "allocated_bytes": 60,
+        "reserved_bytes": 100,
+        "peak_allocated_bytes": 90,
+        "peak_reserved_bytes": 110,
+        "allocator_retries": 2,
+        "fragmentation": 0.25,
+    }
+    assert allocator_figures({})["fragmentation"] == 0.0, "before the first allocation"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.observe.progress import LiveProgressLine, RunProgress, StepMetrics, show_progress
+from fullshard.observe.progress import Progress, RunProgress, StepMetrics, show_progress
 
 
 def metrics(
@@ -133,7 +133,7 @@ def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: 
 
 
 def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
-    line = LiveProgressLine(RunProgress(steps=3, world_size=1), file=terminal.file)
+    line = Progress(RunProgress(steps=3, world_size=1), every=1, file=terminal.file)
     line.start()
     line.show_step_if_due(metrics(1))
     assert cursor_is_visible(terminal.shown())
@@ -141,7 +141,7 @@ def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
 
 
 def test_quick_steps_are_not_all_drawn(terminal: Terminal):
-    line = LiveProgressLine(RunProgress(steps=20, world_size=1), file=terminal.file, now=lambda: 7.0)
+    line = Progress(RunProgress(steps=20, world_size=1), every=1, file=terminal.file, now=lambda: 7.0)
     line.start()
     for step in range(1, 21):
         line.show_step_if_due(metrics(step))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
-from fullshard.observe.progress import PlainProgressLines, RunProgress
+from fullshard.observe.progress import Progress, RunProgress
 from fullshard.observe.run_log import RunLog, open_run_log
 from fullshard.observe.trackers import TrackerThread
 from fullshard.spec.records.run_files import METRICS
@@ -87,7 +87,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
 
 def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
     file = io.StringIO()
-    shown = PlainProgressLines(RunProgress(steps=9, world_size=1), every=9, file=file)
+    shown = Progress(RunProgress(steps=9, world_size=1), every=9, file=file)
     lost, other = Remembering(lost_after=1), Remembering()
     log = RunLog(
         every=1, progress=shown, trackers=[TrackerThread("lost", lost), TrackerThread("other", other)]
@@ -100,7 +100,7 @@ def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_tracker_that_is_not_installed_is_told_of_on_every_rank(tmp_path: Path, name: str, rank: int):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.kernel_trace import ATTEMPT, KernelTrace, parse_profile
-from fullshard.report.profiled_step import STEP_RANGE, profiled_step
+from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, KernelTrace, parse_profile, profiled_step
 from fullshard.spec.records.run_files import PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 

@@ -92,7 +92,6 @@ def on_cuda() -> Measurement:
         units_in_flight=0,
         rest=140,
         allocated=500,
-        active=520,
         reserved=640,
     )
     return measured(peak_bytes=peak)

@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,44 +11,29 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from fullshard.errors import SpecError
-from fullshard.report.kernel_trace import parse_kernel_trace, read_kernel_trace
 from fullshard.report.kernels import (
     KernelSummary,
     kernel_sentences,
     kernel_table,
     summarise_kernels,
 )
-from fullshard.spec.machine.catalog import default_cpu_rates
-from fullshard.spec.machine.hardware import RatePoint
+from fullshard.report.profiled_step import parse_kernel_trace, read_kernel_trace
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile
 
 
-def summary(made: MadeProfile, rates: Any = None) -> KernelSummary:
-    return summarise_kernels(made.trace(), name="step", rates=rates)
-
-
-def mm(rows: int, inner: int, columns: int) -> dict[str, Any]:
-    return {"Input Dims": [[rows, inner], [inner, columns]], "Input type": ["c10::BFloat16"] * 2}
-
-
-def attention(*, causal_at: int, causal: bool) -> dict[str, Any]:
-    values = ["" for _ in range(causal_at)] + [str(causal)]
-    return {
-        "Input Dims": [[2, 4, 128, 64]] * 3,
-        "Input type": ["c10::BFloat16"] * 3,
-        "Concrete Inputs": values,
-    }
+def summary(made: MadeProfile) -> KernelSummary:
+    return summarise_kernels(made.trace(), name="step")
 
 
 def gpu_step() -> MadeProfile:
     trace = MadeProfile()
     trace.host("FSDP::all_gather_copy_out", 0, 10)
     trace.kernel("void split_with_sizes_copy_kernel", 5, 10, launched=2)
-    trace.host("aten::mm", 10, 10, **mm(1000, 1000, 1000))
+    trace.host("aten::mm", 10, 10)
     trace.kernel("nvjet_hsh_128x128_NNT", 15, 100, launched=12)
     trace.kernel("splitKreduce_kernel", 115, 20, launched=14)
     trace.host("aten::scaled_dot_product_attention", 20, 10)
-    trace.host("aten::_scaled_dot_product_flash_attention", 21, 8, **attention(causal_at=4, causal=True))
+    trace.host("aten::_scaled_dot_product_flash_attention", 21, 8)
     trace.kernel("pytorch_flash::flash_fwd_kernel", 135, 50, launched=23)
     trace.host("aten::native_layer_norm", 30, 5)
     trace.kernel("vectorized_layer_norm_kernel", 185, 15, launched=32)
@@ -77,57 +61,36 @@ def test_kernels_of_a_gpu_are_counted_by_kind():
     }
     assert made.on_device
     assert made.attention == ("flash",)
-    assert made.warnings == ()
 
 
 def test_idle_time_is_split_into_a_late_host_and_waiting():
     made = summary(gpu_step())
     assert made.host_late_seconds * 1e6 == pytest.approx(61)  # the launch ends at 261
     assert made.waiting_seconds * 1e6 == pytest.approx(39)
-    assert made.exposed_collective_seconds * 1e6 == pytest.approx(40), "5 µs run beside the addition"
 
 
-def test_rates_count_each_operation_once_and_are_compared_with_the_calibrated_ones():
-    curve = (RatePoint(1.0, 4e13),)
-    rates = default_cpu_rates(1).model_copy(update={"matmul": {"bf16": curve}, "attention": {"bf16": curve}})
-    made = {str(one.kind): one for one in summary(gpu_step(), rates).kinds}
-    assert made["matmul"].flops == 2e9
-    assert made["matmul"].flops_per_second == pytest.approx(2e9 / 120e-6)
-    assert made["matmul"].share_of_calibrated == pytest.approx(2e9 / 120e-6 / 4e13)
-    pairs = 128 * 129 // 2  # causal
-    assert made["attention"].flops == 4 * 2 * 4 * 64 * pairs
-    assert made["norm"].flops_per_second is None
-    unknown = summary(gpu_step(), default_cpu_rates(1))
-    assert all(one.share_of_calibrated is None for one in unknown.kinds), "it has no rates of bf16"
+def test_the_table_has_a_row_for_each_kind():
+    assert kernel_table(summary(gpu_step()))[0] == ("matmul", "0.1 ms", "31 %", "2")
 
 
-def test_slow_kernels_of_attention_are_warned_of():
+def test_attention_as_matmuls_is_warned_of():
     trace = gpu_step()
-    trace.host("aten::_scaled_dot_product_attention_math", 400, 20, **attention(causal_at=5, causal=True))
-    trace.host("aten::_scaled_dot_product_efficient_attention", 430, 9, **attention(causal_at=6, causal=True))
-    made = summary(trace)
-    assert made.attention == ("efficient", "flash", "math")
-    assert [("(math)" in one, "memory-efficient" in one) for one in made.warnings] == [
-        (True, False),
-        (False, True),
-    ]
-    assert any(sentence.startswith("Warning: ") for sentence in kernel_sentences(made))
+    assert not any(one.startswith("Warning: ") for one in kernel_sentences(summary(trace)))
+    trace.host("aten::_scaled_dot_product_attention_math", 400, 20)
+    trace.host("aten::_scaled_dot_product_efficient_attention", 430, 9)
+    assert summary(trace).attention == ("efficient", "flash", "math")
+    assert any(one.startswith("Warning: ") for one in kernel_sentences(summary(trace)))
 
 
 def test_backward_on_a_thread_of_its_own_is_recognised():
     trace = MadeProfile()
-    trace.host("aten::mm", 0, 5, **mm(10, 10, 10))
+    trace.host("aten::mm", 0, 5)
     trace.host("ScaledDotProductFlashAttentionBackward0", 10, 20, thread=BACKWARD_THREAD)
-    trace.host(
-        "aten::_scaled_dot_product_flash_attention_backward",
-        11,
-        8,
-        thread=BACKWARD_THREAD,
-        **{"Input Dims": [[2, 4, 128, 64]] * 4, "Concrete Inputs": [""] * 11 + ["False"]},
-    )
+    name = "aten::_scaled_dot_product_flash_attention_backward"
+    trace.host(name, 11, 8, thread=BACKWARD_THREAD)
     trace.kernel("flash_bwd_kernel", 20, 40, launched=13, thread=BACKWARD_THREAD)
     [one] = summary(trace).kinds
-    assert (str(one.kind), one.flops) == ("attention", 10 * 2 * 4 * 64 * 128 * 128)
+    assert str(one.kind) == "attention"
 
 
 def profiled(directory: Path, backend: SDPBackend) -> Path:
@@ -144,13 +107,12 @@ def profiled(directory: Path, backend: SDPBackend) -> Path:
     return path
 
 
-def test_a_profile_of_the_cpu_has_the_flop_of_its_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_profile_of_the_cpu_has_its_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     made = summarise_kernels(read_kernel_trace(profiled(tmp_path, SDPBackend.FLASH_ATTENTION)), name="step")
     kinds = {str(one.kind): one for one in made.kinds}
     assert not made.on_device
-    assert kinds["matmul"].flops == 2 * 2 * (2 * 4 * 32) * 64 * 64, "forward, and the gradient of the weight"
-    assert kinds["attention"].flops == 4 * 2 * 4 * 64 * (32 * 33 // 2)
+    assert kinds["matmul"].count == 2, "forward, and the gradient of the weight"
     assert kinds["norm"].seconds > 0
     assert made.attention == ("flash",)
     assert sum(one.seconds for one in made.kinds) <= made.seconds
@@ -160,13 +122,7 @@ def test_attention_that_falls_back_to_matmuls_is_found(tmp_path: Path, monkeypat
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     made = summarise_kernels(read_kernel_trace(profiled(tmp_path, SDPBackend.MATH)), name="step")
     assert made.attention == ("math",)
-    assert "(math)" in made.warnings[0]
-
-
-def test_the_table_has_a_column_of_calibrated_rates_only_if_there_are_some():
-    header, *rows = kernel_table(summary(gpu_step()))
-    assert header[-1] == "FLOP/s"
-    assert rows[0] == ("matmul", "0.1 ms", "31 %", "2", "16.7T")
+    assert any("(math)" in one for one in kernel_sentences(made))
 
 
 CUT_OFF = gzip.compress(b"{}", mtime=0)[:-4]

@@ -281,3 +281,19 @@ def test_each_rank_that_held_the_others_up_is_an_event_of_its_own(tmp_path: Path
     text = shown(read(directory)).text
     assert "rank 2 held the others up from step 31: data, 150.0 ms per step (31 %)" in text
     assert "rank 1 held the others up from step 31: " in text
+
+
+def test_the_page_names_ranks_that_ran_out_of_memory(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    lost = {"rank": 1, "phase": "forward", "held_bytes": 5 << 30, "path": "p/report.txt"}
+    leak = {"rank": 1, "memory": "device memory"}  # an event of earlier versions
+    runs.write_events(directory, ("leak", 1, 20, leak), ("out_of_memory", 1, 41, lost))
+    text = shown(read(directory)).text
+    assert "rank 1 ran out of memory in forward, while it held 5.00 GiB of tensors; see p/report.txt" in text
+    assert "leak: rank 1, memory device memory" in text
+
+
+def test_a_live_json_of_an_earlier_version_is_passed_over(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    (directory / "live.json").write_text('{"at": "2026-01-01T00:00:00Z", "ranks": "?"}')
+    assert read(directory).unreadable == ()

@@ -43,11 +43,6 @@ fullshard report runs/a runs/b --json
 fullshard trace runs/default                the last sampled step, as trace.json.gz
 fullshard trace runs/default --step 100 --out step-100.json.gz
 """,
-    "watch": """
-fullshard watch runs/default                until the run ends, or Ctrl-C
-fullshard watch runs/default --once
-fullshard watch runs/default --json
-""",
     "init": """
 fullshard init
 fullshard init experiments/small.toml

@@ -20,7 +20,6 @@ from fullshard.cli import (
     report,
     trace,
     train,
-    watch,
 )
 from fullshard.cli.examples import examples_text
 from fullshard.cli.options import SettingsCommand
@@ -44,7 +43,6 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "calibrate": calibrate.calibrate,
     "report": report.report,
     "trace": trace.trace,
-    "watch": watch.watch,
     "init": init.init,
     "convert": convert.convert,
     "ckpt list": checkpoint.list_checkpoints,

@@ -246,7 +246,7 @@ def _adapter_targets(value: Any) -> Any:
 def _trackers(value: Any) -> list[str] | None:
     """Returns the names of trackers; None if one of them is not supported."""
     named = [value] if isinstance(value, str) else value
-    known = ["tensorboard", "wandb", "mlflow"]
+    known = ["tensorboard", "wandb"]
     if named in (["none"], []):
         return []
     return named if isinstance(named, list) and named and all(one in known for one in named) else None

@@ -26,7 +26,7 @@ from fullshard.planner.search.parallel_degrees import (
 )
 from fullshard.planner.search.search import no_plan_fits_error, predict, search
 from fullshard.quantities import format_bytes
-from fullshard.report.run_comparison import differing_settings
+from fullshard.report.plan import differing_settings
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan

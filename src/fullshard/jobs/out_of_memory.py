@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from fullshard.errors import TrainError, error_location_text
-from fullshard.observe.event_log import count_attempts
-from fullshard.observe.live_memory import LiveMemoryMeter
-from fullshard.observe.memory import storage_bytes_by_part
+from fullshard.observe.memory import read_live_bytes, storages_by_part
+from fullshard.observe.run_log import count_attempts
 from fullshard.parallel.mesh import RankInfo
 from fullshard.quantities import format_bytes
+from fullshard.report.comparison import Comparison, compare_parts, comparison_rows
+from fullshard.report.table import format_table_lines
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent
@@ -28,7 +29,6 @@ _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "b
 _REQUESTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)?")
 _FACTORS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _RESERVE_BYTES = 16 << 20  # freed before the report is made; never written to, so it is not resident memory
-_PARTS = ("parameter_shards", "gradients", "optimizer_state", "buffers")
 
 
 class OutOfMemoryReporter:
@@ -47,10 +47,10 @@ class OutOfMemoryReporter:
         self.optimizer: torch.optim.Optimizer | None = None
         self._ranks, self._where = ranks, where
         self._reserve: bytearray | None = None
-        self._bytes_before = 0.0
+        self._bytes_before = 0
 
     def __enter__(self) -> Self:
-        self._bytes_before = self._read_live_bytes()
+        self._bytes_before = read_live_bytes(self._ranks.device)
         self._reserve = bytearray(_RESERVE_BYTES)
         return self
 
@@ -64,10 +64,11 @@ class OutOfMemoryReporter:
     def _report(self, error: BaseException) -> TrainError:
         """Writes the report and its event, and returns the error that names it."""
         device, rank, step = self._ranks.device, self._ranks.rank, self._where.step + 1
-        held = {} if self.model is None else storage_bytes_by_part(self.model, self.optimizer, device=device)
-        live = round(self._read_live_bytes() - self._bytes_before)
-        held = {**held, "rest": max(0, live - sum(held.values()))}
-        requested, held_bytes = requested_bytes(str(error)), sum(held.values())
+        live, held = read_live_bytes(device) - self._bytes_before, dict[str, int]()
+        if self.model is not None:
+            parts = storages_by_part(self.model, self.optimizer, device=device)
+            held = {name: sum(part.values()) for name, part in parts.items()}
+        requested, held_bytes = requested_bytes(str(error)), max(live, sum(held.values()))
         asked = "" if requested is None else f"{format_bytes(requested)} more, "
         what = f"rank {rank} ran out of memory in {self._where.phase} of step {step}."
         got = f"{asked}while it held {format_bytes(held_bytes)} of tensors"
@@ -76,7 +77,7 @@ class OutOfMemoryReporter:
         if self.directory is not None:
             path = self.directory / OUT_OF_MEMORY / f"step-{step:08}-rank-{rank:05}.txt"
             prediction = None if self.plan is None else self.plan.prediction
-            table = format_held_bytes(held, requested=requested, prediction=prediction)
+            table = format_held_bytes(held, total=held_bytes, requested=requested, prediction=prediction)
             details = {"rank": rank, "phase": str(self._where.phase), "held_bytes": held_bytes}
             details |= {"requested_bytes": requested, "path": str(path)}
             with suppress(OSError):  # the error has the most important part
@@ -88,40 +89,26 @@ class OutOfMemoryReporter:
                 RunEvent.now("out_of_memory", attempt=attempt, step=step, details=details).append_to(events)
         return TrainError(what, got=got, why=why, fix=fix)
 
-    def _read_live_bytes(self) -> float:
-        figures = LiveMemoryMeter(self._ranks.device).read()
-        return figures.get("allocated_bytes", figures.get("host_bytes", 0))
-
 
 def format_held_bytes(
-    held: Mapping[str, int], *, requested: int | None, prediction: Prediction | None
+    held: Mapping[str, int], *, total: int, requested: int | None, prediction: Prediction | None
 ) -> str:
-    """Returns a table of the bytes that a rank held, by part, and that the plan has at its peak.
+    """Returns the table of the bytes that a rank held, beside those that the plan has at its peak.
 
-    held: bytes of live tensors by part: `parameter_shards`, `gradients`, `optimizer_state`, `buffers`, and
-        `rest`, which is activations, gathered parameters and everything else
+    held: bytes by part, without activations, gathered parameters and everything else; total: with these
     requested: size of the allocation that failed; None if it is unknown
     """
-    terms = {} if prediction is None else prediction.memory.terms()
-    rest = {name: value for name, value in terms.items() if name not in _PARTS}
-    rows: list[tuple[str, int | None, int | None]] = [
-        (part, held[part], terms.get(part)) for part in _PARTS if part in held
-    ]
-    rows.append(("activations, rest", held.get("rest", 0), sum(rest.values()) if terms else None))
-    rows += [(f"  {name}", None, value) for name, value in rest.items() if value]
-    rows.append(("in all", sum(held.values()), sum(terms.values()) if terms else None))
-    lines = [f"  {'':20} {'held':>12} {'planned at the peak':>22}"]
-    for name, *figures in rows:
-        one, other = ("" if figure is None else format_bytes(figure) for figure in figures)
-        lines.append(f"  {name.replace('_', ' '):20} {one:>12} {other:>22}".rstrip())
+    memory = Comparison(memory=tuple(compare_parts(prediction, held, total=total)))
+    lines = [*format_table_lines(("", "planned", "held", "error"), comparison_rows(memory)), ""]
     if prediction is None:
-        return "\n".join([*lines, "", "The run has no prediction to compare with."])
-    if sum(held.values()) + (requested or 0) > 1.05 * prediction.memory.total:
+        return "\n".join([*lines, "The run has no prediction to compare with."])
+    if total + (requested or 0) > 1.05 * prediction.memory.total:
         cause = "More was needed than planned: the model, the loss or the data holds tensors of its own."
     else:
         cause = "Less was available than planned: another process, or a limit on this one, holds the rest."
     limit = f", of {format_bytes(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
-    return "\n".join([*lines, "", f"The plan's peak is {format_bytes(sum(terms.values()))}{limit}. {cause}"])
+    planned = format_bytes(prediction.memory.total)
+    return "\n".join([*lines, f"The plan's peak is {planned}{limit}. {cause}"])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -23,11 +23,9 @@ from fullshard.models.build import build_model
 from fullshard.models.checks import check_sequence_length, check_vocabulary
 from fullshard.models.loss import choose_loss
 from fullshard.observe.clock import find_matmul_peak
-from fullshard.observe.event_log import record_start
-from fullshard.observe.memory_watch import MemoryWatch
 from fullshard.observe.profiles import StepProfiler
-from fullshard.observe.run_log import RunLog, open_run_log
-from fullshard.observe.straggler_watch import StragglerWatch
+from fullshard.observe.run_log import RunLog, open_run_log, record_start
+from fullshard.observe.stragglers import StragglerWatch
 from fullshard.offload.generation_manifest import SavedRunState
 from fullshard.parallel.compile import count_compilation
 from fullshard.parallel.fp8 import find_weight_scales
@@ -115,7 +113,6 @@ def prepare_job(
         pace=Throughput(trained_tokens=0),
         skipped_before=state.skipped,
         compiler=compiler,
-        memory=MemoryWatch(ranks.device, log=log, steps=run.train.step_count),
     )
     _report_start(job, left=left, read=read, resume=resume)
     return job
@@ -170,7 +167,6 @@ def _open_log(
         world_size=size,
         after_step=state.step,
         peak_tokens_per_second=at_peak,
-        where=state.phase,
     )
 
 

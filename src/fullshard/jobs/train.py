@@ -16,7 +16,12 @@ from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_end import save_and_report_end
 from fullshard.jobs.run_start import plan_without_prediction, prepare_job
 from fullshard.jobs.train_job import TrainJob
-from fullshard.observe.memory import PeakMemory, measure_peak_memory, storage_bytes_of_tensors
+from fullshard.observe.memory import (
+    PeakMemory,
+    measure_peak_memory,
+    read_memory_figures,
+    storage_bytes_of_tensors,
+)
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.parallel.compile import find_compiled_forwards
 from fullshard.parallel.mesh import process_group
@@ -145,7 +150,6 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
         return False
     job.repeated_steps += step.index - 1 - job.state.step
     job.stragglers.forget()
-    job.memory.forget()
     job.log.record_skip(step)
     figures = {"loss": step.loss, "grad_norm": step.grad_norm}
     job.log.record_event("rollback", step=step.index, details={"to_step": job.state.step, **figures})
@@ -159,8 +163,8 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
 
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
-    job.stragglers.observe_step(step.index)
-    memory = job.memory.observe_step(step.index)
+    memory = read_memory_figures(job.ranks.device)
+    job.stragglers.observe_step(step.index, memory=memory)
     _record_last_step(job)
     job.unrecorded_memory = memory
     job.unrecorded_compile_seconds = _report_compilation(job, step)
@@ -246,7 +250,6 @@ def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> Pe
     own = PeakBytes(
         **parts,
         allocated=peak.bytes if on_cuda else None,
-        active=peak.active_bytes if on_cuda else None,
         reserved=peak.reserved_bytes if on_cuda else None,
         host=host,
     )

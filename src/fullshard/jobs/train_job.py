@@ -10,10 +10,9 @@ from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.run_directory import RunDirectory
 from fullshard.models.build import decoder_flops_per_token
 from fullshard.models.loss import Loss
-from fullshard.observe.memory_watch import MemoryWatch
 from fullshard.observe.profiles import StepProfiler
 from fullshard.observe.run_log import RunLog
-from fullshard.observe.straggler_watch import StragglerWatch
+from fullshard.observe.stragglers import StragglerWatch
 from fullshard.parallel.compile import CompilerTally
 from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.plan import Plan
@@ -43,7 +42,6 @@ class TrainJob:
     pace: Throughput
     skipped_before: int
     compiler: CompilerTally
-    memory: MemoryWatch
     reported_compilations: int = 0
     reported_compile_seconds: float = 0.0
     unrecorded_compile_seconds: float = 0.0  # of the step `unrecorded`

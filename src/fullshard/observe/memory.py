@@ -1,17 +1,21 @@
-"""Measures the peak of live tensor bytes while a block of code runs, and the parts of that peak.
+"""Measures memory: the figures of this process after each step, and the peak of live tensor bytes in a block.
 
-On CUDA, the figures are the allocator's own statistics. On the CPU, they are every allocation and release of
-torch's CPU allocator, from the profiler's memory events (`profile_memory=True`), accumulated over time on top
-of the tensors that existed before. Threads that inherit torch's state (autograd's, gloo's) are included.
-Memory outside tensors (Python, thread stacks, a library's own buffers) is not.
+On CUDA, the figures are those of torch's allocator, which the host keeps: reading them does not wait for the
+device. On the CPU, the peak follows from every allocation and release of torch's CPU allocator, from the
+profiler's memory events (`profile_memory=True`), accumulated over time on top of the tensors that existed
+before. Threads that inherit torch's state (autograd's, gloo's) are included. Memory outside tensors (Python,
+thread stacks, a library's own buffers) is not.
 """
 
+import ctypes
 import itertools
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +26,76 @@ from fullshard.spec.records.measurement import MemoryParts
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass
 from fullshard.torch_private.profiler import profile_event_tree
 
+Storages: TypeAlias = dict[int, int]
+"""Address of a storage -> its bytes."""
+
 # Prefixes of FSDP2's ranges in the profiler's trace. What it casts does not count as its own: activations,
 # and whole gradients that wait for the last microbatch.
 _ENGINE = "FSDP::"
 _ENGINE_CASTS = ("FSDP::cast_", "FSDP::post_backward_accumulate", "FSDP::post_backward_reshard")
 _STEP = "fullshard::optimizer_step"
+_MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _MallocFigures(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and newer. man mallinfo."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS.split()]
+
+
+def read_memory_figures(device: torch.device) -> dict[str, float]:
+    """Returns the memory of this process after a step, as figures by name. On CUDA, resets the peaks.
+
+    resident_bytes: resident memory of the process
+    allocated_bytes, reserved_bytes: live tensors on the device, and device memory that the allocator reserves
+    peak_allocated_bytes, peak_reserved_bytes: their highest values since the previous reading
+    allocator_retries: number of times since the start that the allocator freed its cache to serve a request
+    fragmentation: fraction of the reserved memory that is free, in blocks split off from blocks in use
+    """
+    figures: dict[str, float] = {}
+    with suppress(OSError):
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        figures["resident_bytes"] = int(pages) * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        figures |= allocator_figures(torch.cuda.memory_stats_as_nested_dict(device))
+        torch.cuda.reset_peak_memory_stats(device)
+    return figures
+
+
+def allocator_figures(stats: Any) -> dict[str, float]:
+    """Returns the figures of torch.cuda.memory_stats_as_nested_dict; zeros before the first allocation."""
+
+    def figure(name: str, kind: str) -> int:
+        return stats.get(name, {}).get("all", {}).get(kind, 0)
+
+    reserved = figure("reserved_bytes", "current")
+    return {
+        "allocated_bytes": figure("allocated_bytes", "current"),
+        "reserved_bytes": reserved,
+        "peak_allocated_bytes": figure("allocated_bytes", "peak"),
+        "peak_reserved_bytes": figure("reserved_bytes", "peak"),
+        "allocator_retries": stats.get("num_alloc_retries", 0),
+        "fragmentation": figure("inactive_split_bytes", "current") / reserved if reserved else 0.0,
+    }
+
+
+MEMORY_FIGURES = ("resident_bytes", *allocator_figures({}))
+
+
+def read_live_bytes(device: torch.device) -> int:
+    """Returns the bytes of live tensors on a GPU, or on the CPU all that malloc has handed out.
+
+    torch's CPU allocator does not count its bytes. glibc's malloc does (mallinfo2): tensors, and everything
+    else that C and C++ allocate. 0 with another malloc, or without glibc.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        return 0
+    function.restype = _MallocFigures
+    figures: Any = function()
+    return figures.uordblks + figures.hblkhd
 
 
 @dataclass
@@ -39,13 +108,26 @@ class PeakMemory:
     parts: MemoryParts | None = None  # of `bytes`, if a model was given
 
 
-def storage_bytes_by_part(
+def storages_by_part(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, device: torch.device
-) -> dict[str, int]:
-    """Returns the bytes of parameters, gradients, optimizer state and buffers that are on `device` now."""
-    parts = _ModelAndOptimizerStorages(model, optimizer, device=device).storages_by_part()
-    names = ("parameter_shards", "gradients", "optimizer_state", "buffers")
-    return {name: sum(part.values()) for name, part in zip(names, parts, strict=True)}
+) -> dict[str, Storages]:
+    """Returns the storages of parameters, gradients, optimizer state and buffers that are on `device` now."""
+    states = optimizer.state.values() if optimizer is not None else []
+    own = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+    # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather, and buffers through
+    # which the offloaded state streams.
+    copies: Iterable[Tensor] = getattr(optimizer, "device_shard_copies", ())
+    passing: Iterable[Tensor] = getattr(optimizer, "device_buffers", ())
+    tensors = {
+        "parameter_shards": [*model.parameters(), *copies],
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer_state": [*own, *passing],
+        "buffers": model.buffers(),
+    }
+    return {
+        part: _storage_bytes_by_address(one for one in tensors[part] if one.device.type == device.type)
+        for part in tensors
+    }
 
 
 def storage_bytes_of_tensors(tensors: Iterable[Tensor]) -> int:
@@ -64,33 +146,38 @@ def measure_peak_memory(
     On the CPU, gradients must be cleared when the block starts, because the release of a tensor that is older
     than the measurement is not recorded.
     """
-    peak = PeakMemory()
-    holdings = _ModelAndOptimizerStorages(model, optimizer, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        with holdings.record_gradients_before_steps():
+    peak, kept = PeakMemory(), nn.Module() if model is None else model
+    read_storages = partial(storages_by_part, kept, optimizer, device=device)
+    gradients: list[Storages] = []  # before each step, which clears them
+
+    def record_gradients(*_arguments: object) -> None:
+        with torch.profiler.record_function(_STEP):
+            gradients.append(read_storages()["gradients"])
+
+    with ExitStack() as stack:
+        if optimizer is not None:
+            stack.callback(optimizer.register_step_pre_hook(record_gradients).remove)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
             yield peak
-        _read_cuda_peak(peak, device, holdings=holdings)
-        return
-    held = {address: size for part in holdings.storages_by_part() for address, size in part.items()}
-    # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with (
-        holdings.record_gradients_before_steps(),
-        profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler,
-    ):
+            _read_cuda_peak(peak, device, storages=read_storages(), gradients=gradients)
+            return
+        older = {address: size for part in read_storages().values() for address, size in part.items()}
+        # Kineto prints each start on stderr, unless this variable is set before the first one of a process.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        profiler = stack.enter_context(profile(use_cpu=True, use_kineto=True, profile_memory=True))
         yield peak
-    assert profiler is not None, "it is enabled"
-    timeline = _AllocationTimeline.from_profiler(profiler)
-    live = timeline.blocks_live_at_peak(held)
-    peak.bytes = sum(block.size for block in live.values())
-    if model is not None:
-        peak.parts = holdings.split_peak(live, timeline)
+        stack.close()
+        assert profiler is not None, "it is enabled"
+        timeline = _AllocationTimeline.from_profiler(profiler)
+        live = timeline.blocks_live_at_peak(older)
+        peak.bytes = sum(block.size for block in live.values())
+        if model is not None:
+            peak.parts = _split_peak(live, timeline, storages=read_storages(), gradients=gradients)
 
 
-@dataclass(frozen=True)
-class _LiveMemoryBlock:
+class _LiveMemoryBlock(NamedTuple):
     """A block of memory: its bytes, whether FSDP2 made it, and the index of that event (-1: older)."""
 
     size: int
@@ -115,8 +202,7 @@ class _AllocationTimeline:
         events: list[tuple[int, int, int, bool]] = []
         steps: list[int] = []
         # Iterative depth-first search: a backward pass nests deeper than Python's recursion limit.
-        roots = profile_event_tree(profiler)
-        stack: list[tuple[Any, bool]] = [(event, False) for event in roots]
+        stack: list[tuple[Any, bool]] = [(event, False) for event in profile_event_tree(profiler)]
         while stack:
             event, engine = stack.pop()
             fields = event.extra_fields
@@ -133,11 +219,11 @@ class _AllocationTimeline:
         counts = sorted(sum(event[0] < step for event in events) for step in steps)
         return cls([one[1:] for one in events], counts)
 
-    def blocks_live_at_peak(self, held: Mapping[int, int]) -> dict[int, _LiveMemoryBlock]:
-        """Returns address -> block at the first moment of the peak. `held`: address -> bytes at the start."""
+    def blocks_live_at_peak(self, older: Storages) -> dict[int, _LiveMemoryBlock]:
+        """Returns address -> block at the first moment of the peak. `older`: storages at the start."""
         changes = list(self._apply_events_and_yield_changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
-        live = {pointer: _LiveMemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
+        live = {pointer: _LiveMemoryBlock(size, engine=False, birth=-1) for pointer, size in older.items()}
         for _ in itertools.islice(self._apply_events_and_yield_changes(live), totals.index(max(totals))):
             pass
         return live
@@ -159,93 +245,40 @@ class _AllocationTimeline:
         return {last.get(pointer, -1) for pointer in pointers}
 
 
-class _ModelAndOptimizerStorages:
-    """The storages that a model and its optimizer keep in the memory of `device`, as address -> bytes."""
-
-    def __init__(
-        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, *, device: torch.device
-    ) -> None:
-        self._device_type = device.type
-        self.model = nn.Module() if model is None else model
-        self.optimizer = optimizer
-        self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
-
-    def storages_by_part(self) -> list[dict[int, int]]:
-        """Returns the storages of [parameters, gradients, optimizer state, buffers]."""
-        # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather.
-        copies: Iterable[Tensor] = getattr(self.optimizer, "device_shard_copies", ())
-        # The part of an offloaded state that currently streams through device memory.
-        passing: Iterable[Tensor] = getattr(self.optimizer, "device_buffers", ())
-        states = self.optimizer.state.values() if self.optimizer is not None else []
-        own = (t for state in states for t in state.values() if isinstance(t, Tensor))
-        parameters = self._bytes_by_address([*self.model.parameters(), *copies])
-        state = self._bytes_by_address([*own, *passing])
-        buffers = self._bytes_by_address(self.model.buffers())
-        return [parameters, self.gradient_storage_bytes(), state, buffers]
-
-    def gradient_storage_bytes(self) -> dict[int, int]:
-        return self._bytes_by_address(p.grad for p in self.model.parameters() if p.grad is not None)
-
-    def _bytes_by_address(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        return _storage_bytes_by_address(one for one in tensors if one.device.type == self._device_type)
-
-    @contextmanager
-    def record_gradients_before_steps(self) -> Generator[None]:
-        """Records the gradients before each optimizer step in this context, because the step clears them."""
-        if self.optimizer is None:
-            yield
-            return
-
-        def record_gradients(*_arguments: object) -> None:
-            with torch.profiler.record_function(_STEP):
-                self._noted.append(self.gradient_storage_bytes())
-
-        handle = self.optimizer.register_step_pre_hook(record_gradients)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def split_peak(self, live: Mapping[int, _LiveMemoryBlock], timeline: _AllocationTimeline) -> MemoryParts:
-        """Returns the bytes of each part of the peak. Assigns `live` blocks by their allocating events."""
-        parameters, own_gradients, state, buffers = self.storages_by_part()
-        gradients = timeline.last_allocating_events(own_gradients)
-        for noted, step in zip(self._noted, timeline.steps, strict=True):
-            gradients |= timeline.last_allocating_events(noted, before=step)
-
-        def addresses_live_at_peak(storages: Mapping[int, int]) -> set[int]:
-            births = timeline.last_allocating_events(storages)
-            return {pointer for pointer in storages if pointer in live and live[pointer].birth in births}
-
-        sets = [
-            addresses_live_at_peak(parameters),
-            addresses_live_at_peak(own_gradients)
-            | {p for p, block in live.items() if block.birth in gradients and block.birth >= 0},
-            addresses_live_at_peak(state),
-            addresses_live_at_peak(buffers),
-        ]
-        known = set[int]().union(*sets)
-        engine = {pointer for pointer, block in live.items() if block.engine} - known
-        rest = live.keys() - known - engine
-        parts = zip(MemoryParts.model_fields, (*sets, engine, rest), strict=True)
-        return MemoryParts(**{name: sum(live[pointer].size for pointer in part) for name, part in parts})
-
-    def total_bytes_by_part(self) -> list[int]:
-        """Returns the bytes of [parameters, gradients before the last step, optimizer state, buffers]."""
-        parameters, gradients, state, buffers = self.storages_by_part()
-        gradients = gradients or (self._noted[-1] if self._noted else {})
-        return [sum(storages.values()) for storages in (parameters, gradients, state, buffers)]
+def _split_peak(
+    live: Mapping[int, _LiveMemoryBlock],
+    timeline: _AllocationTimeline,
+    *,
+    storages: Mapping[str, Storages],
+    gradients: Iterable[Storages],
+) -> MemoryParts:
+    """Returns the bytes of each part of the peak. Assigns `live` blocks by their allocating events."""
+    births = timeline.last_allocating_events(storages["gradients"])
+    for noted, step in zip(gradients, timeline.steps, strict=True):
+        births |= timeline.last_allocating_events(noted, before=step)
+    parts: dict[str, set[int]] = {}
+    for name, part in storages.items():
+        own = timeline.last_allocating_events(part)
+        parts[name] = {pointer for pointer in part if pointer in live and live[pointer].birth in own}
+    parts["gradients"] |= {p for p, block in live.items() if block.birth in births and block.birth >= 0}
+    known = set[int]().union(*parts.values())
+    parts["units_in_flight"] = {pointer for pointer, block in live.items() if block.engine} - known
+    parts["rest"] = live.keys() - known - parts["units_in_flight"]
+    return MemoryParts(**{name: sum(live[one].size for one in part) for name, part in parts.items()})
 
 
-def _read_cuda_peak(peak: PeakMemory, device: torch.device, *, holdings: _ModelAndOptimizerStorages) -> None:
+def _read_cuda_peak(
+    peak: PeakMemory, device: torch.device, *, storages: Mapping[str, Storages], gradients: Sequence[Storages]
+) -> None:
     stats = torch.cuda.memory_stats(device)
     peak.bytes = stats["allocated_bytes.all.peak"]
     peak.active_bytes = stats["active_bytes.all.peak"]
     peak.reserved_bytes = stats["reserved_bytes.all.peak"]
     # The allocator does not report what was alive at the peak, so all gradients are assumed to be.
-    sizes = holdings.total_bytes_by_part()
-    values = [*sizes, 0, max(0, peak.bytes - sum(sizes))]
-    peak.parts = MemoryParts(**dict(zip(MemoryParts.model_fields, values, strict=True)))
+    if gradients and not storages["gradients"]:
+        storages = {**storages, "gradients": gradients[-1]}
+    sizes = {name: sum(part.values()) for name, part in storages.items()}
+    peak.parts = MemoryParts(**sizes, units_in_flight=0, rest=max(0, peak.bytes - sum(sizes.values())))
 
 
 def _tensors_holding_data(tensor: Tensor) -> list[Tensor]:
@@ -256,9 +289,9 @@ def _tensors_holding_data(tensor: Tensor) -> list[Tensor]:
     return [getattr(local, name) for name in cast(Any, local).__tensor_flatten__()[0]]
 
 
-def _storage_bytes_by_address(tensors: Iterable[Tensor]) -> dict[int, int]:
+def _storage_bytes_by_address(tensors: Iterable[Tensor]) -> Storages:
     """Returns address -> bytes of the tensors' storages, without those that have no data (meta, freed)."""
-    sizes: dict[int, int] = {}
+    sizes: Storages = {}
     for tensor in itertools.chain.from_iterable(map(_tensors_holding_data, tensors)):
         storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage.nbytes():

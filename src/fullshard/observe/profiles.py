@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard.errors import SpecError
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.kernel_trace import ATTEMPT, parse_profile
-from fullshard.report.profiled_step import STEP_RANGE, profiled_step
+from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, parse_profile, profiled_step
 from fullshard.spec.records.run_files import PREDICTED_STEP, PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import LogSection
@@ -75,7 +74,7 @@ class StepProfiler:
         is_chosen = step in self._section.profile
         with (
             profile(
-                activities=activities, record_shapes=True, with_stack=is_chosen and self._rank == 0
+                activities=activities, record_shapes=is_chosen, with_stack=is_chosen and self._rank == 0
             ) as profiler,
             record_function(STEP_RANGE),
         ):

@@ -1,12 +1,13 @@
 """Progress of rank 0 on standard error: a live line on a terminal, or a line every `log.every` steps."""
 
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TextIO, TypeAlias
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -126,63 +127,66 @@ class RunProgress:
         return [text for _, text in texts]
 
 
-class PlainProgressLines:
-    """Prints a plain line for the first and last step, every `every`-th step, and skipped steps."""
+class Progress:
+    """Shows a run: on a terminal one line that is redrawn, elsewhere a plain line now and then.
 
-    def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
-        self._course, self._every, self._file = course, every, file
-        self._begun = False
-
-    def show_step_if_due(self, metrics: StepMetrics) -> None:
-        self._course.add_step(metrics)
-        last = metrics.step == self._course.steps
-        if not self._begun or last or metrics.step % self._every == 0 or metrics.skipped:
-            self.print_line("  ".join(self._course.status_line_parts()))
-        self._begun = True
-
-    def print_line(self, text: str) -> None:
-        with suppress(OSError):  # the reader may have closed the pipe: no reason to end a run of days
-            print(escape_control_characters(text), file=self._file, flush=True)
-
-
-class LiveProgressLine:
-    """Shows the last step in one line at the bottom of a terminal, redrawn at most every 0.1 seconds."""
+    The line of a terminal is redrawn at most every REDRAW_SECONDS. Plain lines are for the first and last
+    step, every `every`-th step, and skipped steps. A terminal or reader that has gone ends no run.
+    """
 
     def __init__(
-        self, course: RunProgress, *, file: TextIO, now: Callable[[], float] = time.monotonic
+        self, course: RunProgress, *, every: int, file: TextIO, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._course, self._now = course, now
-        self._drawn_at = -REDRAW_SECONDS
-        self._console = Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True)
-        # Only `show_step_if_due` redraws: a refresh thread would take the interpreter from the training.
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # printed text goes to a pipe there, not to the terminal
-        )
+        self._course, self._every, self._file, self._now = course, every, file, now
+        self._drawn_at = -math.inf
+        self._live: Live | None = None
+        # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
+        if is_live_terminal(file):
+            # Only `show_step_if_due` redraws: a refresh thread would take the interpreter from the training.
+            self._live = Live(
+                console=Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True),
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),  # printed text goes to a pipe there, not to the terminal
+            )
 
     def start(self) -> None:
-        self._draw_ignoring_os_errors(self._live.start)
-        # The cursor stays visible, because a killed run cannot restore it.
-        self._draw_ignoring_os_errors(lambda: self._console.show_cursor(True))
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.start()
+                # The cursor stays visible, because a killed run cannot restore it.
+                self._live.console.show_cursor(True)
 
     def stop(self) -> None:
-        self._draw_ignoring_os_errors(self._live.stop)
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.stop()
 
     def show_step_if_due(self, metrics: StepMetrics) -> None:
         self._course.add_step(metrics)
-        now = self._now()
-        if now - self._drawn_at >= REDRAW_SECONDS or metrics.step == self._course.steps:
-            self._drawn_at = now
-            self._draw_ignoring_os_errors(lambda: self._live.update(self._render_status_line(), refresh=True))
+        now, is_first = self._now(), self._drawn_at == -math.inf
+        if self._live is None:
+            is_due = is_first or metrics.step % self._every == 0 or metrics.skipped
+        else:
+            is_due = now - self._drawn_at >= REDRAW_SECONDS
+        if not is_due and metrics.step != self._course.steps:
+            return
+        self._drawn_at = now
+        if self._live is None:
+            self.print_line("  ".join(self._course.status_line_parts()))
+            return
+        with suppress(OSError):
+            self._live.update(self._render_status_line(self._live.console.width - 1), refresh=True)
 
     def print_line(self, text: str) -> None:
         printed = escape_control_characters(text)
-        self._draw_ignoring_os_errors(lambda: self._console.print(printed, markup=False, highlight=False))
+        with suppress(OSError):
+            if self._live is None:
+                print(printed, file=self._file, flush=True)
+            else:
+                self._live.console.print(printed, markup=False, highlight=False)
 
-    def _render_status_line(self) -> Table:
-        course, width = self._course, self._console.width - 1
-        bar = width >= 5 * BAR_WIDTH
+    def _render_status_line(self, width: int) -> Table:
+        course, bar = self._course, width >= 5 * BAR_WIDTH
         texts = course.status_line_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
         line = Table.grid(padding=(0, 2, 0, 0))
         text = Text("  ".join(texts), no_wrap=True, overflow="crop")
@@ -190,25 +194,13 @@ class LiveProgressLine:
         line.add_row(*([done] if bar else []), text)
         return line
 
-    def _draw_ignoring_os_errors(self, draw: Callable[[], object]) -> None:
-        with suppress(OSError):  # the terminal may be gone: no reason to end a run of days
-            draw()
-
-
-Progress: TypeAlias = PlainProgressLines | LiveProgressLine
-
 
 @contextmanager
 def show_progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
     """Context that shows a run's progress: a live line on a terminal, else a line per `every` steps."""
-    course = RunProgress(steps=steps, world_size=world_size)
-    # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
-    if not is_live_terminal(file):
-        yield PlainProgressLines(course, every=every, file=file)
-        return
-    line = LiveProgressLine(course, file=file)
-    line.start()
+    progress = Progress(RunProgress(steps=steps, world_size=world_size), every=every, file=file)
+    progress.start()
     try:
-        yield line
+        yield progress
     finally:
-        line.stop()
+        progress.stop()

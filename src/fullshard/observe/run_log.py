@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import socket
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
@@ -9,14 +11,15 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from fullshard.errors import SpecError, TrainError
-from fullshard.observe.event_log import EventLog
-from fullshard.observe.live_status import LiveStatusWriter
 from fullshard.observe.progress import Progress, StepMetrics, show_progress
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
-from fullshard.spec.records.run_files import METRICS
+from fullshard.parallel.mesh import RankInfo
+from fullshard.spec.records.event import RunEvent, read_events
+from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.spec.run import Run
-from fullshard.survival.phase import PhaseTracker
 from fullshard.system.files import atomic_replace_context, open_regular_file
 from fullshard.training.loop import Step
 
@@ -81,6 +84,32 @@ class MetricsLog:
         )
 
 
+def record_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
+    """Appends the `start` of another attempt to train `run`. Raises SpecError if it cannot be written."""
+    path = directory / EVENTS
+    details = {
+        "ranks": ranks.world_size,
+        "device": ranks.device.type,
+        "steps": run.train.steps,
+        "torch": torch.__version__,
+        "process": f"{socket.gethostname()}:{os.getpid()}",
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
+    }
+    try:
+        RunEvent.now("start", attempt=count_attempts(path) + 1, details=details).append_to(path)
+    except OSError as error:
+        fix = "run.dir = another directory"
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
+
+
+def count_attempts(path: Path) -> int:
+    """Returns the number of attempts that the file `path` has the start of; 0 if it cannot be read."""
+    try:
+        return sum(event.event == "start" for event in read_events(path))
+    except OSError:
+        return 0
+
+
 class RunLog:
     """Records finished steps, and events. Does nothing on ranks other than 0. See `open_run_log`."""
 
@@ -91,13 +120,13 @@ class RunLog:
         peak_tokens_per_second: float | None = None,
         progress: Progress | None = None,
         metrics: MetricsLog | None = None,
-        events: EventLog | None = None,
+        events: Path | None = None,
         trackers: Iterable[TrackerThread] = (),
     ) -> None:
         self.every, self._peak, self._events = every, peak_tokens_per_second, events
+        self.attempt = 1 if events is None else count_attempts(events) or 1  # only rank 0 knows it
         self._progress, self._metrics, self._trackers = progress, metrics, list(trackers)
-        self.live: LiveStatusWriter | None = None
-        self._window: Mapping[str, object] = {}  # figures that the next line of metrics.jsonl gets
+        self._window: dict[str, object] = {}  # figures that the next line of metrics.jsonl gets
         self._tracked: dict[str, float] = {}  # values that the trackers get with the next step
 
     def record_step(
@@ -134,14 +163,12 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.write_step(metrics, window={**(memory or {}), **self._window})
         self._window = {}
-        figures = metrics.measured_values() | dict(memory or {})
-        if self.live is not None:
-            self.live.note_step(metrics, figures=figures)
         if step.skipped:
             self.record_skip(step)
         if step.index % self.every == 0 or validation_loss is not None:
+            figures = metrics.measured_values() | dict(memory or {}) | self._tracked
             for one in self._trackers:
-                one.log(step.index, figures | self._tracked)
+                one.log(step.index, figures)
             self._tracked = {}
         self._print_thread_messages()
         if self._progress is not None:
@@ -151,32 +178,19 @@ class RunLog:
 
     def record_window(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
         """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""
-        self._window = figures
+        self._window |= figures
         self._tracked |= tracked
-
-    def record_memory(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
-        """Records the figures of the ranks' memory, by rank. Trackers get the highest of each."""
-        if self.live is not None:
-            self.live.note_memory(by_rank)
-        names = dict.fromkeys(name for figures in by_rank.values() for name in figures)
-        self._tracked |= {
-            f"{name}_most": max(figures[name] for figures in by_rank.values() if name in figures)
-            for name in names
-        }
-
-    @property
-    def attempt(self) -> int:
-        """Number of the run's attempt, which only rank 0 knows; 1 on the others."""
-        return 1 if self._events is None else self._events.attempt
 
     def record_event(
         self, event: str, *, step: int | None = None, details: Mapping[str, object] | None = None
     ) -> None:
         """Appends an event to events.jsonl. See `spec.records.event.RunEvent` for kinds and details."""
-        if self._events is not None:
-            self._events.record(event, step=step, details=details)
-        if self.live is not None:
-            self.live.note_event(event, step=step, details=details or {})
+        if self._events is None:
+            return
+        try:
+            RunEvent.now(event, attempt=self.attempt, step=step, details=details).append_to(self._events)
+        except OSError as error:  # the run does not depend on its events
+            self.print_message(f"{self._events} cannot be written: {error.strerror}; lost: {event}")
 
     def record_skip(self, step: Step) -> None:
         """Appends the event of a step that updated nothing."""
@@ -200,10 +214,8 @@ class RunLog:
         self._trackers.clear()
 
     def _print_thread_messages(self) -> None:
-        if self.live is not None and (message := self.live.take_message()) is not None:
-            self.print_message(message)
         for one in self._trackers:
-            if (message := one.take_message()) is not None:
+            for message in one.take_messages():
                 self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
 
 
@@ -215,13 +227,11 @@ def open_run_log(
     world_size: int,
     after_step: int = 0,
     peak_tokens_per_second: float | None = None,
-    where: PhaseTracker | None = None,
     file: TextIO | None = None,
 ) -> Generator[RunLog]:
     """Context with the log of a run that resumes after `after_step` (0: a new run). Every rank opens it.
 
     peak_tokens_per_second: speed of all ranks at which MFU is 1; None if it is not known
-    where: phase of this rank; with it, `live.json` is written
     file: destination of the progress; standard error by default
 
     Raises an error on all ranks if a tracker is not installed, and SpecError if one of a new run does not
@@ -242,11 +252,9 @@ def open_run_log(
             peak_tokens_per_second=peak_tokens_per_second,
             progress=shown,
             metrics=metrics,
-            events=EventLog(run.run.dir, say=shown.print_line),
+            events=Path(run.run.dir, EVENTS),
             trackers=trackers,
         )
-        if where is not None:
-            log.live = LiveStatusWriter(run, world_size=world_size, attempt=log.attempt, where=where)
         exit_code = 1
         try:
             yield log
@@ -255,8 +263,6 @@ def open_run_log(
             exit_code = left.code if isinstance(left.code, int) else 1
             raise
         finally:
-            if log.live is not None:
-                log.live.close()
             log.close_trackers(exit_code=exit_code)
 
 

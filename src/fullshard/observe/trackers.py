@@ -1,38 +1,132 @@
-"""Experiment trackers of a run: finding them, starting them, and sending them figures from a thread.
+"""Experiment trackers of a run: the interface, those built in, and a thread that sends them figures.
 
 A tracker is code from outside, which may be slow or raise any exception. See `docs/trackers.md`.
 """
 
+import importlib
 import importlib.util
 import json
+import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from threading import Condition, Thread
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from fullshard.errors import FullshardError, MissingExtraError, SpecError
-from fullshard.observe.tracker import (
-    MlflowTracker,
-    TensorboardTracker,
-    Tracker,
-    TrackerStart,
-    WandbTracker,
-)
 from fullshard.spec.records.run_files import TRACKERS
 from fullshard.spec.run import Run
 from fullshard.spec.settings.run_checks import TRACKERS_OF_EXTRAS
 from fullshard.system.files import write_file_atomically
 
-_CLASSES = (TensorboardTracker, WandbTracker, MlflowTracker)
-_EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = dict(zip(TRACKERS_OF_EXTRAS, _CLASSES, strict=True))
 GROUP = "fullshard.trackers"  # group of the entry points of other packages' trackers
 MOST_WAITING = 1000  # steps that wait for a slow tracker, before steps are left out
 CLOSE_SECONDS = 30.0
 """Time that trackers have at the end of a run. Schedulers kill a process soon after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerStart:
+    """The run that a tracker is started for.
+
+    name: name of the run: the last part of `run.dir`
+    run_directory: `run.dir`. A tracker may keep files in its subdirectory `trackers`.
+    settings: all settings of the run, by `section.key`
+    after_step: the step after which the run resumes; 0 for a new run
+    run_id: the tracker's `run_id` in the earlier attempt of this run, which it continues; None for a new run
+    """
+
+    name: str
+    run_directory: Path
+    settings: Mapping[str, Any]
+    after_step: int
+    run_id: str | None
+
+
+class Tracker(Protocol):
+    """A destination for the figures of a run's steps, made by calling an entry point with a TrackerStart.
+
+    Created on rank 0 only. `log` and `close` are called from one thread.
+    """
+
+    @property
+    def run_id(self) -> str | None:
+        """Identifier with which another process continues this record. It is saved in `trackers.json`."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the values of a step. Steps are repeated after a rollback, and values may be NaN."""
+
+    def close(self, *, exit_code: int) -> None:
+        """Sends remaining data, and how the run ended: finished if `exit_code` is 0."""
+
+
+class TensorboardTracker:
+    """Writes event files into `<run.dir>/tensorboard`. Steps that a resumed run repeats are shown once."""
+
+    run_id = None  # a resumed run writes into the same directory
+
+    def __init__(self, start: TrackerStart) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = start.run_directory / "tensorboard"
+        purge = start.after_step + 1 if start.after_step else None
+        try:
+            self._writer = SummaryWriter(str(directory), purge_step=purge)
+        except OSError as error:
+            raise SpecError(f"tensorboard cannot write to {directory}.", got=error.strerror) from error
+        settings = "\n".join(f"    {name} = {value}" for name, value in start.settings.items())
+        self._writer.add_text("run", settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, exit_code: int) -> None:
+        del exit_code  # event files have no place for it
+        self._writer.close()
+
+
+class WandbTracker:
+    """Logs to a run of the wandb project `fullshard` (or WANDB_PROJECT), with files in `<run.dir>/wandb`.
+
+    The horizontal axis is our own value `step`: wandb's own step only grows, and drops the figures of steps
+    that are repeated after a rollback or a resume.
+    """
+
+    def __init__(self, start: TrackerStart) -> None:
+        wandb = importlib.import_module("wandb")
+        start.run_directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "fullshard"),
+                name=start.name,
+                dir=str(start.run_directory),
+                config=dict(start.settings),
+                id=start.run_id,
+                resume="allow",
+                allow_val_change=True,  # settings may change when a run resumes
+                settings=wandb.Settings(console="off"),  # the terminal is ours
+            )
+        except wandb.errors.Error as error:
+            fix = "wandb login, or WANDB_MODE=offline"
+            raise SpecError("wandb will not start.", got=str(error), fix=fix) from error
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.run_id: str = self._run.id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self, *, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+_CLASSES = (TensorboardTracker, WandbTracker)
+_EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = dict(zip(TRACKERS_OF_EXTRAS, _CLASSES, strict=True))
 
 
 class CaughtError:
@@ -62,16 +156,14 @@ class TrackerThread:
     """Sends figures to a tracker on a thread, so that a slow or broken tracker neither delays nor ends a run.
 
     The thread ends with the first exception of the tracker. If MOST_WAITING steps wait, further ones are left
-    out. Both are reported by `take_message`, with the number of steps that were left out at the end.
+    out. Both are reported by `take_messages`, with the number of steps that were left out at the end.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name, self._tracker = name, tracker
-        self._changed = Condition()  # guards all that follows
-        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
-        self._exit_code: int | None = None
-        self._message: str | None = None
-        self._left_out = 0
+        self._waiting = SimpleQueue[tuple[int, Mapping[str, float]] | None]()  # None: the run ends
+        self._messages = SimpleQueue[str]()
+        self._exit_code = self._left_out = 0
         # A daemon, so that a tracker that hangs cannot keep the process from ending.
         self._thread = Thread(target=self._run, name=f"fullshard-{name}", daemon=True)
         self._thread.start()
@@ -80,50 +172,38 @@ class TrackerThread:
         """Hands over the values of a step, without waiting. Does nothing if the tracker has failed."""
         if not self._thread.is_alive():
             return
-        with self._changed:
-            if len(self._waiting) < MOST_WAITING:
-                self._waiting.append((step, values))
-            else:
-                self._left_out += 1
-                if self._left_out == 1:
-                    self._message = f"{self._name} is slow: it lacks steps from step {step} on"
-            self._changed.notify()
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put((step, values))
+        else:
+            self._left_out += 1
+            if self._left_out == 1:
+                self._messages.put(f"{self._name} is slow: it lacks steps from step {step} on")
 
-    def take_message(self) -> str | None:
-        """Returns a message about a problem, once."""
-        with self._changed:
-            message, self._message = self._message, None
-        return message
+    def take_messages(self) -> list[str]:
+        """Returns messages about problems, each once."""
+        return [self._messages.get() for _ in range(self._messages.qsize())]
 
     def start_closing(self, *, exit_code: int) -> None:
         """Lets the thread close the tracker after the steps that wait."""
-        with self._changed:
-            self._exit_code = exit_code
-            self._changed.notify()
+        self._exit_code = exit_code
+        self._waiting.put(None)
 
     def wait_until_closed(self, *, seconds: float) -> None:
         """Waits for the thread, for at most `seconds`."""
         self._thread.join(seconds)
-        with self._changed:
-            if self._thread.is_alive():
-                waiting = len(self._waiting)
-                self._message = f"{self._name} did not end within {CLOSE_SECONDS:g} s; {waiting} steps wait"
-            elif self._left_out and self._message is None:
-                self._message = f"{self._name} was too slow: it lacks {self._left_out:,} steps"
+        if self._thread.is_alive():
+            waiting = f"{max(0, self._waiting.qsize() - 1)} steps wait"
+            self._messages.put(f"{self._name} did not end within {CLOSE_SECONDS:g} s; {waiting}")
+        elif self._left_out:
+            self._messages.put(f"{self._name} was too slow: it lacks {self._left_out:,} steps")
 
     def _run(self) -> None:
         with CaughtError() as caught:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._waiting or self._exit_code is not None)
-                    if not self._waiting:
-                        break
-                    step, values = self._waiting.popleft()
-                self._tracker.log(step, values)
-            self._tracker.close(exit_code=self._exit_code or 0)
+            while (one := self._waiting.get()) is not None:
+                self._tracker.log(*one)
+            self._tracker.close(exit_code=self._exit_code)
         if caught.error is not None:
-            with self._changed:
-                self._message = f"{self._name} failed: {caught.text}"
+            self._messages.put(f"{self._name} failed: {caught.text}")
 
 
 def check_trackers_installed(names: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.quantities import format_count
-from fullshard.report.markup import escape
 from fullshard.report.run_record import Points, RunRecord
+from fullshard.report.table import escape_html
 from fullshard.report.verdict import describe_event
 
 INKS = 6
@@ -30,7 +30,6 @@ _LANES = {
     "spike": "stood out",
     "rollback": "rolled back",
     "straggler": "held up",
-    "leak": "leak",
     "fault": "fault",
 }
 
@@ -125,8 +124,8 @@ class _Chart:
         foot = height + (7 + _LANE * len(self.lanes) if self.lanes else 0)
         parts = [
             f'<svg viewBox="{-_LEFT} {-_TOP} {width + _LEFT + _RIGHT} {foot + _TOP + _BELOW}" '
-            f'data-key="{self.key}" data-width="{width}" role="img" aria-label="{escape(self.title)}">'
-            f'<text class="title" x="{-_LEFT}" y="-12">{escape(self.title)}</text>'
+            f'data-key="{self.key}" data-width="{width}" role="img" aria-label="{escape_html(self.title)}">'
+            f'<text class="title" x="{-_LEFT}" y="-12">{escape_html(self.title)}</text>'
             f'<text class="readout" x="{width + _RIGHT}" y="-12"></text>'
             f'<text x="0" y="{foot + 13}">{first:,.0f}</text>'
             f'<text class="end" x="{width}" y="{foot + 13}">step {last:,.0f}</text>'
@@ -134,7 +133,7 @@ class _Chart:
         for tick in axis.ticks():
             y = axis.y(tick)
             parts.append(f'<path class="grid" d="M0 {y:.1f}H{width}"/>')
-            parts.append(f'<text class="tick" x="-6" y="{y + 3.5:.1f}">{escape(self.show(tick))}</text>')
+            parts.append(f'<text class="tick" x="-6" y="{y + 3.5:.1f}">{escape_html(self.show(tick))}</text>')
         if self.rule is not None:
             parts.append(f'<path class="rule" d="M0 {axis.y(self.rule[0]):.1f}H{width}"/>')
         count = max(_LEAST_POINTS, _DRAWN * width // 400 // sum(not one.is_dotted for one in self.curves))
@@ -164,7 +163,7 @@ class _Chart:
             lowest = places[index] - _LABEL
         for y, (_, ink, label) in zip(places, found, strict=True):
             at = f'x="{self.size[0] + 6}" y="{y + 3.5:.1f}"'
-            yield f'<text class="label {ink}" {at}>{escape(label)}</text>'
+            yield f'<text class="label {ink}" {at}>{escape_html(label)}</text>'
 
     def _draw_lanes(self, place: Callable[[float], float]) -> Iterator[str]:
         """Yields rows of marks. Marks that would overlap share the sign of the first."""
@@ -175,10 +174,10 @@ class _Chart:
                 columns.setdefault(math.floor(place(step) / _MARK_COLUMN), []).append((step, text))
             for found in columns.values():
                 more = "" if len(found) == 1 else f" … {found[-1][1]} ({len(found)})"
-                title = f"<title>{escape(found[0][1] + more)}</title>"
+                title = f"<title>{escape_html(found[0][1] + more)}</title>"
                 x = place(found[0][0])
                 yield f'<circle class="sign {kind}" cx="{x:.1f}" cy="{y}" r="3.5">{title}</circle>'
-            yield f'<text class="{kind}" x="{self.size[0] + 10}" y="{y + 3.5}">{escape(label)}</text>'
+            yield f'<text class="{kind}" x="{self.size[0] + 10}" y="{y + 3.5}">{escape_html(label)}</text>'
 
 
 class _Axis:
@@ -329,7 +328,7 @@ def _small_charts(runs: Sequence[RunRecord]) -> Iterator[_Chart]:
     unit, factor = ("ms", 1e3) if max(waits, default=0.0) < 1.0 else ("s", 1.0)
     waiting = _curves(runs, "data_seconds", factor=factor)
     yield _Chart("data_seconds", f"waiting for data, {unit} a step", waiting, _show_figure, from_zero=True)
-    key, title = "host_bytes", "live host memory after each step on rank 0"
+    key, title = "resident_bytes", "resident memory after each step on rank 0"
     if any(run.metrics.values("peak_allocated_bytes") for run in runs):
         key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
     most = max((value for run in runs for value in run.metrics.values(key)), default=0.0)

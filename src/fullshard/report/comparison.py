@@ -15,6 +15,7 @@ seconds   Recompute is part of compute, contention slows compute down, and gaps 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import median
 from textwrap import indent
 from typing import TextIO
 
@@ -22,7 +23,9 @@ from pydantic import computed_field
 
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
 from fullshard.report.plan import term_label
+from fullshard.report.run_record import RunRecord
 from fullshard.report.table import show_labelled_lines, show_table
+from fullshard.report.verdict import circumstances, verdict
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.records.measurement import Measurement, PeakBytes
 from fullshard.spec.value import FrozenModel
@@ -89,25 +92,36 @@ def compare_prediction(prediction: Prediction | None, measurement: Measurement) 
     )
 
 
-def compare_unfinished(
-    prediction: Prediction | None, *, peak_bytes: float | None, step_seconds: float | None
-) -> Comparison:
-    """Compares a prediction with the sums that are known before a run's measurement is written."""
+def compare_run(run: RunRecord) -> Comparison:
+    """Compares the prediction of a run with its measurement, or else with the sums that are known before."""
+    prediction = run.prediction
+    if run.measurement is not None:
+        return compare_prediction(prediction, run.measurement)
+    peak, seconds = max(run.metrics.values("peak_bytes"), default=None), run.metrics.values("seconds")
     memory = {} if prediction is None else prediction.memory.terms()
-    seconds = {} if prediction is None else prediction.time.terms()
+    step = {} if prediction is None else prediction.time.terms()
     return Comparison(
-        memory=tuple(_compare_sum(memory, peak_bytes)),
-        step=tuple(_compare_sum(seconds, step_seconds)),
+        memory=tuple(_compare_sum(memory, peak)),
+        step=tuple(_compare_sum(step, median(seconds) if seconds else None)),
         calibration="idle" if prediction is None else prediction.calibration,
     )
 
 
 def _compare_sum(predicted: Mapping[str, float], measured: float | None) -> Iterator[ComparisonLine]:
-    for name, value in predicted.items():
-        yield ComparisonLine(term=name, predicted=value)
-    yield ComparisonLine(
-        term="total", predicted=sum(predicted.values()) if predicted else None, measured=measured
-    )
+    if predicted or measured is not None:
+        for name, value in predicted.items():
+            yield ComparisonLine(term=name, predicted=value)
+        whole = sum(predicted.values()) if predicted else None
+        yield ComparisonLine(term="total", predicted=whole, measured=measured)
+
+
+def show_run(run: RunRecord) -> None:
+    """Prints what a run measured so far, and bytes and seconds beside the predicted ones."""
+    if run.measurement is not None:
+        show_measurement(run.measurement, prediction=run.prediction)
+    else:
+        show_labelled_lines([("run", run.name), ("", verdict(run)), ("", circumstances(run))])
+        _show_comparison(compare_run(run), file=None)
 
 
 def show_measurement(
@@ -115,13 +129,16 @@ def show_measurement(
 ) -> None:
     """Prints the measurement, and bytes and seconds beside the predicted ones, to `file` (stdout)."""
     show_labelled_lines(measurement_rows(measurement), file=file)
-    rows = comparison_rows(compare_prediction(prediction, measurement))
-    if rows:
-        print(file=file)
-        show_table(HEADER, rows, file=file)
+    _show_comparison(compare_prediction(prediction, measurement), file=file)
     if measurement.sample is not None:
         sample = indent(escape_control_characters(measurement.sample), "    ")
         print(f"\nsample of the generated text\n\n{sample}", file=file)
+
+
+def _show_comparison(comparison: Comparison, *, file: TextIO | None) -> None:
+    if rows := comparison_rows(comparison):
+        print(file=file)
+        show_table(HEADER, rows, file=file)
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -147,18 +164,24 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     return rows
 
 
-def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[ComparisonLine]:
-    on_cuda = peak.allocated is not None
-    apart = {"rest", *(_NOT_MEASURED_ON_CUDA if on_cuda else ())}
-    seen = {name: count for name, count in peak.parts().items() if name not in apart}
+def compare_parts(
+    prediction: Prediction | None, parts: Mapping[str, int], *, total: int
+) -> Iterable[ComparisonLine]:
+    """Yields a line for each part that was measured, one for the rest of `total`, and one for the total."""
     predicted = {} if prediction is None else prediction.memory.terms()
     whole = sum(predicted.values()) if predicted else None
-    total = peak.total if peak.allocated is None else peak.allocated
-    for name, count in seen.items():
+    for name, count in parts.items():
         yield ComparisonLine(term=name, predicted=predicted.get(name), measured=count)
-    rest = None if whole is None else whole - sum(predicted[name] for name in seen)
-    yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(seen.values()))
+    rest = None if whole is None else whole - sum(predicted[name] for name in parts)
+    yield ComparisonLine(term="rest", predicted=rest, measured=total - sum(parts.values()))
     yield ComparisonLine(term="total", predicted=whole, measured=total)
+
+
+def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[ComparisonLine]:
+    apart = {"rest", *(() if peak.allocated is None else _NOT_MEASURED_ON_CUDA)}
+    seen = {name: count for name, count in peak.parts().items() if name not in apart}
+    total = peak.total if peak.allocated is None else peak.allocated
+    yield from compare_parts(prediction, seen, total=total)
     if peak.reserved is not None:
         reserved = None if prediction is None else prediction.total_reserved_bytes
         yield ComparisonLine(term="reserved", predicted=reserved, measured=peak.reserved)

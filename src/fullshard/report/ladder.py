@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 from fullshard.quantities import format_bytes, format_count
-from fullshard.report.plan import TrainingBudget, format_duration, recompute_text
+from fullshard.report.plan import TrainingBudget, format_dollars, format_duration, recompute_text
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
@@ -24,6 +24,10 @@ class PlannedRung(NamedTuple):
     what: str
     plan: Plan | None = None
     reason: str = ""
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return None if self.plan is None else self.plan.prediction
 
 
 class RungGain(NamedTuple):
@@ -49,7 +53,7 @@ def rung_gains(rungs: Sequence[PlannedRung]) -> list[RungGain | None]:
     """Returns the gain of each rung over the last one below it that has a plan; None without either."""
     gains, below = list[RungGain | None](), None
     for rung in rungs:
-        own = rung.plan.prediction if rung.plan is not None else None
+        own = rung.prediction
         gains.append(_gain(own, below) if own is not None and below is not None else None)
         below = own or below
     return gains
@@ -59,7 +63,8 @@ def show_ladder(
     rungs: Sequence[PlannedRung], *, budget: TrainingBudget | None = None, file: TextIO | None = None
 ) -> None:
     """Prints the ladder to `file` (standard output by default): a table, then the reasons of rungs."""
-    header = ["", "tokens/s", "gain", "MFU", "per rank", "change", *_budget_header(budget), "plan"]
+    cost = [] if budget is None else ["time" if budget.price_per_hour is None else "dollars"]
+    header = ["", "tokens/s", "gain", "MFU", "per rank", "change", *cost, "plan"]
     show_table(header, list(_rows(rungs, budget)), file=file)
     show_labelled_lines([("", ""), *_note_rows(rungs)], file=file)
 
@@ -75,7 +80,7 @@ def _rung_record(
     rung: PlannedRung, gain: RungGain | None, *, budget: TrainingBudget | None
 ) -> dict[str, object]:
     record: dict[str, object] = {"rung": rung.name, "what": rung.what, "reason": rung.reason or None}
-    plan, prediction = rung.plan, rung.plan.prediction if rung.plan is not None else None
+    plan, prediction = rung.plan, rung.prediction
     if plan is None or prediction is None:
         return record
     record |= {
@@ -92,9 +97,9 @@ def _rung_record(
 
 def _rows(rungs: Sequence[PlannedRung], budget: TrainingBudget | None) -> Iterator[tuple[str, ...]]:
     for rung, gain in zip(rungs, rung_gains(rungs), strict=True):
-        plan, prediction = rung.plan, rung.plan.prediction if rung.plan is not None else None
+        plan, prediction = rung.plan, rung.prediction
         if plan is None or prediction is None:
-            yield (rung.name, *("-" * (6 + len(_budget_header(budget)))))
+            yield (rung.name, *("-" * (6 if budget is None else 7)))
             continue
         yield (
             rung.name,
@@ -103,7 +108,7 @@ def _rows(rungs: Sequence[PlannedRung], budget: TrainingBudget | None) -> Iterat
             f"{100 * prediction.mfu:.1f} %" if prediction.mfu is not None else "-",
             format_bytes(prediction.required_device_bytes),
             gain.bytes_text if gain is not None else "",
-            *_budget_cells(budget, plan, prediction=prediction),
+            *([] if budget is None else [_budget_text(budget, plan, prediction=prediction)]),
             f"{plan.strategy} {plan.microbatch}×{plan.accumulation} "
             + recompute_text(plan.run).removesuffix(" block"),
         )
@@ -112,28 +117,18 @@ def _rows(rungs: Sequence[PlannedRung], budget: TrainingBudget | None) -> Iterat
 def _note_rows(rungs: Sequence[PlannedRung]) -> Iterable[tuple[str, str]]:
     for rung in rungs:
         yield rung.name, f"{rung.what}{': ' if rung.reason else ''}{rung.reason}"
-    planned = [rung for rung in rungs if rung.plan is not None]
+    planned = [(rung.name, rung.prediction) for rung in rungs if rung.prediction is not None]
     if len(planned) > 1:
-        first, last = (rung.plan.prediction for rung in (planned[0], planned[-1]) if rung.plan is not None)
-        if first is not None and last is not None:
-            gain, ends = _gain(last, first), f"from {planned[0].name} to {planned[-1].name}"
-            yield "in all", f"tokens/s {gain.speed_text}, bytes per rank {gain.bytes_text}, {ends}"
+        (lowest, first), (highest, last) = planned[0], planned[-1]
+        gain = _gain(last, first)
+        ends = f"from {lowest} to {highest}"
+        yield "in all", f"tokens/s {gain.speed_text}, bytes per rank {gain.bytes_text}, {ends}"
     yield "plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"
 
 
-def _budget_header(budget: TrainingBudget | None) -> tuple[str, ...]:
-    if budget is None:
-        return ()
-    return ("time",) if budget.price_per_hour is None else ("dollars",)
-
-
-def _budget_cells(budget: TrainingBudget | None, plan: Plan, *, prediction: Prediction) -> tuple[str, ...]:
-    if budget is None:
-        return ()
+def _budget_text(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) -> str:
     cost = budget.cost_dollars(plan, prediction)
-    if cost is None:
-        return (format_duration(budget.training_seconds(prediction)),)
-    return (f"{cost:,.0f}" if cost >= 100 else f"{cost:,.2f}",)
+    return format_duration(budget.training_seconds(prediction)) if cost is None else format_dollars(cost)
 
 
 def _gain(own: Prediction, below: Prediction) -> RungGain:

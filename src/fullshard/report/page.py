@@ -6,61 +6,64 @@ Content-Security-Policy allows no other script, and no request.
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, zip_longest
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Literal
 
-from fullshard.quantities import format_bytes, format_seconds
-from fullshard.report.charts import draw_charts
-from fullshard.report.comparison import HEADER, compare_prediction, compare_unfinished, comparison_rows
-from fullshard.report.kernels import WARNING, KernelSummary, kernel_sentences, kernel_table
-from fullshard.report.markup import cell, escape, percent_text, table
-from fullshard.report.plan import settings_rows, term_label
-from fullshard.report.run_comparison import (
-    changed_settings,
-    figures_table,
-    settings_table,
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.charts import INKS, draw_charts, short_names
+from fullshard.report.comparison import HEADER, compare_run, comparison_rows
+from fullshard.report.kernels import (
+    KERNEL_HEADER,
+    WARNING,
+    kernel_sentences,
+    kernel_table,
+    summarise_last_profile,
 )
+from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
-from fullshard.report.verdict import circumstances, describe_event, verdict
+from fullshard.report.step_traces import read_last_step
+from fullshard.report.table import Cell, escape_html, html_table, percent_text
+from fullshard.report.verdict import (
+    circumstances,
+    describe_event,
+    recent_tokens_per_second,
+    recent_trained_share,
+    repeated_steps,
+    verdict,
+)
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent
-from fullshard.spec.records.live_status import RankStatus
-from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import Run
 
-_MOST_MEMORY_ROWS, _MOST_STEP_ROWS, _MOST_EVENT_ROWS = 16, 8, 120
+_MOST_STEP_ROWS, _MOST_EVENT_ROWS = 8, 120
+_MOST_RANKS = 32  # whose profiles are read: each takes up to a second
+_LAST_SHARE = 1 / 20  # part of the steps that the training loss of a run is the mean of
 _HIDDEN_EVENTS = ("plan",)  # has a section of its own
 _FAULTS = ("fault", "save_failed", "out_of_memory")
-_MEMORY_NAMES = {
-    "allocated_bytes": "live",
-    "peak_allocated_bytes": "peak of a step",
-    "peak_reserved_bytes": "reserved",
-    "host_bytes": "live, host",
-    "resident_bytes": "resident, host",
-}
 _GENERATOR = '<meta name="generator" content="fullshard report">'
 
 
 def render_page(runs: Sequence[RunRecord]) -> str:
     """Returns the HTML of the page about one run, or about several runs side by side."""
     names = ", ".join(run.name for run in runs)
-    head = f"<h1>{escape(names)}</h1>"
+    head = f"<h1>{escape_html(names)}</h1>"
     if len(runs) == 1:
         run = runs[0]
-        head += f'<p class="verdict">{escape(verdict(run))}<p>{escape(circumstances(run))}'
+        head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(circumstances(run))}'
         found = [
             ("Predicted and measured", _comparison_table(run)),
-            ("Memory of the ranks", _rank_memory_table(run)),
-            ("Kernels of a profiled step", _kernel_section(run.kernels)),
-            ("One step, rank by rank", _step_section(run.measured_steps)),
+            ("Kernels of a profiled step", _kernel_section(run.directory)),
+            ("One step, rank by rank", _step_section(run.directory)),
             ("Events", _event_table(run)),
             ("The plan", "" if run.plan is None else _plan_section(run.plan)),
         ]
     else:
-        found = [("Figures", figures_table(runs)), ("Settings that differ", settings_table(runs))]
+        found = [("Figures", _figures_table(runs)), ("Settings that differ", _settings_table(runs))]
     sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
     return _document(names, head + draw_charts(runs) + "".join(sections))
 
@@ -73,66 +76,27 @@ def is_page(path: Path) -> bool:
 
 def _comparison_table(run: RunRecord) -> str:
     """Returns bytes at the peak and seconds of a step, predicted and measured; "" if nothing is known."""
-    peaks, seconds = run.metrics.values("peak_bytes"), run.metrics.values("seconds")
-    if run.measurement is not None:
-        comparison = compare_prediction(run.prediction, run.measurement)
-    else:
-        comparison = compare_unfinished(
-            run.prediction,
-            peak_bytes=max(peaks, default=None),
-            step_seconds=median(seconds) if seconds else None,
-        )
-    rows = [map(escape, row) for row in comparison_rows(comparison)]
-    return f'<div class="scroll">{table(HEADER, [[*row] for row in rows])}</div>' if rows else ""
+    rows = comparison_rows(compare_run(run))
+    return html_table(HEADER, rows) if rows else ""
 
 
-def _rank_memory_table(run: RunRecord) -> str:
-    """Returns a table of the ranks' memory as live.json has it; "" if it has none.
-
-    If there are many ranks, those with the most memory are shown.
-    """
-    ranks = [] if run.live is None else [one for one in run.live.ranks if one.memory]
-    names = [name for name in _MEMORY_NAMES if any(name in one.memory for one in ranks)]
-    if not names:
-        return ""
-    shown = sorted(ranks, key=lambda one: -one.memory.get(names[0], 0.0))[:_MOST_MEMORY_ROWS]
-    has_device = "peak_allocated_bytes" in names
-    header = [
-        "rank",
-        "host",
-        *(_MEMORY_NAMES[name] for name in names),
-        *(["fragmented", "retries"] * has_device),
-    ]
-    rows = [_memory_row(one, names, has_device=has_device) for one in sorted(shown, key=lambda one: one.rank)]
-    note = "" if len(rows) == len(ranks) else f"<p class=dim>{len(rows)} of {len(ranks)} ranks."
-    return f'<div class="scroll">{table(header, rows)}</div>{note}'
-
-
-def _memory_row(one: RankStatus, names: list[str], *, has_device: bool) -> list[str]:
-    values = [one.memory.get(name) for name in names]
-    row = [str(one.rank), escape(one.host), *("–" if v is None else format_bytes(v) for v in values)]
-    if has_device:
-        row += [f"{100 * one.memory.get('fragmentation', 0.0):.0f} %"]
-        row += [f"{one.memory.get('allocator_retries', 0.0):,.0f}"]
-    return row
-
-
-def _kernel_section(summary: KernelSummary | None) -> str:
+def _kernel_section(directory: Path) -> str:
+    summary = summarise_last_profile(directory)
     if summary is None:
         return ""
-    header, *rows = kernel_table(summary)
-    said = "".join(
-        f'<p class="{"bad" if one.startswith(WARNING) else "dim"}">{escape(one)}'
+    sentences = "".join(
+        f'<p class="{"bad" if one.startswith(WARNING) else "dim"}">{escape_html(one)}'
         for one in kernel_sentences(summary)
     )
-    return f'<div class="scroll">{table(header, [[*map(escape, row)] for row in rows])}</div>{said}'
+    return html_table(KERNEL_HEADER, kernel_table(summary)) + sentences
 
 
-def _step_section(steps: Sequence[ProfiledStep]) -> str:
+def _step_section(directory: Path) -> str:
     """Returns the seconds of a profiled step, a row for each rank and a column for each term; "" without one.
 
     Of many ranks, those are shown that waited least, for which others wait, and those that waited most.
     """
+    steps = read_last_step(directory, most_ranks=_MOST_RANKS)
     if not steps:
         return ""
     measured = sorted(
@@ -151,8 +115,7 @@ def _step_section(steps: Sequence[ProfiledStep]) -> str:
         least, rank = measured[0]
         text += f"Rank {rank} waited least for others: {format_seconds(least.exposed_collective_seconds)}. "
     text += "fullshard trace shows the work of each unit beside the planned step."
-    made = table(["rank", *map(term_label, names), "in all"], rows)
-    return f'<p class="dim">{text}</p><div class="scroll">{made}</div>'
+    return f'<p class="dim">{text}</p>{html_table(["rank", *map(term_label, names), "in all"], rows)}'
 
 
 def _event_table(run: RunRecord) -> str:
@@ -170,8 +133,7 @@ def _event_table(run: RunRecord) -> str:
     left_out = max(0, len(groups) - _MOST_EVENT_ROWS)
     rows = [_event_row(group) for group in groups[left_out:]]
     note = "" if not left_out else f"<p class=dim>{left_out:,} earlier rows are in events.jsonl."
-    made = table(["time, UTC", "attempt", "step", "event"], rows, kind="text")
-    return f'<div class="scroll">{made}</div>{note}'
+    return html_table(["time, UTC", "attempt", "step", "event"], rows, kind="text") + note
 
 
 def _row_key(event: RunEvent) -> tuple[object, ...]:
@@ -180,7 +142,7 @@ def _row_key(event: RunEvent) -> tuple[object, ...]:
     return (event.event, event.attempt, str(own))
 
 
-def _event_row(group: Sequence[RunEvent]) -> list[str]:
+def _event_row(group: Sequence[RunEvent]) -> list[str | Cell]:
     first, last = group[0], group[-1]
     steps = [event.step for event in group if event.step is not None]
     span = f"{steps[0]:,}" if steps else ""
@@ -189,38 +151,22 @@ def _event_row(group: Sequence[RunEvent]) -> list[str]:
     text = (
         describe_event(last) if len(group) == 1 else f"{len(group)} times; the last: {describe_event(last)}"
     )
-    shown = cell(escape(text), "bad" if first.event in _FAULTS else "")
-    return [f"{first.at:%Y-%m-%d %H:%M:%S}", str(first.attempt), cell(span, "nowrap"), shown]
+    shown = Cell(text, "bad" if first.event in _FAULTS else "")
+    return [f"{first.at:%Y-%m-%d %H:%M:%S}", str(first.attempt), Cell(span, "nowrap"), shown]
 
 
 def _plan_section(plan: Plan) -> str:
-    """Returns the plan's settings, what its prediction says about it, and the settings of its run."""
-    rows = [(escape(label), escape(text)) for label, text in settings_rows(plan, Run())]
-    parts = [f"<p>{escape(_plan_reason(plan))}", table([], rows, kind="text")]
-    changed = [[escape(text) for text in row] for row in changed_settings(plan.run)]
-    if changed:
-        made = table(["setting", "value", "default"], changed, kind="text")
-        parts.append(f'<h2>Settings that are not at their defaults</h2><div class="scroll">{made}</div>')
+    """Returns the plan's settings, the memory it needs, and its run's settings that are not the defaults."""
+    rows = [*settings_rows(plan, Run())]
+    if (prediction := plan.prediction) is not None:
+        needed, capacity = prediction.required_device_bytes, prediction.capacity_bytes
+        share = f"{format_bytes(needed)} of {format_bytes(capacity)} ({percent_text(needed, capacity)})"
+        rows.append(("memory", f"{share} on {prediction.hardware}"))
+    parts = [html_table([], rows, kind="text")]
+    if changed := [(key, *values) for key, values in differing_settings([plan.run, Run()])]:
+        parts.append("<h2>Settings that are not at their defaults</h2>")
+        parts.append(html_table(["setting", "value", "default"], changed, kind="text"))
     return "".join(parts)
-
-
-def _plan_reason(plan: Plan) -> str:
-    prediction = plan.prediction
-    if prediction is None:
-        return "It has the plain defaults: the planner was not asked, or could not decide."
-    needed, capacity, time = prediction.required_device_bytes, prediction.capacity_bytes, prediction.time
-    memory = (
-        f"It needs {format_bytes(needed)} of {format_bytes(capacity)} ({percent_text(needed, capacity)}) on "
-        f"{prediction.hardware}; its peak is at {prediction.memory.moment}."
-    )
-    if not time.total:
-        return memory
-    waiting = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
-    return (
-        f"{memory} A step is predicted to take {format_seconds(time.total)}, of which "
-        f"{percent_text(time.compute + time.recompute, time.total)} is computing and "
-        f"{percent_text(waiting, time.total)} waiting for collectives."
-    )
 
 
 def _document(title: str, body: str) -> str:
@@ -232,7 +178,7 @@ def _document(title: str, body: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"{_GENERATOR}"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style></head><body>{body}"
+        f"<title>{escape_html(title)}</title><style>{style}</style></head><body>{body}"
         f"<script>{script}</script></body></html>\n"
     )
 
@@ -240,3 +186,111 @@ def _document(title: str, body: str) -> str:
 @cache
 def _asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A row of the table of figures. `value` returns None if a run does not have the figure."""
+
+    label: str
+    value: Callable[[RunRecord], float | None]
+    show: Callable[[float], str]
+    best: Literal["lowest", "highest"] | None = None
+
+
+def _figures_table(runs: Sequence[RunRecord]) -> str:
+    """Returns the table of figures, with a column for each run. The best figure of a row is bold."""
+    rows: list[list[str | Cell]] = [["state", *(run.state for run in runs)]]
+    for figure in _FIGURES:
+        values = [figure.value(run) for run in runs]
+        known = [value for value in values if value is not None]
+        if not known:
+            continue
+        best = {"lowest": min, "highest": max}.get(figure.best or "")
+        target = (
+            figure.show(best(known)) if best is not None and len(set(map(figure.show, known))) > 1 else None
+        )
+        shown = ["–" if value is None else figure.show(value) for value in values]
+        rows.append([figure.label, *(Cell(text, "best" if text == target else "") for text in shown)])
+    return _run_table(runs, rows, corner="")
+
+
+def _settings_table(runs: Sequence[RunRecord]) -> str:
+    """Returns the table of the settings in which the runs differ, or a sentence without any."""
+    plans = [run.plan for run in runs if run.plan is not None]
+    if len(plans) < len(runs):
+        without = ", ".join(
+            name for run, name in zip(runs, short_names(runs), strict=True) if run.plan is None
+        )
+        return f"<p>Settings are not known for {escape_html(without)}: there is no plan."
+    rows = [[key, *values] for key, values in differing_settings([plan.run for plan in plans])]
+    return _run_table(runs, rows, corner="setting") if rows else "<p>None: the runs have the same settings."
+
+
+def _run_table(runs: Sequence[RunRecord], rows: Sequence[Sequence[str | Cell]], *, corner: str) -> str:
+    """Returns a table with a column for each run, named in the colour of its curve."""
+    names = [Cell(name, f"c{index % INKS}") for index, name in enumerate(short_names(runs))]
+    return html_table([], [[Cell(corner, "dim"), *names], *rows])
+
+
+def _lowest_validation(run: RunRecord) -> float | None:
+    return min(run.metrics.values("validation_loss"), default=None)
+
+
+def _last_loss(run: RunRecord) -> float | None:
+    losses = run.metrics.values("loss")
+    return fmean(losses[-max(1, round(len(losses) * _LAST_SHARE)) :]) if losses else None
+
+
+def _step_seconds(run: RunRecord) -> float | None:
+    if run.measurement is not None and run.measurement.pace.step_seconds is not None:
+        return run.measurement.pace.step_seconds
+    seconds = run.metrics.values("seconds")
+    return median(seconds) if seconds else None
+
+
+def _error_of_plan(run: RunRecord) -> float | None:
+    """Returns how much longer a step took than predicted, in percent."""
+    prediction, seconds = run.prediction, _step_seconds(run)
+    if (
+        prediction is None
+        or seconds is None
+        or not prediction.has_complete_step_time
+        or not prediction.time.total
+    ):
+        return None
+    return 100 * (seconds / prediction.time.total - 1)
+
+
+def _data_share(run: RunRecord) -> float | None:
+    seconds, waited = sum(run.metrics.values("seconds")), sum(run.metrics.values("data_seconds"))
+    return 100 * waited / seconds if seconds else None
+
+
+def _peak_bytes(run: RunRecord) -> float | None:
+    if run.measurement is not None and run.measurement.peak_bytes is not None:
+        return run.measurement.peak_bytes.total
+    return max(run.metrics.values("peak_bytes"), default=None)
+
+
+_FIGURES = (
+    _Figure("last step", lambda run: run.last_step, lambda value: f"{value:,.0f}"),
+    _Figure("lowest validation loss", _lowest_validation, lambda value: f"{value:.4f}", "lowest"),
+    _Figure("training loss, mean of the last 5 %", _last_loss, lambda value: f"{value:.4f}", "lowest"),
+    _Figure("tokens/s", recent_tokens_per_second, format_count, "highest"),
+    _Figure("tokens that count in the loss", recent_trained_share, lambda value: f"{100 * value:.1f} %"),
+    _Figure("step", _step_seconds, format_seconds, "lowest"),
+    _Figure("step, against the plan", _error_of_plan, lambda value: f"{value:+.0f} %"),
+    _Figure(
+        "MFU",
+        lambda run: run.measurement and run.measurement.mfu,
+        lambda value: f"{100 * value:.1f} %",
+        "highest",
+    ),
+    _Figure("waiting for data", _data_share, lambda value: f"{value:.1f} %", "lowest"),
+    _Figure("peak memory of a rank", _peak_bytes, format_bytes, "lowest"),
+    _Figure("steps skipped", lambda run: len(run.metrics.skipped_steps()), lambda value: f"{value:,.0f}"),
+    _Figure("attempts", lambda run: run.attempts, lambda value: f"{value:,.0f}"),
+    _Figure("steps done again", repeated_steps, lambda value: f"{value:,.0f}"),
+    _Figure("time, all attempts", lambda run: run.wall_seconds, format_seconds),
+)

@@ -1,7 +1,8 @@
 """Report about a plan before it runs: settings, bytes, seconds, speed, cost, and reasons."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
@@ -17,6 +18,7 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 BAR_COLUMNS = 24
+_OWN = "run.dir"  # differs between any two runs, and says nothing
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
 _COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes per rank", "step", "tokens/s", "MFU", "")
@@ -108,12 +110,8 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     yield from _speed_rows(plan, prediction, certainty=page.certainty)
     if page.budget is not None:
         yield from _budget_rows(page.budget, plan)
-    yield from _paragraph_rows("why", page.why)
-
-
-def _paragraph_rows(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for index, text in enumerate(texts):
-        yield label if index == 0 else "", text
+    for index, text in enumerate(page.why):
+        yield "why" if index == 0 else "", text
 
 
 def show_plan_table(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
@@ -168,8 +166,8 @@ def mesh_text(plan: Plan) -> str:
         freed = "kept gathered over the step" if plan.reshard_after_forward is False else "gathered when used"
         return f"{plan.strategy} on one rank: parameters are {freed}"
     if plan.strategy is Strategy.NO_SHARD:
-        return f"{plan.strategy}: {_format_count_of(plan.replicate_degree, 'replica')}"
-    text = f"{plan.strategy} over {_format_count_of(plan.shard_degree, 'rank')}"
+        return f"{plan.strategy}: {count_text(plan.replicate_degree, 'replica')}"
+    text = f"{plan.strategy} over {count_text(plan.shard_degree, 'rank')}"
     if plan.replicate_degree > 1:
         text += f", in {plan.replicate_degree} replicas"
     if type(plan.reshard_after_forward) is int:
@@ -193,16 +191,16 @@ def recompute_text(run: Run) -> str:
 def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines about the axes of ranks that share one computation."""
     if plan.tensor_parallel > 1:
-        split = _format_count_of(plan.tensor_parallel, "rank")
+        split = count_text(plan.tensor_parallel, "rank")
         yield "tensor parallel", f"matmuls over {split}, and the sequence between"
     if plan.context_parallel > 1:
-        split = _format_count_of(plan.context_parallel, "rank")
+        split = count_text(plan.context_parallel, "rank")
         yield (
             "context parallel",
             f"each sequence over {split}; keys and values by {plan.run.sharding.context_method}",
         )
     if plan.expert_parallel > 1:
-        split = _format_count_of(plan.expert_parallel, "rank")
+        split = count_text(plan.expert_parallel, "rank")
         yield "expert parallel", f"experts over {split}, which send each other tokens"
 
 
@@ -225,7 +223,7 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
         batch += f" × {plan.accumulation} accumulated, gradients reduced {when}"
     yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
     shared = "group" if plan.context_parallel > 1 else "rank"
-    ranks, length = _format_count_of(plan.data_parallel_degree, shared), run.data.sequence_length
+    ranks, length = count_text(plan.data_parallel_degree, shared), run.data.sequence_length
     tokens = format_count(sequences * length)
     yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
@@ -348,16 +346,11 @@ def _budget_rows(budget: TrainingBudget, plan: Plan) -> Iterator[tuple[str, str]
     hours = budget.rank_hours(plan, prediction)
     yield f"{format_count(budget.tokens)} tokens", format_duration(budget.training_seconds(prediction))
     kind = "GPU" if plan.device == "cuda" else "rank"
-    text = f"{_format_rounded(hours)} {kind} hours"
+    text = f"{format_dollars(hours)} {kind} hours"
     cost = budget.cost_dollars(plan, prediction)
     if cost is not None:
-        text += f" at ${budget.price_per_hour:,.2f} = ${_format_rounded(cost)}"
+        text += f" at ${budget.price_per_hour:,.2f} = ${format_dollars(cost)}"
     yield "", text
-
-
-def format_dollars(dollars: float) -> str:
-    """Returns dollars without their sign: `1234567.8` -> `1,234,568`."""
-    return _format_rounded(dollars)
 
 
 def format_duration(seconds: float) -> str:
@@ -366,10 +359,29 @@ def format_duration(seconds: float) -> str:
     return format_seconds(seconds) if days < 2 else f"{days:,.1f} days"
 
 
-def _format_rounded(value: float) -> str:
+def format_dollars(value: float) -> str:
     """Returns `1234567.8` as `1,234,568`, and values below 100 with two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 
-def _format_count_of(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
+    """Returns `1 rank`, `1,024 ranks`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Returns (key, value of each run) of the settings in which the runs differ. Absent values are ""."""
+    each = [dict(_flatten(run.model_dump(mode="json"), "")) for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings)
+    rows = [(key, [settings.get(key, "") for settings in each]) for key in keys if key != _OWN]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast(Mapping[str, Any], value).items():
+            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        yield key, value
+    else:
+        yield key, json.dumps(value)

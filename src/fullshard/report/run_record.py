@@ -2,10 +2,9 @@
 
 import json
 import math
-import os
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -15,16 +14,11 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 from pydantic import ValidationError
 
 from fullshard.errors import SpecError
-from fullshard.report.kernels import KernelSummary, summarise_last_profile
-from fullshard.report.step_traces import choose_step, read_step
-from fullshard.spec.machine.hardware import Hardware, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent, read_events
-from fullshard.spec.records.live_status import LiveStatus
 from fullshard.spec.records.measurement import Measurement
-from fullshard.spec.records.run_files import CHECKPOINTS, EVENTS, LAUNCH, LIVE, MEASUREMENT, METRICS, PLAN
-from fullshard.spec.records.step_spans import ProfiledStep
+from fullshard.spec.records.run_files import CHECKPOINTS, EVENTS, LAUNCH, MEASUREMENT, METRICS, PLAN
 from fullshard.system.files import open_regular_file
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
@@ -32,8 +26,6 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
 T = TypeVar("T")
 
-MOST_RANKS = 32
-"""Ranks whose profiles are read: each takes up to a second."""
 # A launcher starts ranks again within this time; later, it must have ended, too.
 _RESTART_SECONDS = 300.0
 
@@ -49,16 +41,9 @@ _NAMES = (
     "seconds",
     "data_seconds",
     "skipped",
-    "mfu",
     "peak_bytes",
-    "host_bytes",
     "resident_bytes",
-    "allocated_bytes",
-    "reserved_bytes",
     "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "allocator_retries",
-    "fragmentation",
 )
 _LONGEST_LINE_BYTES = 1 << 16
 _LARGEST_STEP = 2**53  # which a float holds exactly
@@ -70,13 +55,11 @@ class StepColumns:
 
     steps: numbers of the steps, ascending
     columns: values by name, each as long as `steps`. See `fullshard.observe.progress.StepMetrics`, and
-        `fullshard.observe.live_memory.LiveMemoryMeter` for those of rank 0's memory.
+        `fullshard.observe.memory.read_memory_figures` for those of rank 0's memory.
     """
 
-    steps: "array[float]" = field(default_factory=lambda: array("d"))
-    columns: "dict[str, array[float]]" = field(
-        default_factory=lambda: {name: array("d") for name in _NAMES},
-    )
+    steps: "array[float]"
+    columns: "dict[str, array[float]]"
 
     @property
     def last_step(self) -> int | None:
@@ -96,52 +79,21 @@ class StepColumns:
         return [int(step) for step, skipped in self.points("skipped") if skipped]
 
 
-class MetricsReader:
-    """Reads the lines of a `metrics.jsonl` that were added since the last call, also while a run writes it.
+def read_steps(path: Path) -> StepColumns:
+    """Reads the whole lines of a `metrics.jsonl`, also while a run writes it. Raises OSError.
 
-    columns: the figures so far. If a step has several lines, the last counts: a resumed run repeats steps.
+    If a step has several lines, the last counts: a resumed run repeats steps.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._start_again()
-
-    def read_new_lines(self) -> None:
-        """Adds all whole lines that are new. Starts again if the file was replaced. Raises OSError."""
-        try:
-            with open(self._path, "rb", opener=open_regular_file) as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._start_again()
-                self._inode = status.st_ino
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # the rest is written later
-                    self._offset += len(line)
-                    self._add_line(line)
-        except FileNotFoundError:
-            self._start_again()
-
-    def _start_again(self) -> None:
-        self.columns, self._inode, self._offset = StepColumns(), 0, 0
-
-    def _add_line(self, line: bytes) -> None:
-        fields = _parse_line(line)
-        step = _number(fields.get("step"))
-        if not 0 < step <= _LARGEST_STEP:
-            return
-        steps = self.columns.steps
-        place = bisect_left(steps, step) if steps and step <= steps[-1] else len(steps)
-        is_known = place < len(steps) and steps[place] == step
-        if not is_known:
-            steps.insert(place, step)
-        for name, column in self.columns.columns.items():
-            value = _number(fields.get(name))
-            if is_known:
-                column[place] = value
-            else:
-                column.insert(place, value)
+    found: dict[float, array[float]] = {}
+    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
+        for line in file:
+            fields = _parse_line(line)
+            step = _number(fields.get("step"))
+            if 0 < step <= _LARGEST_STEP:
+                found[step] = array("d", [_number(fields.get(name)) for name in _NAMES])
+    steps = sorted(found)
+    columns = {name: array("d", [found[step][i] for step in steps]) for i, name in enumerate(_NAMES)}
+    return StepColumns(array("d", steps), columns)
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
@@ -169,20 +121,16 @@ def _number(value: object) -> float:
 class RunRecord:
     """The records of one run.
 
-    name: the directory, as the user wrote it
     state: finished; stopped, on request and saved; running; restarting; failed, with an error; lost, without
         a record of its end, like a process that was killed
     plan: plan of the last attempt; None if it is not known
     measurement: what the last attempt measured; None if it has not ended, or ended without
     events: empty for a run of a version that did not write any
     saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
-    measured_steps: the last profiled step on each rank, at most MOST_RANKS; empty for a run without profiles
-    live: live.json of the last attempt; None if the run has no such file
-    kernels: times by kind of kernel in the last profiled step; None without a profile
     unreadable: names of records that are there, and that this version cannot read
     """
 
-    name: str
+    directory: Path
     state: RunState
     metrics: StepColumns
     plan: Plan | None = None
@@ -190,9 +138,11 @@ class RunRecord:
     events: list[RunEvent] = field(default_factory=list[RunEvent])
     saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
-    measured_steps: tuple[ProfiledStep, ...] = ()
-    live: LiveStatus | None = None
-    kernels: KernelSummary | None = None
+
+    @property
+    def name(self) -> str:
+        """The directory, as the user wrote it."""
+        return str(self.directory)
 
     @property
     def last_step(self) -> int:
@@ -226,30 +176,17 @@ class RunRecord:
         return [event for event in self.events if event.event in kinds]
 
 
-def read_run(
-    directory: Path,
-    *,
-    is_running: bool,
-    now: datetime,
-    metrics_reader: MetricsReader | None = None,
-    is_brief: bool = False,
-    hardware: Hardware | None = None,
-) -> RunRecord:
+def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
     """Reads the records in `directory`.
 
     is_running: whether a process holds the lock of the directory
-    metrics_reader: reader of metrics.jsonl, which may have read a part of it already
-    is_brief: whether the last sampled step and profiles are left out
-    hardware: the calibrated hardware of this user, with whose rates kernels are compared if it is the run's
 
     Raises SpecError if it is not the directory of a run, or if its steps or events cannot be read.
     """
     if not directory.is_dir():
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
-    reader = metrics_reader or MetricsReader(directory / METRICS)
     try:
-        reader.read_new_lines()
-        metrics, events = reader.columns, read_events(directory / EVENTS)
+        metrics, events = read_steps(directory / METRICS), read_events(directory / EVENTS)
     except OSError as error:
         raise SpecError(f"{error.filename} cannot be read.", got=error.strerror) from error
     unreadable: list[str] = []
@@ -258,42 +195,24 @@ def read_run(
     if not metrics.steps and not events and measurement is None:
         raise SpecError(
             f"{directory} holds no run.",
-            got=f"no {METRICS}, no {EVENTS} and no {MEASUREMENT}",
+            got=f"no {METRICS}, no {EVENTS} and no {MEASUREMENT} that this version can read",
             fix="the directory that run.dir names, such as runs/default",
         )
     if measurement is not None and not _is_of_last_attempt(measurement, events=events, metrics=metrics):
         measurement = None
-    plan = planned if measurement is not None else (_newest_planned(events) or planned)
-    rates = rates_of_run(plan, hardware)
-    live = LiveStatus.load_if_readable(directory / LIVE)
-    attempts = max((event.attempt for event in events), default=1)
+    if measurement is not None:
+        # A run that was set aside has moved to another directory. The sample is only for the end of a run.
+        measurement = measurement.model_copy(update={"directory": str(directory), "sample": None})
     return RunRecord(
-        name=str(directory),
+        directory=directory,
         state=_find_state(directory, events, is_running=is_running, now=now),
         metrics=metrics,
-        plan=plan,
+        plan=planned if measurement is not None else (_newest_planned(events) or planned),
         measurement=measurement,
         events=events,
         saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
-        measured_steps=() if is_brief else _read_last_step(directory),
-        live=live if live is not None and live.attempt == attempts else None,
-        kernels=None if is_brief else summarise_last_profile(directory, rates=rates),
     )
-
-
-def rates_of_run(plan: Plan | None, hardware: Hardware | None) -> Rates | None:
-    """Returns the rates of `hardware` if `plan` was made for it, or else None."""
-    prediction = None if plan is None else plan.prediction
-    is_same = prediction is not None and hardware is not None and prediction.hardware == hardware.name
-    return hardware.rates if is_same and hardware is not None else None
-
-
-def _read_last_step(directory: Path) -> tuple[ProfiledStep, ...]:
-    try:
-        return tuple(read_step(directory, choose_step(directory, None), most_ranks=MOST_RANKS))
-    except SpecError:
-        return ()
 
 
 def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[str]) -> T | None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fullshard.errors import SpecError
-from fullshard.report.kernel_trace import read_kernel_trace
-from fullshard.report.profiled_step import profiled_step
+from fullshard.report.profiled_step import profiled_step, read_kernel_trace
 from fullshard.spec.records.run_files import METRICS, PREDICTED_STEP, PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep, StepSpan, parse_spans
 from fullshard.system.files import open_regular_file
@@ -47,6 +46,13 @@ def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> l
             continue
     last = max((one.attempt for one in read), default=0)
     return [one for one in read if one.attempt == last]
+
+
+def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
+    """Returns the last profiled step on each rank, as `read_step` does; none for a run without profiles."""
+    if not list_profiles(directory):
+        return []
+    return read_step(directory, choose_step(directory, None), most_ranks=most_ranks)
 
 
 def read_predicted_step(directory: Path) -> tuple[StepSpan, ...]:

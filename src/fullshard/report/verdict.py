@@ -3,18 +3,19 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
+from typing import TypeAlias
 
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
-from fullshard.report.markup import percent_text
-from fullshard.report.plan import mesh_text
+from fullshard.report.plan import count_text, mesh_text
 from fullshard.report.run_record import RunRecord
+from fullshard.report.table import percent_text
 from fullshard.spec.prediction import CALIBRATION_MARKS
 from fullshard.spec.records.event import RunEvent
 
+Details: TypeAlias = Mapping[str, object]
 _AS_PLANNED_PERCENT = 2.0
 _LARGEST = 1e30
-RECENT_STEPS = 50
-"""Number of last steps by which the speed of a run is judged."""
+_RECENT_STEPS = 50  # last steps by which the speed of a run is judged
 
 
 def verdict(run: RunRecord) -> str:
@@ -30,10 +31,10 @@ def circumstances(run: RunRecord) -> str:
     faults, again = len(run.of_kind("fault")), repeated_steps(run)
     if run.attempts > 1 or faults:
         lost = f", {again:,} steps done again" if again else ""
-        sentences.append(f"{_count(run.attempts, 'attempt')}, {_count(faults, 'fault')}{lost}.")
+        sentences.append(f"{count_text(run.attempts, 'attempt')}, {count_text(faults, 'fault')}{lost}.")
     skipped, rollbacks = len(run.metrics.skipped_steps()), len(run.of_kind("rollback"))
-    sentences += [f"{_count(skipped, 'step')} skipped."] if skipped else []
-    sentences += [f"{_count(rollbacks, 'rollback')}."] if rollbacks else []
+    sentences += [f"{count_text(skipped, 'step')} skipped."] if skipped else []
+    sentences += [f"{count_text(rollbacks, 'rollback')}."] if rollbacks else []
     if run.wall_seconds is not None and run.state != "running":
         sentences.append(f"{format_seconds(run.wall_seconds)} in all.")
     if not run.events:
@@ -58,7 +59,7 @@ def recent_tokens_per_second(run: RunRecord) -> float | None:
     """Returns the measured speed of the last attempt, or else the median of the last steps; or None."""
     if run.measurement is not None and run.measurement.tokens_per_second is not None:
         return run.measurement.tokens_per_second
-    rates = run.metrics.values("tokens_per_second")[-RECENT_STEPS:]
+    rates = run.metrics.values("tokens_per_second")[-_RECENT_STEPS:]
     return median(rates) if rates else None
 
 
@@ -66,7 +67,7 @@ def recent_trained_share(run: RunRecord) -> float | None:
     """Returns trained tokens / tokens of the last attempt, or else of the last steps; None if not known."""
     if run.measurement is not None and run.measurement.pace.trained_share is not None:
         return run.measurement.pace.trained_share
-    columns = (run.metrics.columns[name][-RECENT_STEPS:] for name in ("trained_tokens", "tokens"))
+    columns = (run.metrics.columns[name][-_RECENT_STEPS:] for name in ("trained_tokens", "tokens"))
     known = [pair for pair in zip(*columns, strict=True) if not any(map(math.isnan, pair))]
     tokens = sum(count for _, count in known)
     return sum(trained for trained, _ in known) / tokens if tokens else None
@@ -95,7 +96,7 @@ def _state_sentence(run: RunRecord) -> str:
 
 
 def _time_left(run: RunRecord) -> str:
-    seconds = run.metrics.values("seconds")[-RECENT_STEPS:]
+    seconds = run.metrics.values("seconds")[-_RECENT_STEPS:]
     if run.steps is None or not seconds or run.steps <= run.last_step:
         return ""
     return f", about {format_seconds((run.steps - run.last_step) * median(seconds))} left"
@@ -103,14 +104,7 @@ def _time_left(run: RunRecord) -> str:
 
 def _last_fault(run: RunRecord) -> str:
     faults = run.of_kind("fault")
-    return "its fault was not recorded" if not faults else fault_text(faults[-1]).rstrip(".")
-
-
-def fault_text(event: RunEvent) -> str:
-    """Returns the rank, the error and the first line of its message."""
-    rank, error = event.details.get("rank"), event.details.get("error", "an error")
-    message = str(event.details.get("message", "")).split("\n", maxsplit=1)[0]
-    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {error}: {message}"
+    return "its fault was not recorded" if not faults else fault_text(faults[-1].details).rstrip(".")
 
 
 def _loss_sentences(run: RunRecord) -> Iterator[str]:
@@ -151,24 +145,22 @@ def _against_plan(value: float, planned: float | None) -> str:
     return f", {abs(more):,.0f} % {'more' if more > 0 else 'less'} than planned"
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def describe_event(event: RunEvent) -> str:
     """Returns what happened, as one sentence without its step."""
-    describe = _SENTENCES.get(event.event)
-    if describe is not None:
-        return describe(event, event.details)
+    if (describe := _SENTENCES.get(event.event)) is not None:
+        return describe(event.details)
     known = ", ".join(f"{key} {value}" for key, value in event.details.items())
     return f"{event.event}: {known}" if known else event.event
 
 
-def _describe_start(event: RunEvent, details: Mapping[str, object]) -> str:
-    return f"started on {details.get('ranks')} {details.get('device')} ranks ({details.get('process')})"
+def fault_text(details: Details) -> str:
+    """Returns the rank, the error and the first line of its message."""
+    rank, error = details.get("rank"), details.get("error", "an error")
+    message = str(details.get("message", "")).split("\n", maxsplit=1)[0]
+    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {error}: {message}"
 
 
-def _describe_save(event: RunEvent, details: Mapping[str, object]) -> str:
+def _describe_save(details: Details) -> str:
     seconds, stalled = _number(details.get("seconds")), _number(details.get("stalled_seconds"))
     took = "" if seconds is None else f" in {format_seconds(seconds)}"
     if stalled is not None and stalled != seconds:
@@ -176,34 +168,12 @@ def _describe_save(event: RunEvent, details: Mapping[str, object]) -> str:
     return f"saved {details.get('path')}{took}"
 
 
-def _describe_skip(event: RunEvent, details: Mapping[str, object]) -> str:
-    loss, norm = (_figure(details.get(name)) for name in ("loss", "grad_norm"))
-    why = "stood out" if event.event == "spike" else "was not finite"
-    return f"left out, for it {why}: loss {loss}, gradient norm {norm}"
-
-
-def _describe_rollback(event: RunEvent, details: Mapping[str, object]) -> str:
-    loss, norm = (_figure(details.get(name)) for name in ("loss", "grad_norm"))
-    return f"rolled back to step {details.get('to_step')}: loss {loss}, gradient norm {norm}"
-
-
-def _describe_straggler(event: RunEvent, details: Mapping[str, object]) -> str:
+def _describe_straggler(details: Details) -> str:
     seconds, share = _number(details.get("seconds")), _number(details.get("share"))
     per_step = f", {format_seconds(seconds)} per step" if seconds and seconds > 0 else ""
     per_step += f" ({percent_text(share, 1.0)})" if per_step and share else ""
     since = f" from step {first:,}" if isinstance(first := details.get("from_step"), int) else ""
     return f"rank {details.get('rank')} held the others up{since}: {details.get('cause')}{per_step}"
-
-
-def _describe_leak(event: RunEvent, details: Mapping[str, object]) -> str:
-    growth = format_bytes(_number(details.get("bytes_per_step")) or 0)
-    return f"rank {details.get('rank')} leaks {details.get('memory')}: {growth} per step"
-
-
-def _describe_out_of_memory(event: RunEvent, details: Mapping[str, object]) -> str:
-    held = format_bytes(_number(details.get("held_bytes")) or 0)
-    where = f"in {details.get('phase')}, while it held {held} of tensors"
-    return f"rank {details.get('rank')} ran out of memory {where}; see {details.get('path')}"
 
 
 def _number(value: object) -> float | None:
@@ -216,26 +186,27 @@ def _figure(value: object) -> str:
     return "not finite" if number is None else f"{number:.4g}"
 
 
-_SENTENCES: Mapping[str, Callable[[RunEvent, Mapping[str, object]], str]] = {
-    "start": _describe_start,
-    "resume": lambda event, details: f"resumed after this step, on {details.get('ranks')} ranks",
+def _figures_text(details: Details) -> str:
+    return f"loss {_figure(details.get('loss'))}, gradient norm {_figure(details.get('grad_norm'))}"
+
+
+_SENTENCES: Mapping[str, Callable[[Details], str]] = {
+    "start": lambda d: f"started on {d.get('ranks')} {d.get('device')} ranks ({d.get('process')})",
+    "resume": lambda d: f"resumed after this step, on {d.get('ranks')} ranks",
     "save": _describe_save,
-    "save_failed": lambda event, details: f"NOT SAVED: {details.get('error')}",
-    "skip": _describe_skip,
-    "spike": _describe_skip,
-    "rollback": _describe_rollback,
+    "save_failed": lambda d: f"NOT SAVED: {d.get('error')}",
+    "skip": lambda d: f"left out, for it was not finite: {_figures_text(d)}",
+    "spike": lambda d: f"left out, for it stood out: {_figures_text(d)}",
+    "rollback": lambda d: f"rolled back to step {d.get('to_step')}: {_figures_text(d)}",
     "straggler": _describe_straggler,
-    "straggler_over": lambda event, details: (
-        f"rank {details.get('rank')} no longer did: {details.get('cause')}"
+    "straggler_over": lambda d: f"rank {d.get('rank')} no longer did: {d.get('cause')}",
+    "out_of_memory": lambda d: (
+        f"rank {d.get('rank')} ran out of memory in {d.get('phase')}, while it held "
+        f"{format_bytes(_number(d.get('held_bytes')) or 0)} of tensors; see {d.get('path')}"
     ),
-    "leak": _describe_leak,
-    "allocator_retry": lambda event, details: (
-        f"rank {details.get('rank')}'s allocator freed its cache, {details.get('count')} times in 20 steps"
-    ),
-    "out_of_memory": _describe_out_of_memory,
-    "fault": lambda event, details: fault_text(event),
-    "restart": lambda event, details: f"restart {details.get('count')} of {details.get('allowed')}",
-    "signal": lambda event, details: f"the launcher received {details.get('signal')}",
-    "stop": lambda event, details: f"stopped, {'and saved' if details.get('saved') else 'without a save'}",
-    "end": lambda event, details: f"finished: loss {_figure(details.get('loss'))}",
+    "fault": fault_text,
+    "restart": lambda d: f"restart {d.get('count')} of {d.get('allowed')}",
+    "signal": lambda d: f"the launcher received {d.get('signal')}",
+    "stop": lambda d: f"stopped, {'and saved' if d.get('saved') else 'without a save'}",
+    "end": lambda d: f"finished: loss {_figure(d.get('loss'))}",
 }

@@ -1,6 +1,6 @@
 """The phase of a run that a rank is in, which the training loop sets and the watchdog reads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -56,7 +56,6 @@ class PhaseTracker:
 
     clock: counts the rank's own seconds in each phase; None for no one
     changes: number of times that a phase was entered; the watchdog takes an increase as progress
-    heartbeats: the newest heartbeat of each rank, which the watchdog of rank 0 reads, if this is not None
     last_unit: returns the name of the unit that the rank gathered or reduced last, or an empty text
     has_finished_step: whether this process has finished a step, and thus compilation and first allocations
     """
@@ -66,7 +65,6 @@ class PhaseTracker:
         self.changes, self.has_finished_step = 0, False
         self.clock: OwnClock | None = None
         self.last_unit: Callable[[], str] = str
-        self.heartbeats: Mapping[int, Heartbeat] | None = None
 
     def enter(self, phase: RunPhase) -> None:
         self.phase = phase

@@ -220,8 +220,6 @@ class _Watchdog:
             # Without the store no other rank can be asked, but this rank still detects its own hang.
             with suppress(RuntimeError):
                 self._board.publish_heartbeat(self._make_heartbeat())
-                if self._where.heartbeats is not None:
-                    self._where.heartbeats = self._board.read_heartbeats()
                 called = self._board.has_report_request()
             if called or self._is_hanging():
                 self._report_and_exit()

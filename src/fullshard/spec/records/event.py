@@ -36,10 +36,6 @@ class RunEvent(FrozenModel):
         spike        nothing was updated, since loss or norm stood out: `loss`, `grad_norm`
         straggler    a rank holds the others up: `rank`, `cause`, `seconds` per step, `share` of a step,
                      `from_step` (see `fullshard.observe.stragglers`)
-        leak         a rank's memory grows steadily: `rank`, `memory` (of the device or the host),
-                     `bytes_per_step`
-        allocator_retry  a rank's allocator freed its cache to serve a request: `rank`, `count`,
-                     `reserved_bytes`
         out_of_memory  an allocation of a rank failed: `rank`, `phase`, `held_bytes`, `requested_bytes`,
                      and `path` of its report
         straggler_over  it does so no longer: `rank`, `cause`

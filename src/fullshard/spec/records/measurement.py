@@ -211,14 +211,12 @@ class MemoryParts(FrozenModel):
 class PeakBytes(MemoryParts):
     """Peak memory of the rank that uses most: bytes by kind, and figures of CUDA and of the host.
 
-    active: CUDA only: bytes in allocated blocks and blocks that another stream may still read
     allocated: CUDA only: bytes that the allocator assigned to tensors
     reserved: CUDA only: bytes that the allocator reserved from the device
     host: bytes of host memory of the offload target, on the rank that uses most; None without an offload
         target. On CPU ranks, this includes the master weights, which are the shards that are gathered.
     """
 
-    active: NonNegativeInt | None = None
     allocated: NonNegativeInt | None = None
     reserved: NonNegativeInt | None = None
     host: NonNegativeInt | None = None

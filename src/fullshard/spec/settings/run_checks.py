@@ -178,7 +178,7 @@ def unused_setting_notes(run: Run) -> list[str]:
     return notes
 
 
-TRACKERS_OF_EXTRAS = ("tensorboard", "wandb", "mlflow")
+TRACKERS_OF_EXTRAS = ("tensorboard", "wandb")
 
 
 def _names_optimizer_class(name: str) -> bool:
