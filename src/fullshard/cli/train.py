@@ -111,14 +111,16 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
     """Prints the warnings of the quick checks on rank 0. Raises CheckFailedError for a failure."""
     if request.plan is None or os.environ.get("RANK", "0") != "0":
         return
-    from fullshard.jobs.checks.before_run import quick_problems, raise_first_failure
-    from fullshard.jobs.checks.machine import RunContext
+    from fullshard.errors import CheckFailedError
+    from fullshard.jobs.checks.machine import RunContext, quick_problems
 
     found = quick_problems(RunContext(request.plan))
     for one in found:
         if one.status == "warning":
             typer.echo(escape_control_characters(f"warning: {one.text}"), err=True)
-    raise_first_failure(found)
+    for one in found:
+        if one.status == "failure":
+            raise CheckFailedError(f"the check {one.check} failed.", got=one.got, why=one.why, fix=one.fix)
 
 
 def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: float) -> None:
