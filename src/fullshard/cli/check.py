@@ -123,13 +123,12 @@ def _find_on_ranks(plan: "Plan") -> "Sequence[Finding]":
     """
     from fullshard.jobs.checks.ranks import FILE_NAME
     from fullshard.launch.request import LaunchRequest
-    from fullshard.launch.scratch import temporary_private_directory
-    from fullshard.launch.start import perform_request
+    from fullshard.launch.start import perform_request, temporary_private_directory
     from fullshard.spec.records.finding import CheckReport, Finding
 
     ranks = min(plan.world_size, _CPU_RANKS) if plan.device == "cpu" else plan.world_size
     with temporary_private_directory() as directory:
-        own = {"dir": str(directory), "ranks": ranks, "restarts": 0, "device": plan.device}
+        own = {"dir": directory, "ranks": ranks, "restarts": 0, "device": plan.device}
         setup = plan.run.run.model_copy(update=own)
         run = plan.run.model_copy(update={"run": setup})
         exit_code = perform_request(LaunchRequest(run=run, job="fullshard.jobs.checks.ranks:run_rank_checks"))
