@@ -14,9 +14,7 @@ from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
 from fullshard.observe.clock import total_seconds_of_calls
-from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.machine.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
-from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -31,7 +29,6 @@ _ELEMENTS = {
     "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
     "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
 }
-_CHUNKS = (1 << 10, 1 << 14, ROUNDING_CHUNK_ELEMENTS)
 _COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _LEAST_PARAMETERS = 1 << 18
@@ -132,26 +129,18 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
     """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
     def make_task(n: int) -> BenchmarkTask:
-        work = _matmuls_of_linear_layer(meter, dtype, rows=2 * n, edge=n)
-        return BenchmarkTask(work, size=4 * n**3, amount=12 * n**3)
+        x, g = (meter.random_tensor(2 * n, n, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
+        weight = meter.random_tensor(n, n, dtype=_TORCH_DTYPES[dtype])
+
+        def run_matmuls() -> None:
+            torch.mm(x, weight.t())
+            torch.mm(g, weight)
+            torch.mm(g.t(), x)
+
+        return BenchmarkTask(run_matmuls, size=4 * n**3, amount=12 * n**3)
 
     with _use_matmul_precision(dtype):
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
-
-
-def _matmuls_of_linear_layer(
-    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int
-) -> Callable[[], None]:
-    """Returns a function that runs the three matmuls of an edge × edge linear layer on `rows` tokens."""
-    x, g = (meter.random_tensor(rows, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
-    weight = meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype])
-
-    def run_matmuls() -> None:
-        torch.mm(x, weight.t())
-        torch.mm(g, weight)
-        torch.mm(g.t(), x)
-
-    return run_matmuls
 
 
 def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
@@ -234,20 +223,6 @@ def measure_adamw_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
         return BenchmarkTask(optimizer.step, size=28 * n, amount=28 * n)
 
     return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
-
-
-def measure_rounded_adamw(meter: RateMeter, *, seconds: float) -> Curve | None:
-    """Returns the elements/s of AdamW with stochastic rounding by those of a chunk; None on a GPU."""
-    if meter.kind == "cuda":
-        return None
-
-    def make_task(n: int) -> BenchmarkTask:
-        parameter = meter.random_tensor(n, dtype=torch.bfloat16).requires_grad_()
-        parameter.grad = meter.random_tensor(n, dtype=torch.bfloat16)
-        optimizer = StochasticAdamW([parameter], lr=1e-3)
-        return BenchmarkTask(optimizer.step, size=n, amount=n)
-
-    return meter.measure_rate_curve(make_task, _CHUNKS, seconds=seconds)
 
 
 def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
