@@ -73,7 +73,7 @@ def report(
 def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
     """Writes the page about the runs to `path`. Raises SpecError if it cannot be written."""
     from fullshard.errors import SpecError
-    from fullshard.jobs.run_lock import find_run_lock_holder
+    from fullshard.jobs.run_directory import find_run_lock_holder
     from fullshard.quantities import format_bytes
     from fullshard.report.page import is_page, render_page
     from fullshard.report.run_record import read_run

@@ -91,9 +91,13 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
 
     Raises SpecError if it is not a run's directory, TrainError if it cannot be written or is in use.
     """
-    from fullshard.jobs.launch_record import LaunchId
-    from fullshard.jobs.run_directory import check_directory_is_free, parse_run_directory
-    from fullshard.jobs.run_lock import check_unlocked, check_writable
+    from fullshard.jobs.run_directory import (
+        LaunchId,
+        check_directory_is_free,
+        check_unlocked,
+        check_writable,
+        parse_run_directory,
+    )
     from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
 
     directory = parse_run_directory(run.run.dir)

@@ -115,7 +115,7 @@ def _read_watched_run(directory: Path, reader: "MetricsReader") -> "WatchedRun":
 
 def _is_running(directory: Path, live: "LiveStatus | None", *, now: datetime) -> bool:
     """Returns whether a process trains in the directory: it holds the lock, or writes from another host."""
-    from fullshard.jobs.run_lock import find_run_lock_holder
+    from fullshard.jobs.run_directory import find_run_lock_holder
 
     try:
         if find_run_lock_holder(directory) is not None:
