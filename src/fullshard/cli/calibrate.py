@@ -50,7 +50,6 @@ def calibrate(
     Under torchrun or srun, measures the cluster. `fullshard plan` and `fullshard train` use the rates. The
     default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
-    from fullshard.jobs.calibrate.job import FILE_NAME
     from fullshard.launch.detect import user_hardware_path
     from fullshard.launch.request import LaunchRequest
     from fullshard.launch.start import perform_request, temporary_private_directory
@@ -66,10 +65,11 @@ def calibrate(
     with temporary_private_directory() as name:
         run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
         job = "fullshard.jobs.calibrate.job:run_calibration"
-        arguments = {"seconds": seconds, "drive": str(drive.absolute())}
+        measured = Path(name, "hardware.toml")
+        arguments = {"seconds": seconds, "drive": str(drive.absolute()), "out": str(measured)}
         exit_code = perform_request(LaunchRequest(run=run, job=job, arguments=arguments))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = Hardware.load(Path(name, FILE_NAME))
+            found = Hardware.load(measured)
             found.save(path)
             _print_result(found, as_json=as_json)
             typer.echo(

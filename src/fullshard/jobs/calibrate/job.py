@@ -11,7 +11,6 @@ from fullshard.distributed.agreement import all_gather_object
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.collectives import measure_link, measure_matmul_slowdown
 from fullshard.jobs.calibrate.device import RateMeter
-from fullshard.jobs.calibrate.drive import read_plus_write_bandwidth
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.parallel.mesh import RankInfo, process_group
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
@@ -26,17 +25,15 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 
-FILE_NAME = "hardware.toml"
-
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
 _UNALIGNED, _HOST_ADAM = 2, 4
 
 
 def run_calibration(
-    run: Run, *, resume: bool, plan: Plan | None, command_started: float, seconds: float, drive: str
+    run: Run, *, resume: bool, plan: Plan | None, command_started: float, seconds: float, drive: str, out: str
 ) -> None:
-    """Runs this rank's part of `fullshard calibrate`. Rank 0 writes FILE_NAME into `run.run.dir`.
+    """Runs this rank's part of `fullshard calibrate`. Rank 0 writes the hardware.toml `out`.
 
     seconds: approximate measuring time, excluding the start of the ranks
     drive: a directory on the drive to measure, as a path that is valid on every rank
@@ -45,7 +42,7 @@ def run_calibration(
     with process_group(run.run.device) as ranks:
         found = measure_hardware(ranks, seconds=seconds, drive=Path(drive))
         if ranks.rank == 0:
-            found.save(Path(run.run.dir, FILE_NAME))
+            found.save(out)
 
 
 def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardware:
@@ -66,7 +63,9 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardwar
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
         "host_bytes_per_second": meters.measure_round_trip_copy_rate(meter, seconds=_COPIES * share),
-        "disk_bytes_per_second": read_plus_write_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
+        "disk_bytes_per_second": meters.read_plus_write_bandwidth(
+            drive, pieces=max(1, min(16, round(seconds / 2)))
+        ),
         "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * share),
         "calibration_load": _load_by_other_programs(ProcessorSeconds.now().since(before)),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
