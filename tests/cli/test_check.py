@@ -21,7 +21,7 @@ def test_a_run_that_cannot_be_planned_is_a_failure_with_its_own_exit_code(
 def test_a_group_is_one_line_with_the_reasons_of_what_was_skipped() -> None:
     found = [
         Finding.ok("a").model_copy(update={"check": "first_loss"}),
-        Finding.skipped("no GPU").model_copy(update={"check": "cuda_build"}),
+        Finding.skipped("no GPU").model_copy(update={"check": "other_processes"}),
         Finding.skipped("no GPU").model_copy(update={"check": "gpu_health"}),
     ]
-    assert group_text(found) == "first loss; skipped: cuda build, gpu health (no GPU)"
+    assert group_text(found) == "first loss; skipped: other processes, gpu health (no GPU)"

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import pytest
 import typer
 
-from fullshard.cli.examples import EXAMPLES
-from fullshard.cli.main import _COMMANDS, _build_app, main
+from fullshard.cli.main import _COMMANDS, EXAMPLES, _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 
 VERBS = [

@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
-from fullshard.jobs.run_lock import hold_run_lock
+from fullshard.jobs.run_directory import hold_run_lock
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.report.runs import died, finished

@@ -1,7 +1,6 @@
 """Models, losses, optimizers and data with one fault each, by name; `none` has no fault."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,6 @@ class Block(nn.Module):
         q, k, v = (one.unsqueeze(1) for one in self.mixed(x).chunk(3, dim=-1))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.fault != "attends to all")
         x = x + self.output(seen.squeeze(1))
-        if self.fault == "breaks the graph" and x.sum().item() > 1e9:
-            x = -x
         return x + self.feed(x)
 
 
@@ -105,23 +102,6 @@ class Decoder(nn.Module):
 def mean_of_means(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     total, count = next_token_loss(model, batch)
     return total / count
-
-
-class HalfStateSGD(torch.optim.Optimizer):
-    """Momentum that is kept in bf16."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # signature: torch's Optimizer
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
-                    state["momentum"].mul_(0.9).add_(parameter.grad.bfloat16())
-                    parameter.add_(state["momentum"].to(parameter.dtype), alpha=-group["lr"])
 
 
 class Batches:

@@ -11,8 +11,6 @@ from fullshard.spec.prediction import MemoryTerms, Prediction, TimeTerms
 from fullshard.spec.run import Run
 
 GIB = 1 << 30
-SMI = "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |"
-TORCH = "cuda: Optional[str] = '12.4'\n"
 HEALTHY = "0, 0, 41, 700.00, 700.00, Not Active\n1, 0, 43, 700.00, 700.00, Not Active\n"
 
 
@@ -22,32 +20,20 @@ def quiet_machine(root: Path) -> MachineAccess:
         environment={},
         root=root,
         run_command=lambda command: None,
-        torch_version_file=lambda: TORCH,
-        can_resolve=lambda host: True,
         space_bytes=lambda path: (1000 * GIB, 500 * GIB),
         usable_cores=lambda: 2,
     )
 
 
-def gpu_machine(root: Path, **answers: str) -> MachineAccess:
-    """A quiet machine with two healthy GPUs; `answers` replaces what nvidia-smi prints (plain, health, …)."""
-    printed = {"plain": SMI, "health": HEALTHY, "processes": "", **answers}
+def gpu_machine(root: Path, *, health: str = HEALTHY, processes: str = "") -> MachineAccess:
+    """A quiet machine with two healthy GPUs, unless other answers of nvidia-smi are given."""
+    for name in ("0000:01", "0000:02"):
+        (root / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
 
     def run_command(command: Sequence[str]) -> str | None:
-        text = " ".join(command)
-        kinds = {"query-gpu": "health", "compute-apps": "processes"}
-        return printed[next((kind for part, kind in kinds.items() if part in text), "plain")]
+        return health if "query-gpu" in " ".join(command) else processes
 
     return replace(quiet_machine(root), run_command=run_command)
-
-
-def write_files(root: Path, **texts: str) -> Path:
-    """Writes files below `root`; `__` in a name stands for `/`. Returns `root`."""
-    for name, text in texts.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 def context_of(machine: MachineAccess, *settings: str, ranks: int = 2, **plan: Any) -> RunContext:

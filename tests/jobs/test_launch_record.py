@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.errors import PlanError
-from fullshard.jobs.launch_record import LaunchId, LaunchRecord
-from fullshard.jobs.run_directory import RunDirectory, open_run_directory
+from fullshard.jobs.run_directory import LaunchId, LaunchRecord, RunDirectory, open_run_directory
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.run_files import LAUNCH, METRICS

@@ -11,9 +11,8 @@ import pytest
 
 from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
-from fullshard.jobs.leftovers import (
+from fullshard.jobs.run_start import (
     find_unusable_state,
-    leftover_state_messages,
     unusable_state_message,
 )
 from fullshard.jobs.train import run_job
@@ -22,7 +21,6 @@ from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentit
 from fullshard.offload.generations import GenerationFiles
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.shard import rank_offload_directory
 from tests.fakes.sampling import sampled
 from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
@@ -128,25 +126,6 @@ def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: 
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
         find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
-
-
-@pytest.mark.parametrize("place", ["in run.dir", "elsewhere"])
-def test_leftovers_are_named_without_a_tier_too(place: str, tmp_path: Path) -> None:
-    root, path = tmp_path / "run", "offload" if place == "in run.dir" else str(tmp_path / "nvme")
-    without = plan_of(root, "none", ranks=2, path=path)
-    assert list(leftover_state_messages(without, aside=None)) == []
-    own = leave(rank_offload_directory(without, rank=0).parent, steps=[8], world_size=4)
-    (line,) = leftover_state_messages(without, aside=None)
-    assert line.startswith(f"{own} holds ")
-    assert list(leftover_state_messages(without, aside=None, reported=own)) == []
-    # With the tier it is this run's, but for those of ranks that it does not have.
-    with_tier = plan_of(root, "optimizer:nvme", ranks=2, path=path)
-    lines = sorted(leftover_state_messages(with_tier, aside=None))
-    assert [line.split()[0] for line in lines] == [str(own / "rank-00002"), str(own / "rank-00003")]
-    if place == "in run.dir":
-        root.rename(aside := tmp_path / "run.1")
-        (line,) = leftover_state_messages(without, aside=aside)
-        assert line.startswith(f"{aside}/offload/state holds ")
 
 
 # Whole runs

@@ -9,8 +9,7 @@ import pytest
 from fullshard.checkpoint import latest_checkpoint
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, TrainError
-from fullshard.jobs.run_directory import open_run_directory
-from fullshard.jobs.run_lock import check_writable
+from fullshard.jobs.run_directory import check_writable, open_run_directory
 from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
 

@@ -6,8 +6,8 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
-from fullshard.jobs.launch_record import LaunchRecord
 from fullshard.jobs.run_directory import (
+    LaunchRecord,
     check_directory_is_free,
     open_run_directory,
     parse_run_directory,

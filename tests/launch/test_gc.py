@@ -23,25 +23,6 @@ with freeze_imports_in_gc():
 left("after")
 """
 
-# nanobind itself checks, in C, what is alive after the interpreter: a class of its metaclass must be freed.
-NANOBIND = """
-import sys
-from types import ModuleType
-from fullshard.launch.gc import freeze_imports_in_gc
-
-class Meta(type):
-    __module__ = sys.argv[1]
-
-class Instance:
-    def __del__(self):
-        print("freed")
-
-with freeze_imports_in_gc():
-    library = sys.modules["library"] = ModuleType("library")
-    library.Bound = Meta("Bound", (), {"instance": Instance()})  # a class refers to itself
-del library, Meta
-"""
-
 
 def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> None:
     assert gc.isenabled()
@@ -60,13 +41,3 @@ def test_only_what_comes_after_the_imports_is_searched_at_the_end() -> None:
         [sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout == "after\n"
-
-
-def at_exit(metaclass_module: str) -> str:
-    command = [sys.executable, "-c", NANOBIND, metaclass_module]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
-
-
-def test_frozen_classes_of_nanobind_are_freed_when_the_process_ends() -> None:
-    assert at_exit("nanobind") == "freed\n"
-    assert at_exit("elsewhere") == ""

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from fullshard.jobs.launch_record import LaunchRecord
+from fullshard.jobs.run_directory import LaunchRecord
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import read_events

@@ -301,7 +301,7 @@ def test_once_open_a_full_drive_stops_no_step(tmp_path: Path) -> None:
 
 def test_leftovers_are_those_of_runs_that_are_over(tmp_path: Path) -> None:
     path = tmp_path / "nvme"
-    assert list_leftover_directories(path) == []
+    assert list_leftover_directories(path, alive_run_id="") == []
     for run_id, ranks in [("over", 2), ("mine", 1), ("alive", 1)]:
         for rank in range(ranks):
             identity = IDENTITY.model_copy(update={"run_id": run_id, "rank": rank})
@@ -313,8 +313,8 @@ def test_leftovers_are_those_of_runs_that_are_over(tmp_path: Path) -> None:
         found = list_leftover_directories(path, alive_run_id="mine")
     assert [one for one, _ in found] == [path / "over"]
     assert found[0][1] >= 2 * 2 * (data_file_bytes(RECORDS) + PAYLOAD_BYTES)
-    assert [one for one, _ in list_leftover_directories(path)][0] == path / "over"
-    assert len(list_leftover_directories(path)) == 3
+    assert [one for one, _ in list_leftover_directories(path, alive_run_id="")][0] == path / "over"
+    assert len(list_leftover_directories(path, alive_run_id="")) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.errors import FullshardError
-from fullshard.jobs.launch_record import LaunchRecord
-from fullshard.jobs.run_directory import open_run_directory
-from fullshard.jobs.run_lock import check_unlocked
+from fullshard.jobs.run_directory import LaunchRecord, check_unlocked, open_run_directory
 from fullshard.observe.run_log import MetricsLog
 from fullshard.offload.directories import lock_directory, replace_file_atomically
 from fullshard.offload.drive import SYSTEM, DriveFile

@@ -13,8 +13,7 @@ from fullshard.cli.options import AsJson, require_positive_number
 from fullshard.quantities import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from fullshard.launch.request import LaunchRequest
-    from fullshard.spec.machine.hardware import Calibration, Curve, Hardware, Link, Rates
+    from fullshard.spec.machine.hardware import Curve, Hardware, Rates
 
 
 def calibrate(
@@ -26,14 +25,14 @@ def calibrate(
         Literal["auto", "cpu", "cuda"], typer.Option("--device", help="The device to measure.")
     ] = "auto",
     seconds: Annotated[
-        float | None,
+        float,
         typer.Option(
             "--seconds",
             min=0.1,
             callback=require_positive_number,
-            help="Measuring time of an idle machine, besides the start; 30 by default.",
+            help="Measuring time of an idle machine, besides the start.",
         ),
-    ] = None,
+    ] = 30.0,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="HARDWARE.toml", help="The file to write, if not the default one."),
@@ -52,23 +51,26 @@ def calibrate(
     default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
     from fullshard.launch.detect import user_hardware_path
-    from fullshard.launch.scratch import temporary_private_directory
-    from fullshard.launch.start import perform_request
-    from fullshard.spec.machine.hardware import Calibration, CalibrationSettings
+    from fullshard.launch.request import LaunchRequest
+    from fullshard.launch.start import perform_request, temporary_private_directory
+    from fullshard.spec.machine.hardware import Hardware
+    from fullshard.spec.run import Run
     from fullshard.system.targets import check_output_file
 
     started, path = time.monotonic(), out or user_hardware_path()
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _check_output_is_writable(path)
     _check_drive_is_directory(drive)
-    _print_expected_duration(seconds or CalibrationSettings().seconds)
-    with temporary_private_directory() as directory:
-        own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
-        CalibrationSettings.model_validate(own).save(directory)
-        exit_code = perform_request(_build_calibration_request(directory, ranks=ranks, device=device))
+    _print_expected_duration(seconds)
+    with temporary_private_directory() as name:
+        run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
+        job = "fullshard.jobs.calibrate.job:run_calibration"
+        measured = Path(name, "hardware.toml")
+        arguments = {"seconds": seconds, "drive": str(drive.absolute()), "out": str(measured)}
+        exit_code = perform_request(LaunchRequest(run=run, job=job, arguments=arguments))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = Calibration.load(directory)
-            found.hardware.save(path)
+            found = Hardware.load(measured)
+            found.save(path)
             _print_result(found, as_json=as_json)
             typer.echo(
                 f"written: {path}, {format_seconds(time.monotonic() - started)} after the start", err=True
@@ -88,17 +90,17 @@ def _print_expected_duration(seconds: float) -> None:
     typer.echo(f"measuring for about {seconds:g} s{longer}", err=True)
 
 
-def _print_result(found: "Calibration", *, as_json: bool) -> None:
-    """Prints the calibration, and a note if the machine was busy."""
+def _print_result(hardware: "Hardware", *, as_json: bool) -> None:
+    """Prints the measured hardware, and a note if the machine was busy."""
     from fullshard.report.table import show_labelled_lines
 
     if as_json:
-        typer.echo(found.model_dump_json())
+        typer.echo(hardware.model_dump_json())
     else:
-        show_labelled_lines(calibration_rows(found))
-    if found.hardware.calibration == "busy":
+        show_labelled_lines(calibration_rows(hardware))
+    if hardware.calibration == "busy":
         typer.echo(
-            f"note: other programs used {found.hardware.calibration_load:.0%} of the processors while this "
+            f"note: other programs used {hardware.calibration_load:.0%} of the processors while this "
             "measured, so the rates may be too low: plans with them are marked\n"
             "  try: fullshard calibrate again, when the machine is idle",
             err=True,
@@ -139,29 +141,19 @@ def _check_drive_is_directory(directory: Path) -> None:
         raise SpecError(f"{directory} is not a directory.", got="--drive", fix="a directory on the drive")
 
 
-def _build_calibration_request(directory: Path, *, ranks: int, device: str) -> "LaunchRequest":
-    """Returns the job that measures on all ranks, as the request that `perform_request` takes."""
-    from fullshard.launch.request import LaunchRequest
-    from fullshard.spec.run import Run
-
-    run = Run.load(overrides=[f"run.dir={directory}", f"run.device={device}", f"run.ranks={ranks}"])
-    return LaunchRequest(run=run, job="fullshard.jobs.calibrate.job:run_calibration")
-
-
-def calibration_rows(calibration: "Calibration") -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines: the best point of each rate curve, other rates, and the fit errors."""
-    hardware, rates = calibration.hardware, calibration.hardware.rates
-    yield "hardware", _hardware_text(hardware)
-    yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; rates per rank:"
+def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:
+    """Yields (label, text) lines: the best point of each rate curve, and other rates."""
+    rates = hardware.rates
+    yield "hardware", f"{_hardware_text(hardware)}; all ranks at once, rates per rank:"
     yield "other programs", f"{hardware.calibration_load or 0.0:.0%} of the processors in this time"
     yield from _compute_rate_rows(rates)
     yield "fused AdamW", _best_rate_text(rates.optimizer, amount="B")
-    if rates.rounding is not None:
-        yield "  with rounding", f"{format_count(rates.rounding[-1].rate)} elements/s"
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
     for axis, link in (("within", hardware.within), ("across", hardware.across)):
-        if link is not None and any(name.startswith(f"{axis}.") for name in calibration.fit_errors):
-            yield from _collective_rate_rows(axis, link, calibration=calibration)
+        for kind, rate in link.known_rates.items() if link is not None else ():
+            if rate.curve is not None:
+                text = f"{_best_rate_text(rate.curve, amount='B')}, {format_seconds(rate.hop_seconds)} a rank"
+                yield f"{kind.replace('_', '-')} {axis}", text
     if hardware.host_bytes_per_second is not None:
         yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
     yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s per rank"
@@ -193,14 +185,3 @@ def _best_rate_text(curve: "Curve", *, amount: str) -> str:
     if best is not curve[-1]:
         text += f", {format_count(curve[-1].rate)}{amount}/s at {format_count(curve[-1].size)}{amount}"
     return text
-
-
-def _collective_rate_rows(
-    axis: str, link: "Link", *, calibration: "Calibration"
-) -> Iterator[tuple[str, str]]:
-    ranks = calibration.hardware.ranks_per_node if axis == "within" else calibration.hardware.nodes
-    for kind, rate in link.known_rates.items():
-        latency = format_seconds(rate.base_seconds + rate.hop_seconds * (ranks - 1))
-        error = calibration.fit_errors[f"{axis}.{kind}"]
-        line = f"{format_count(rate.bytes_per_second)}B/s after {latency}"
-        yield f"{kind.replace('_', '-')} {axis}", f"{line}; this line is off by at most {100 * error:.0f} %"

@@ -14,7 +14,6 @@ from fullshard.cli.options import AsJson, Overrides, RunPath
 from fullshard.system.terminal import escape_control_characters, is_live_terminal
 
 if TYPE_CHECKING:
-    from fullshard.jobs.checks.ranks import RankFacts
     from fullshard.spec.plan import Plan
     from fullshard.spec.records.finding import CheckReport, Finding
     from fullshard.spec.run import Run
@@ -84,22 +83,25 @@ def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> 
     from fullshard.launch.environment import is_started_by_torchrun
 
     # Ranks that torchrun started meet first: the others would wait for rank 0.
-    facts = _gather_rank_facts(plan) if is_started_by_torchrun() else None
+    by_ranks = _find_on_ranks(plan) if is_started_by_torchrun() else None
     if not is_first:
         return []
-    from fullshard.jobs.checks.every_check import GROUPS, iterate_findings
+    from fullshard.jobs.checks.every_check import CHECKS, iterate_findings
 
     found: list[Finding] = []
-    for group in GROUPS:
+    for group in (*CHECKS, "ranks"):
         _print_progress(group)
-        own = list(iterate_findings(_part_for(group, plan, facts=facts), group=group))
+        if group == "ranks":
+            own = _find_on_ranks(plan) if by_ranks is None else by_ranks
+        else:
+            own = list(iterate_findings(_part_for(group, plan), group=group))
         if not as_json:
             _show_group(group, own, verbose=verbose)
         found += own
     return found
 
 
-def _part_for(group: str, plan: "Plan", *, facts: "RankFacts | Finding | None") -> object:
+def _part_for(group: str, plan: "Plan") -> object:
     """Returns what the checks of `group` read, or the finding that says why it is missing."""
     if group == "model":
         from fullshard.jobs.checks.model_trial import build_model_trial
@@ -109,42 +111,38 @@ def _part_for(group: str, plan: "Plan", *, facts: "RankFacts | Finding | None") 
         from fullshard.jobs.checks.data import build_data_trial
 
         return build_data_trial(plan)
-    if group == "ranks":
-        return _gather_rank_facts(plan) if facts is None else facts
     from fullshard.jobs.checks.machine import RunContext
 
     return RunContext(plan)
 
 
-def _gather_rank_facts(plan: "Plan") -> "RankFacts | Finding":
+def _find_on_ranks(plan: "Plan") -> "Sequence[Finding]":
     """Returns what the ranks of the run find out about each other, or that they could not be started.
 
     On the CPU, two ranks are started unless others are there already.
     """
-    from fullshard.jobs.checks.ranks import FILE_NAME, RankFacts
+    from fullshard.jobs.checks.ranks import FILE_NAME
     from fullshard.launch.request import LaunchRequest
-    from fullshard.launch.scratch import temporary_private_directory
-    from fullshard.launch.start import perform_request
-    from fullshard.spec.records.finding import Finding
+    from fullshard.launch.start import perform_request, temporary_private_directory
+    from fullshard.spec.records.finding import CheckReport, Finding
 
     ranks = min(plan.world_size, _CPU_RANKS) if plan.device == "cpu" else plan.world_size
     with temporary_private_directory() as directory:
-        own = {"dir": str(directory), "ranks": ranks, "restarts": 0, "device": plan.device}
+        own = {"dir": directory, "ranks": ranks, "restarts": 0, "device": plan.device}
         setup = plan.run.run.model_copy(update=own)
         run = plan.run.model_copy(update={"run": setup})
-        exit_code = perform_request(
-            LaunchRequest(run=run, job="fullshard.jobs.checks.rank_job:run_rank_checks")
-        )
+        exit_code = perform_request(LaunchRequest(run=run, job="fullshard.jobs.checks.ranks:run_rank_checks"))
         path = Path(directory, FILE_NAME)
         if exit_code == 0 and path.exists():
-            return RankFacts.read_json(path, what="the facts of the ranks")
+            return CheckReport.read_json(path, what="the findings of the ranks").findings
     if exit_code > 128:  # a signal ended them
         raise typer.Exit(exit_code)
-    return Finding.failure(
+    failed = Finding.failure(
         f"the ranks ended with exit code {exit_code}; the message is above",
         why="a run would end like this in its first step",
         fix="FULLSHARD_TRACEBACK=1 fullshard check shows where",
     )
+    return [failed.model_copy(update={"check": "ranks", "group": "ranks"})]
 
 
 def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> None:

@@ -46,7 +46,7 @@ def report(
 
 
 def _read_run(directory: Path) -> "RunRecord":
-    from fullshard.jobs.run_lock import find_run_lock_holder
+    from fullshard.jobs.run_directory import find_run_lock_holder
     from fullshard.report.run_record import read_run
 
     try:

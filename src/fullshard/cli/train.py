@@ -91,9 +91,13 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
 
     Raises SpecError if it is not a run's directory, TrainError if it cannot be written or is in use.
     """
-    from fullshard.jobs.launch_record import LaunchId
-    from fullshard.jobs.run_directory import check_directory_is_free, parse_run_directory
-    from fullshard.jobs.run_lock import check_unlocked, check_writable
+    from fullshard.jobs.run_directory import (
+        LaunchId,
+        check_directory_is_free,
+        check_unlocked,
+        check_writable,
+        parse_run_directory,
+    )
     from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
 
     directory = parse_run_directory(run.run.dir)
@@ -111,14 +115,16 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
     """Prints the warnings of the quick checks on rank 0. Raises CheckFailedError for a failure."""
     if request.plan is None or os.environ.get("RANK", "0") != "0":
         return
-    from fullshard.jobs.checks.before_run import quick_problems, raise_first_failure
-    from fullshard.jobs.checks.machine import RunContext
+    from fullshard.errors import CheckFailedError
+    from fullshard.jobs.checks.machine import RunContext, quick_problems
 
     found = quick_problems(RunContext(request.plan))
     for one in found:
         if one.status == "warning":
             typer.echo(escape_control_characters(f"warning: {one.text}"), err=True)
-    raise_first_failure(found)
+    for one in found:
+        if one.status == "failure":
+            raise CheckFailedError(f"the check {one.check} failed.", got=one.got, why=one.why, fix=one.fix)
 
 
 def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: float) -> None:

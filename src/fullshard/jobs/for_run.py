@@ -82,8 +82,9 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
-    update = {"run": plan.run, "plan": plan, "predicted_step": choice.predicted_step_text()}
-    return request.model_copy(update=update)
+    predicted = choice.predicted_step_text()
+    arguments = {} if predicted is None else {"predicted_step": predicted}
+    return request.model_copy(update={"run": plan.run, "plan": plan, "arguments": arguments})
 
 
 class _PlanChoice(NamedTuple):

@@ -1,20 +1,22 @@
-"""The directory of a run: its paths, the rules for writing there, and how an earlier run is set aside.
+"""The directory of a run: its lock, the record of its launch, and how an earlier run is set aside. No torch.
 
 An earlier run is set aside by one rename of its directory. So that nothing else moves with it, a directory is
 renamed only if it holds a run's own record, and no directory, program or settings that a run does not write:
 these belong to a user's project, or to other runs.
 """
 
+import errno
 import os
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import socket
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Literal, Self
 
-from fullshard.errors import CheckpointError, SpecError
-from fullshard.jobs.launch_record import LaunchId, LaunchRecord
-from fullshard.jobs.run_lock import convert_os_errors, hold_run_lock, make_run_directory
+from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.run_files import (
     CHECKPOINTS,
@@ -30,6 +32,14 @@ from fullshard.spec.records.run_files import (
     SPANS,
     TRACKERS,
 )
+from fullshard.spec.value import FrozenModel
+from fullshard.system.files import write_file_atomically
+from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
+from fullshard.system.process import read_stat_fields_after_comm
+
+# Names that torchrun gives to a launch without a name.
+_NAMELESS = ("", "none")
+_LOCK = ".lock"
 
 _RECORDS = {LAUNCH, PLAN, METRICS, EVENTS, LIVE, MEASUREMENT, EXPORT, TRACKERS}
 _WRITTEN = {CHECKPOINTS, SPANS, PROFILES, OUT_OF_MEMORY, *_RECORDS}
@@ -43,6 +53,109 @@ _ANOTHER = "run.dir = a directory of its own, such as runs/1"
 
 # Time that a restarted run waits for the lock: a killed rank may take a moment to exit.
 _PATIENCE_SECONDS = 20.0
+
+
+class LaunchRecord(FrozenModel):
+    """The file launch.json: the last attempt to train in a run's directory. See `LaunchId` for the fields.
+
+    ended: how the attempt ended; None while it runs, and if it was killed
+    """
+
+    agents: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
+    world_size: int = 1
+    ended: Literal["finished", "interrupted"] | None = None
+
+    def save(self, path: Path) -> None:
+        """Writes the record atomically. Without the record, the directory is not recognised as a run's."""
+        write_file_atomically(path, self.model_dump_json() + "\n")
+
+    def resume_message(self, world_size: int, *, step: int, steps: int) -> str:
+        """Returns the message that an attempt on `world_size` ranks, after this one, resumes after `step`."""
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        if world_size != self.world_size:
+            ranks += f" ({self.world_size} before)"
+        if step == 0:
+            return f"restarted on {ranks}: nothing was saved, so it starts again at step 1 of {steps}"
+        return f"restarted on {ranks}: resumes after step {step} of {steps}"
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """Reads the record; returns None if the file does not exist or another program wrote it."""
+        try:
+            record = cls.read_json(path, what="the record of a launch")
+        except SpecError:
+            return None
+        return record if record.model_fields_set >= {"jobs", "world_size"} else None
+
+
+@dataclass(frozen=True)
+class LaunchId:
+    """The identity of a launch: one command, with all its attempts.
+
+    agents: the processes that restart ranks, one per node: torchrun's agents, or fullshard's launcher. Two
+        attempts of one launch share at least one agent, whichever nodes have left or joined.
+    jobs: names that a person (torchrun's run id) or a scheduler (SLURM's job and restart count) gave it
+    earlier_jobs: the `jobs` that earlier attempts of this launch recorded
+    """
+
+    agents: frozenset[str] = frozenset()
+    jobs: frozenset[str] = frozenset()
+    earlier_jobs: frozenset[str] = frozenset()
+    world_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Returns the launch as this rank sees it, from the variables of torchrun and SLURM."""
+        name = environment.get("TORCHELASTIC_RUN_ID", "")
+        jobs = {f"torchrun:{name}"} if name not in _NAMELESS else set[str]()
+        earlier = jobs.copy()
+        job, times = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
+        if job is not None:
+            # Two commands of one job are two launches, unless the job was requeued in between.
+            count = int(times) if times.isdecimal() else 0
+            jobs.add(f"slurm:{job}:{count}")
+            earlier |= {f"slurm:{job}:{before}" for before in range(count)}
+        agents = {f"{_restarting_agent_id()}:{name}"} if name else set[str]()
+        return cls(agents=frozenset(agents), jobs=frozenset(jobs), earlier_jobs=frozenset(earlier))
+
+    @classmethod
+    def merge_ranks(cls, launches: Sequence[Self]) -> Self:
+        """Combines the launch ids that all ranks have of one launch. Takes the names from rank 0."""
+        agents = frozenset[str]().union(*(one.agents for one in launches))
+        return replace(launches[0], agents=agents, world_size=len(launches))
+
+    def make_record(self) -> LaunchRecord:
+        agents, jobs = tuple(sorted(self.agents)), tuple(sorted(self.jobs))
+        return LaunchRecord(agents=agents, jobs=jobs, world_size=self.world_size)
+
+    def find_earlier_attempt(self, path: Path) -> LaunchRecord | None:
+        """Returns the record at `path` if an attempt of this launch wrote it, or else None.
+
+        A name alone may belong to an older launch, so a finished run is never resumed by name.
+        """
+        record = LaunchRecord.load(path)
+        if record is None:
+            return None
+        by_agent = not self.agents.isdisjoint(record.agents)
+        by_name = record.ended != "finished" and not self.earlier_jobs.isdisjoint(record.jobs)
+        return record if by_agent or by_name else None
+
+
+def _restarting_agent_id() -> str:
+    """Returns host, process id and start time of the process that starts and restarts this rank.
+
+    torchelastic gives every rank its own session, which includes any process between the two (a shell).
+    """
+    leader = os.getsid(0)
+    agent = os.getppid() if leader == os.getpid() else _process_parent_and_start(leader)[0]
+    return f"{socket.gethostname()}:{agent}:{_process_parent_and_start(agent)[1]}"
+
+
+def _process_parent_and_start(process: int) -> tuple[int, int]:
+    """Returns (parent's id, start in clock ticks since boot), or (0, 0) without /proc. man proc_pid_stat."""
+    fields = read_stat_fields_after_comm(process)
+    return (int(fields[1]), int(fields[19])) if fields else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -228,3 +341,69 @@ def _list_entries(root: Path) -> list[Path]:
     except OSError as error:
         what = f"run.dir = {str(root)!r} cannot be a run's directory."
         raise SpecError(what, got=error.strerror, fix=_ANOTHER) from error
+
+
+def hold_run_lock(root: Path, *, patience_seconds: float = 0.0) -> AbstractContextManager[None]:
+    """Context in which this process holds the lock of the run's directory `root`.
+
+    The kernel releases the lock when the process ends, so a killed run leaves nothing to clean up.
+
+    Raises TrainError if another process holds the lock for longer than `patience_seconds`, or OSError.
+    """
+    held_error = partial(_lock_held_error, root)
+    return hold_exclusive_file_lock(root / _LOCK, held_error=held_error, patience_seconds=patience_seconds)
+
+
+def check_unlocked(root: Path) -> None:
+    """Raises TrainError if another process holds the lock of the directory `root`. Writes nothing."""
+    with convert_os_errors(root):
+        if holder := find_run_lock_holder(root):
+            raise _lock_held_error(root, holder)
+
+
+def find_run_lock_holder(root: Path) -> str | None:
+    """Returns the process that trains in the directory `root`, or None. Writes nothing. Raises OSError."""
+    return find_lock_holder(root / _LOCK)
+
+
+def check_writable(root: Path) -> None:
+    """Raises TrainError if `root` can be neither written nor created. Creates nothing that remains."""
+    with convert_os_errors(root):
+        place = Path(os.path.realpath(root))
+        missing = [one for one in (place, *place.parents) if not one.exists()]
+        try:
+            make_run_directory(root)
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "this user may not write there", str(place))
+        finally:
+            for one in missing:
+                with suppress(OSError):  # it was not created, or another run uses it by now
+                    one.rmdir()
+
+
+def make_run_directory(root: Path) -> None:
+    """Creates the directory `root`, or its target if `root` is a symbolic link, unless it exists."""
+    Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def convert_os_errors(root: Path) -> Generator[None]:
+    """Context that converts an OSError about a path in `root`, or above `root`, into a TrainError."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename)) if error.filename is not None else None
+        place = Path(os.path.realpath(root))
+        if path is None or not (path in place.parents or any(map(path.is_relative_to, (root, place)))):
+            raise
+        raise TrainError(
+            f"the run's directory {root} cannot be written.",
+            got=f"{path}: {error.strerror}",
+            fix="another run.dir",
+        ) from error
+
+
+def _lock_held_error(root: Path, holder: str) -> TrainError:
+    return TrainError(
+        f"another run is writing {root}.", got=holder, fix="wait for it, or --set run.dir=<another directory>"
+    )

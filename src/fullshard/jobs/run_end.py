@@ -1,7 +1,7 @@
 """Work at the end of a run on its ranks: the last save, the sample, the export and the measurement."""
 
 from fullshard.checkpoint import location_of
-from fullshard.jobs.train_job import TrainJob, flops_per_token
+from fullshard.jobs.run_start import TrainJob, flops_per_token
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.loss import next_token_loss

@@ -1,6 +1,8 @@
-"""The start of a run on its ranks: its directory, model, data, checkpoint and log, and what is printed."""
+"""The state of a run on its ranks, and its start: directory, model, data, checkpoint and log."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,43 +13,86 @@ from fullshard.data.batches import MicrobatchPrefetcher, TrainingData
 from fullshard.data.build import build_data
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.ranges import run_own_clock
-from fullshard.errors import PlanError
+from fullshard.errors import CheckpointError, PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
-from fullshard.jobs.launch_record import LaunchId
-from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.run_directory import RunDirectory, open_run_directory
-from fullshard.jobs.train_job import TrainJob, flops_per_token
+from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
 from fullshard.models.adapters import log_adapter_places
-from fullshard.models.build import build_model
+from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.checks import check_sequence_length, check_vocabulary
-from fullshard.models.loss import choose_loss
+from fullshard.models.loss import Loss, choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
 from fullshard.observe.run_log import RunLog, open_run_log, record_start
 from fullshard.observe.stragglers import StragglerWatch
-from fullshard.offload.generation_manifest import SavedRunState
-from fullshard.parallel.compile import count_compilation
+from fullshard.offload.generation_manifest import SavedRunState, find_saved_run_state
+from fullshard.parallel.compile import CompilerTally, count_compilation
 from fullshard.parallel.fp8 import find_weight_scales
 from fullshard.parallel.mesh import RankInfo
-from fullshard.quantities import format_count
+from fullshard.quantities import format_bytes, format_count
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.records.measurement import MatmulPeak, Throughput, peak_tokens_per_second
+from fullshard.spec.records.measurement import (
+    MatmulPeak,
+    PeakBytes,
+    StepSeconds,
+    Throughput,
+    peak_tokens_per_second,
+)
 from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.system.signals import RecordedSignals
 from fullshard.training.continued_run import check_can_continue, continue_run
+from fullshard.training.loop import Step
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.random_state import seed_generators
 from fullshard.training.resume import (
     find_pretrained_directory,
     make_checkpoint_location,
+    newest_checkpoint_step,
     restore_train_state,
 )
-from fullshard.training.shard import discard_offloaded_files, shard
+from fullshard.training.shard import discard_offloaded_files, rank_offload_directory, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export_peft import describe_impossible_exports
+
+
+@dataclass
+class TrainJob:
+    """The state of one `fullshard train` command on this rank, from its start to its Measurement."""
+
+    plan: Plan
+    ranks: RankInfo
+    directory: RunDirectory
+    state: TrainState
+    data: TrainingData
+    loss: Loss
+    log: RunLog
+    matmul_peak: MatmulPeak
+    command_started: float
+    first_step: int
+    checkpoints: RunCheckpointSaver
+    profiler: StepProfiler
+    stragglers: StragglerWatch
+    pace: Throughput
+    skipped_before: int
+    compiler: CompilerTally
+    reported_compilations: int = 0
+    reported_compile_seconds: float = 0.0
+    unrecorded_compile_seconds: float = 0.0  # of the step `unrecorded`
+    first_loss: float | None = None
+    last: Step | None = None
+    unrecorded: Step | None = None  # the last step, until its figures are read
+    unrecorded_memory: Mapping[str, float] = field(default_factory=dict[str, float])  # at its end
+    validation: float | None = None
+    peak_bytes: PeakBytes | None = None
+    profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
+    slowed: set[int] = field(default_factory=set[int])  # steps that measuring slows down
+    startup_seconds: float | None = None
+    sample: str | None = None
+    repeated_steps: int = 0
+    signals: RecordedSignals = field(default_factory=RecordedSignals)
 
 
 def plan_without_prediction(run: Run, ranks: RankInfo) -> Plan:
@@ -118,6 +163,12 @@ def prepare_job(
     return job
 
 
+def flops_per_token(plan: Plan, model: nn.Module) -> float | None:
+    """Returns FLOPs per token: by formula for the reference decoder, else the plan's prediction, if any."""
+    own = decoder_flops_per_token(model, plan.run)
+    return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
+
+
 def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     model = build_model(run)
     log_adapter_places(model, run.adapter)
@@ -142,6 +193,60 @@ def _check_saved_state(
 
     run_on_rank_zero(check_newest_checkpoint, doing=f"looking for a checkpoint in {saved}")
     return find_unusable_state(plan, saved=saved, must_resume=must_resume)
+
+
+def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
+    """Returns offloaded state that a resuming run cannot use; None if all of it can be used. Collective.
+
+    State is unusable if the offload target or the number of ranks has changed.
+
+    saved: location of the checkpoints; None for a new run
+
+    Raises CheckpointError if the run must resume, and there is no checkpoint but only unusable state.
+    """
+    if saved is None:
+        return None
+
+    def find_on_rank_zero() -> SavedRunState | None:
+        found = find_saved_run_state(rank_offload_directory(plan, rank=0).parent)
+        if found is None or _unusable_reason(plan, found) is None:
+            return None
+        ranks = _rank_count_text(found.world_size)
+        if must_resume and newest_checkpoint_step(saved, plan) is None:
+            raise CheckpointError(
+                f"there is no checkpoint in {saved}, and {found.directory} cannot be used here.",
+                got=_saved_state_text(found),
+                why=f"it is of {ranks} with an nvme tier, and {_unusable_reason(plan, found)}",
+                fix=f"--resume on {ranks} with an nvme tier; the files stay",
+            )
+        return found
+
+    return run_on_rank_zero(find_on_rank_zero, doing="looking for state on the drive")
+
+
+def unusable_state_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
+    """Returns the message that a run resumes after `step`, without `found`; None if `found` is not newer."""
+    if found.step <= step:
+        return None
+    on = f"resumes from the checkpoint of step {step}" if step else "starts again"
+    why = _unusable_reason(plan, found)
+    return f"{found.directory} holds {_saved_state_text(found)}, which is not used, for {why}: the run {on}"
+
+
+def _unusable_reason(plan: Plan, found: SavedRunState) -> str | None:
+    if not plan.run.offload.is_on_drive:
+        return f'offload.tier is now "{plan.run.offload.tier}"'
+    if found.world_size != plan.world_size:
+        return f"there are now {_rank_count_text(plan.world_size)}"
+    return None
+
+
+def _saved_state_text(found: SavedRunState) -> str:
+    return f"step {found.step} of {_rank_count_text(found.world_size)} ({format_bytes(found.taken_bytes)})"
+
+
+def _rank_count_text(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
@@ -194,9 +299,6 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
     if directory.previous_run:
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
     unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
-    reported = left.directory if left and unused else None
-    for line in leftover_state_messages(job.plan, aside=directory.previous_run, reported=reported):
-        log.print_message(line)
     exports = describe_impossible_exports(job.plan.run, job.state.model) if job.ranks.rank == 0 else []
     for text in (unused, _start_summary_text(job), read, *exports):
         if text is not None:

@@ -14,8 +14,7 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_end import save_and_report_end
-from fullshard.jobs.run_start import plan_without_prediction, prepare_job
-from fullshard.jobs.train_job import TrainJob
+from fullshard.jobs.run_start import TrainJob, plan_without_prediction, prepare_job
 from fullshard.observe.memory import (
     PeakMemory,
     measure_peak_memory,

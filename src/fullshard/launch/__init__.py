@@ -1,1 +1,1 @@
-"""Launching: ranks on this machine through torchelastic, or ranks that torchrun or SLURM started."""
+"""Launching: ranks on this machine, or ranks that torchrun or SLURM started."""

@@ -114,7 +114,7 @@ class _RootCauseOrder(IntEnum):
     """The origin of a rank's failure. Lower values are nearer to the cause of all failures."""
 
     OWN = 0
-    STOPPED = 1  # SIGTERM or SIGABRT, sent by the agent or a watchdog because of another rank
+    STOPPED = 1  # SIGTERM or SIGABRT, sent by a launcher or a watchdog because of another rank
     PEER_LOST = 2
 
 

@@ -15,7 +15,7 @@ from fullshard.spec.machine.catalog import (
     find_catalog_entry_of_chip,
     find_chip_by_device_name,
     link_from_catalog,
-    read_default_rate_figures,
+    read_default_rates,
 )
 from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
 from fullshard.spec.machine.hardware_text import catalog_chip_hardware
@@ -194,25 +194,27 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
 
 def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
-    table = read_default_rate_figures().cpu
+    table = read_default_rates()["cpu"]
     cores = max(count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
-    bandwidth = table.collective_bytes_per_second
-    rate = CollectiveRate(base_seconds=0.0, hop_seconds=table.collective_seconds, bytes_per_second=bandwidth)
+    bandwidth = table["collective_bytes_per_second"]
+    rate = CollectiveRate(
+        base_seconds=0.0, hop_seconds=table["collective_seconds"], bytes_per_second=bandwidth
+    )
     link = Link(
         name="this machine's memory",
         bytes_per_second=bandwidth,
         all_gather=rate,
         reduce_scatter=rate,
         all_reduce=rate,
-        source=table.source,
+        source=table["source"],
     )
     chip = Chip(
         name=cpu_name_with_core_count(),
         device_names=("cpu",),
         memory_bytes=_host_memory_bytes() // ranks_per_node,
-        memory_bytes_per_second=table.bytes_per_second * cores,
-        flops_per_second={"fp32": table.flops_per_second * cores},
-        source=table.source,
+        memory_bytes_per_second=table["bytes_per_second"] * cores,
+        flops_per_second={"fp32": table["flops_per_second"] * cores},
+        source=table["source"],
     )
     return Hardware(
         name=chip.name,
@@ -222,7 +224,7 @@ def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
         within=link,
         across=link,
         overlap=0.0,  # compute and communication threads share the cores
-        source=f"not calibrated; {table.source}",
+        source=f"not calibrated; {table['source']}",
     )
 
 

@@ -5,7 +5,6 @@ import gc
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import ModuleType
 
 
 @contextmanager
@@ -30,21 +29,13 @@ def freeze_imports_in_gc() -> Generator[None]:
     with disable_gc():
         yield
         gc.freeze()
-    atexit.unregister(_unfreeze_for_nanobind)
-    atexit.register(_unfreeze_for_nanobind)
+    atexit.register(_unfreeze_for_triton)
 
 
-def _unfreeze_for_nanobind() -> None:
-    """Undoes `gc.freeze` at exit if a library built with nanobind (triton) is loaded.
+def _unfreeze_for_triton() -> None:
+    """Undoes `gc.freeze` at exit if triton is loaded.
 
-    Such a library prints a line for each of its objects that the interpreter does not free.
+    It is built with nanobind, which prints a line for each of its objects that the interpreter does not free.
     """
-    if any(_is_nanobind_module(module) for module in [*sys.modules.values()]):
+    if "triton" in sys.modules:
         gc.unfreeze()
-
-
-def _is_nanobind_module(module: object) -> bool:
-    """Returns True for an extension module that contains a class or function of nanobind's types."""
-    if not isinstance(module, ModuleType) or str(vars(module).get("__file__")).endswith(".py"):
-        return False
-    return any(getattr(type(value), "__module__", None) == "nanobind" for value in [*vars(module).values()])

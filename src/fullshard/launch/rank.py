@@ -95,7 +95,7 @@ def _end_with_launcher(launcher: int) -> None:
 
 
 def _exit_if_failed(ending: ProcessOutcome) -> None:
-    """Exits if the rank failed. Returns if it was interrupted, or torchelastic would end the other ranks."""
+    """Exits if the rank failed. Returns if it is done, or was interrupted and has saved."""
     sys.stdout.flush()
     sys.stderr.flush()
     if ending.exit_code not in (0, INTERRUPTED_EXIT_CODE):

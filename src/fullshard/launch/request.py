@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -22,9 +22,8 @@ class LaunchRequest(FrozenModel):
     """A job for all ranks of a launch, with its arguments.
 
     command_started: start of the command, in seconds since the epoch
-    predicted_step: spans of the plan's predicted step (`spans_to_json`), for a job that saves them
     job: `module:function`, which each rank calls as `job(run, resume=..., plan=..., command_started=...)`,
-        with `predicted_step=...` if there is one
+        with the further `arguments` of this job
 
     A job that was interrupted and has saved raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to
     standard error: standard output is for the result, which the command prints.
@@ -32,10 +31,10 @@ class LaunchRequest(FrozenModel):
 
     run: Run
     plan: Plan | None = None
-    predicted_step: str | None = None
     resume: bool = False
     command_started: float = Field(default_factory=time.time)
     job: str = "fullshard.jobs.train:run_job"
+    arguments: Mapping[str, str | float] = {}
 
     def save(self, directory: Path) -> None:
         Path(directory, FILE_NAME).write_text(self.model_dump_json())
@@ -54,8 +53,8 @@ class LaunchRequest(FrozenModel):
         with disable_gc():
             job = self.import_job()
         try:
-            more = {} if self.predicted_step is None else {"predicted_step": self.predicted_step}
-            job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started, **more)
+            started = self.command_started
+            job(self.run, resume=self.resume, plan=self.plan, command_started=started, **self.arguments)
         except SystemExit as left:
             if left.code == INTERRUPTED_EXIT_CODE:
                 raise

@@ -27,22 +27,13 @@ def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
     return path / run_id / f"rank-{rank:05d}"
 
 
-def list_leftover_directories(
-    path: Path, *, alive_run_id: str | None = None, alive_ranks: int | None = None
-) -> list[tuple[Path, int]]:
-    """Returns unlocked directories of earlier runs in `offload.path`, and their bytes, the largest first.
-
-    Of the run `alive_run_id`, only directories of ranks from `alive_ranks` on are included (None: none). They
-    are left from when that run had more ranks.
-    """
+def list_leftover_directories(path: Path, *, alive_run_id: str) -> list[tuple[Path, int]]:
+    """Returns unlocked directories of other runs in `offload.path`, and their bytes, the largest first."""
     found: list[tuple[Path, int]] = []
     with suppress(OSError):
         for run in sorted(path.iterdir()):
             ranks = sorted(identity.parent for identity in run.glob(f"{RANKS}/{IDENTITY}"))
-            if run.name == alive_run_id:
-                past = [one for one in ranks if alive_ranks is not None and _rank_number(one) >= alive_ranks]
-                found += [(one, directory_disk_bytes(one)) for one in past if not _is_locked(one)]
-            elif ranks and not any(_is_locked(one) for one in ranks):
+            if run.name != alive_run_id and ranks and not any(_is_locked(one) for one in ranks):
                 found.append((run, sum(directory_disk_bytes(one) for one in ranks)))
     return sorted(found, key=lambda one: -one[1])
 
@@ -138,12 +129,6 @@ def _is_locked(directory: Path) -> bool:
         return find_lock_holder(directory / LOCK) is not None
     except OSError:  # not a lock file of fullshard, or a file system without locks: counts as held
         return True
-
-
-def _rank_number(rank: Path) -> int:
-    """Returns a rank's number from its directory's name: `rank-00003` -> 3; -1 for any other name."""
-    digits = rank.name.rpartition("-")[2]
-    return int(digits) if digits.isdecimal() else -1
 
 
 def directory_disk_bytes(directory: Path) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.jobs.calibrate.drive import open_two_random_files, read_plus_write_bandwidth
+from fullshard.jobs.calibrate.device import open_two_random_files, read_plus_write_bandwidth
 
 
 def rate_of(directory: Path) -> float | None:

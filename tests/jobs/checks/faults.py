@@ -9,29 +9,12 @@ from fullshard.jobs.checks.data import build_data_trial
 from fullshard.jobs.checks.every_check import CHECKS, iterate_findings
 from fullshard.jobs.checks.machine import RunContext
 from fullshard.jobs.checks.model_trial import build_model_trial
-from fullshard.jobs.checks.ranks import PairRate, RankFacts
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
-from tests.fakes.machines import (
-    GIB,
-    HEALTHY,
-    SMI,
-    context_of,
-    gpu_machine,
-    quiet_machine,
-    write_files,
-)
+from tests.fakes.machines import GIB, HEALTHY, context_of, gpu_machine, quiet_machine
 
-GROUP_OF = {one.name: one.group for one in CHECKS}
-FAST = RankFacts(
-    hosts=("a", "a", "b", "b"),
-    settings=({"torch": "2.13.0"},) * 4,
-    pairs=tuple(
-        PairRate(ranks=pair, bytes_per_second=1e9)
-        for pair in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
-    ),
-)
+GROUP_OF = {one.__name__.removeprefix("check_"): group for group, found in CHECKS.items() for one in found}
 
 
 class Fault(NamedTuple):
@@ -71,10 +54,6 @@ def of_data(fault: str) -> Callable[[Path], object]:
     return make
 
 
-def of_ranks(**facts: object) -> Callable[[Path], object]:
-    return lambda path: FAST.model_copy(update=facts)
-
-
 def space_of(free: int) -> Callable[[Path], RunContext]:
     return lambda path: context_of(
         replace(quiet_machine(path), space_bytes=lambda _: (GIB, free)),
@@ -83,36 +62,12 @@ def space_of(free: int) -> Callable[[Path], RunContext]:
     )
 
 
-def slow_pair(path: Path) -> object:
-    slow = tuple(
-        one.model_copy(update={"bytes_per_second": 1e8}) if one.ranks == (1, 3) else one for one in FAST.pairs
-    )
-    return of_ranks(pairs=slow)(path)
-
-
 ENVIRONMENT = (
-    Fault(
-        "torch without CUDA beside GPUs",
-        "cuda_build",
-        lambda p: context_of(replace(gpu_machine(p), torch_version_file=lambda: "cuda = None")),
-    ),
-    Fault("driver older than CUDA", "cuda_build", on_gpus(plain=SMI.replace("12.4", "11.8"))),
+    Fault("torch that cannot use the GPUs", "unused_gpus", lambda p: context_of(gpu_machine(p))),
     Fault(
         "NCCL_P2P_DISABLE",
         "environment_variables",
         lambda p: context_of(replace(gpu_machine(p), environment={"NCCL_P2P_DISABLE": "1"}), device="cuda"),
-    ),
-    Fault(
-        "interface that is absent",
-        "environment_variables",
-        (
-            lambda p: context_of(
-                replace(
-                    quiet_machine(write_files(p, sys__class__net__lo="", sys__class__net__eth0="")),
-                    environment={"GLOO_SOCKET_IFNAME": "ib0"},
-                )
-            )
-        ),
     ),
     Fault(
         "small /dev/shm",
@@ -136,15 +91,6 @@ ENVIRONMENT = (
     Fault("memory errors of a GPU", "gpu_health", on_gpus(health=HEALTHY.replace("0, 0,", "0, 7,"))),
     Fault("hot GPU that slows down", "gpu_health", on_gpus(health=HEALTHY.replace("43,", "91,"))),
     Fault("other process on a GPU", "other_processes", on_gpus(processes="4711, python, 30000 MiB\n")),
-    Fault(
-        "unknown MASTER_ADDR",
-        "host_names",
-        (
-            lambda p: context_of(
-                replace(quiet_machine(p), environment={"MASTER_ADDR": "node-77"}, can_resolve=lambda _: False)
-            )
-        ),
-    ),
 )
 
 
@@ -181,7 +127,6 @@ MODELS = (
     Fault("parameter without initialiser", "initial_values", of_model("uninitialised")),
     Fault("all matrices are zero", "initial_values", of_model("zeros")),
     Fault("tensor that is no buffer", "initial_values", of_model("lost table")),
-    Fault("graph break", "graphs", of_model("breaks the graph", "run.compile=true")),
 )
 DATA = (
     Fault("token over the vocabulary", "vocabulary_range", of_data("token too large")),
@@ -193,17 +138,7 @@ DATA = (
     Fault("order by what was read", "order", of_data("depends on what was read")),
     Fault("order by number of ranks", "order", of_data("depends on ranks")),
 )
-RANKS = (
-    Fault("firewall", "connections", of_ranks(unreachable=("a cannot connect to b: refused",))),
-    Fault("slow link", "links", slow_pair),
-    Fault(
-        "other version on a rank",
-        "same_settings",
-        of_ranks(settings=({"torch": "2.13.0"},) * 3 + ({"torch": "2.12.0"},)),
-    ),
-    Fault("state in bf16", "state_dtypes", of_ranks(state_dtypes={"momentum": "bfloat16"})),
-)
-FAULTS = (*SETTINGS, *ENVIRONMENT, *STORAGE, *MODELS, *DATA, *RANKS)
+FAULTS = (*SETTINGS, *ENVIRONMENT, *STORAGE, *MODELS, *DATA)
 
 
 def problems(part: object, *, group: str) -> dict[str, Finding]:

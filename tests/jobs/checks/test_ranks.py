@@ -1,57 +1,56 @@
-"""Measurements of ranks by each other: connections, settings, and a sharded step."""
+"""Checks that ranks make together: of links, settings and a sharded step."""
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.jobs.checks.rank_job import gather_rank_facts
-from fullshard.jobs.checks.ranks import RankFacts, check_sharded_step, check_state_dtypes
+from fullshard.jobs.checks.ranks import PairRate, check_links, find_on_ranks
 from fullshard.parallel.mesh import RankInfo
+from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
 
 BATCHES = ("data.source=python", "data.factory=tests.fakes.broken:Batches", "data.sequence_length=16")
+PAIRS = [PairRate(ranks, 1e9) for ranks in combinations(range(4), 2)]
 
 
-def facts_of(fault: str, settings: tuple[str, ...], skewed: bool) -> RankFacts:
-    """The facts of ranks of which each is a host of its own if `skewed`; the last then differs in all."""
+def found_on_ranks(fault: str) -> dict[str, Finding]:
+    """What ranks find; the last has another environment."""
     model = ("model.python=tests.fakes.broken:Decoder", f'model.options={{fault="{fault}"}}')
-    run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu", *settings])
+    run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu"])
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = RankInfo(rank, size, rank, size, torch.device("cpu"))
-    if not skewed:
-        return gather_rank_facts(run, plan=None, ranks=ranks)
-    wrong = rank == size - 1
-    return gather_rank_facts(
-        run,
-        plan=None,
-        ranks=ranks,
-        host=f"host-{rank}",
-        environment={"NCCL_ALGO": "Ring"} if wrong else {},
-        connect=lambda host, port: "refused" if wrong else None,
-    )
+    environment = {"NCCL_ALGO": "Ring"} if rank == size - 1 else {}
+    return {one.check: one for one in find_on_ranks(run, ranks=ranks, environment=environment)}
 
 
-def test_ranks_measure_their_sharded_step_links_connections_and_settings(
-    ranks: Callable[..., Any],
-) -> None:
-    first, other = ranks(2).run(facts_of, "none", ("optimizer.name=tests.fakes.broken.HalfStateSGD",), True)
-    assert first == other
-    assert check_sharded_step(first).status == "ok"
-    assert check_state_dtypes(first).status == "warning"
-    assert [pair.ranks for pair in first.pairs] == [(0, 1)]
-    assert first.unreachable == ("host-1 cannot connect to host-0: refused",)
-    assert first.settings[1] == first.settings[0] | {"NCCL_ALGO": "Ring"}
+def test_ranks_measure_their_links_settings_and_sharded_step(ranks: Callable[..., Any]) -> None:
+    first, other = ranks(2).run(found_on_ranks, "none")
+    assert first["sharded_step"] == other["sharded_step"]
+    assert (first["sharded_step"].status, first["links"].status) == ("ok", "ok")
+    assert first["links"].got.startswith("1 pairs of ranks")
+    assert "NCCL_ALGO: unset on rank 0, Ring on rank 1" in first["same_settings"].got
 
 
-def test_a_model_that_depends_on_the_rank_is_found_by_its_sharded_step(ranks: Callable[..., Any]) -> None:
-    facts = ranks(2).run(facts_of, "differs by rank", (), False)[0]
-    assert check_sharded_step(facts).status == "failure"
-    assert check_state_dtypes(facts).status == "ok"
-
-
-def test_ranks_that_drop_other_blocks_are_found(ranks: Callable[..., Any]) -> None:
-    found = check_sharded_step(ranks(2).run(facts_of, "drops by rank", (), False)[0])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("differs by rank", "2 steps on 2 ranks differ from unsharded ones"),
+        ("drops by rank", "rank 0: gathers blocks.1; rank 1: gathers blocks.0"),
+    ],
+)
+def test_a_model_that_depends_on_the_rank_is_found(ranks: Callable[..., Any], fault: str, text: str) -> None:
+    found = ranks(2).run(found_on_ranks, fault)[0]["sharded_step"]
     assert found.status == "failure"
-    assert "rank 0: gathers blocks.1; rank 1: gathers blocks.0" in found.got
+    assert text in found.got
+
+
+def test_a_slow_pair_and_slow_gpus_are_named() -> None:
+    hosts = ["a", "a", "b", "b"]
+    slow = [one._replace(bytes_per_second=1e8) if one.ranks == (1, 3) else one for one in PAIRS]
+    assert check_links(PAIRS, hosts=hosts).status == "ok"
+    assert "ranks 1 and 3 exchange" in check_links(slow, hosts=hosts).got
+    assert check_links(PAIRS, hosts=hosts, catalog_bytes_per_second=4e9).status == "warning"

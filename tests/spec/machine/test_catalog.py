@@ -11,7 +11,7 @@ from fullshard.spec.machine.catalog import (
     normalized_chip_name,
     read_catalog_chips,
     read_catalog_links,
-    read_default_rate_figures,
+    read_default_rates,
 )
 
 CHIPS = read_catalog_chips()
@@ -106,7 +106,7 @@ def test_every_figure_has_a_source_and_none_is_over_its_peak(entry: CatalogChip)
         assert entry.attention_source
         assert backward < forward < 1
     for name in filter(None, (entry.within, entry.across, entry.pair)):
-        assert read_catalog_links()[name].source
+        assert read_catalog_links()[name]["source"]
 
 
 @pytest.mark.parametrize("name", read_catalog_links())
@@ -118,6 +118,6 @@ def test_no_collective_is_faster_than_its_link_and_an_all_reduce_takes_two(name:
 
 
 def test_larger_launches_reach_more_of_the_peak():
-    table = read_default_rate_figures()
-    for shape in (table.matmul.curve, table.memory.curve):
+    table = read_default_rates()
+    for shape in (table["matmul"]["curve"], table["memory"]["curve"]):
         assert all(a[0] < b[0] and a[1] <= b[1] <= 1 for a, b in itertools.pairwise(shape))

@@ -1,9 +1,12 @@
 """Rates of one rank's computing, copying and writing, measured while all ranks do the same."""
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -13,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
+from fullshard.errors import OffloadError
 from fullshard.observe.clock import total_seconds_of_calls
-from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
+from fullshard.offload.drive import DriveFile
+from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.spec.machine.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
-from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -31,10 +35,10 @@ _ELEMENTS = {
     "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
     "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
 }
-_CHUNKS = (1 << 10, 1 << 14, ROUNDING_CHUNK_ELEMENTS)
 _COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _LEAST_PARAMETERS = 1 << 18
+_PIECE_BYTES = 16 << 20
 _WINDOWS, _LEAST_WINDOWS = 8, 2
 _ISSUED, _TURNS = 64, 3  # operations of a chain, and its turns, in `measure_seconds_per_operation`
 
@@ -132,26 +136,18 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
     """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
     def make_task(n: int) -> BenchmarkTask:
-        work = _matmuls_of_linear_layer(meter, dtype, rows=2 * n, edge=n)
-        return BenchmarkTask(work, size=4 * n**3, amount=12 * n**3)
+        x, g = (meter.random_tensor(2 * n, n, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
+        weight = meter.random_tensor(n, n, dtype=_TORCH_DTYPES[dtype])
+
+        def run_matmuls() -> None:
+            torch.mm(x, weight.t())
+            torch.mm(g, weight)
+            torch.mm(g.t(), x)
+
+        return BenchmarkTask(run_matmuls, size=4 * n**3, amount=12 * n**3)
 
     with _use_matmul_precision(dtype):
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
-
-
-def _matmuls_of_linear_layer(
-    meter: RateMeter, dtype: ComputeDtype, *, rows: int, edge: int
-) -> Callable[[], None]:
-    """Returns a function that runs the three matmuls of an edge × edge linear layer on `rows` tokens."""
-    x, g = (meter.random_tensor(rows, edge, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
-    weight = meter.random_tensor(edge, edge, dtype=_TORCH_DTYPES[dtype])
-
-    def run_matmuls() -> None:
-        torch.mm(x, weight.t())
-        torch.mm(g, weight)
-        torch.mm(g.t(), x)
-
-    return run_matmuls
 
 
 def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
@@ -236,20 +232,6 @@ def measure_adamw_bandwidth(meter: RateMeter, *, seconds: float) -> Curve:
     return meter.measure_rate_curve(make_task, _ELEMENTS[meter.kind], seconds=seconds)
 
 
-def measure_rounded_adamw(meter: RateMeter, *, seconds: float) -> Curve | None:
-    """Returns the elements/s of AdamW with stochastic rounding by those of a chunk; None on a GPU."""
-    if meter.kind == "cuda":
-        return None
-
-    def make_task(n: int) -> BenchmarkTask:
-        parameter = meter.random_tensor(n, dtype=torch.bfloat16).requires_grad_()
-        parameter.grad = meter.random_tensor(n, dtype=torch.bfloat16)
-        optimizer = StochasticAdamW([parameter], lr=1e-3)
-        return BenchmarkTask(optimizer.step, size=n, amount=n)
-
-    return meter.measure_rate_curve(make_task, _CHUNKS, seconds=seconds)
-
-
 def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
     """Returns the host seconds that torch and autograd take per operation, over forward and backward.
 
@@ -326,6 +308,64 @@ def measure_bytes_outside_allocator(device: torch.device) -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def read_plus_write_bandwidth(directory: Path, *, pieces: int = 16) -> float | None:
+    """Returns the bytes/s, read plus written, per rank while all ranks work. Collective.
+
+    Each rank has two files in `directory`, of `pieces` × 16 MiB each. One is read while the other is written
+    and flushed. The result is None on all ranks if any of them cannot write there.
+    """
+    files, rate = None, 0.0
+    with ExitStack() as stack:
+        with suppress(OSError, OffloadError):
+            files = open_two_random_files(directory, stack, pieces=pieces)
+        mean_over_ranks(0.0)  # all ranks begin together
+        if files is not None:
+            with suppress(OffloadError):
+                rate = _own_read_plus_write_rate(*files)
+    everywhere, mean = mean_over_ranks(float(rate > 0)) == 1, mean_over_ranks(rate)
+    return float(f"{mean:.3g}") if everywhere else None
+
+
+def open_two_random_files(directory: Path, stack: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
+    """Returns two open, unlinked files of random numbers. (Zeros may be faster, and holes are not read.)"""
+    with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
+        one, other = (
+            stack.enter_context(DriveFile.open_or_create(Path(name, own), pieces * _PIECE_BYTES))
+            for own in ("one", "other")
+        )
+    for file in (one, other):
+        _write_whole_file(file, _random_piece())
+    return one, other
+
+
+def _own_read_plus_write_rate(one: DriveFile, other: DriveFile) -> float:
+    data, into = _random_piece(), as_memoryview(allocate_host_memory(_PIECE_BYTES, pinned=False))
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        started = time.perf_counter()
+        for source, target in ((one, other), (other, one)):
+            reading = beside.submit(_read_whole_file, source, into)
+            _write_whole_file(target, data)
+            reading.result()
+        return 4 * one.size_bytes / (time.perf_counter() - started)
+
+
+def _random_piece() -> memoryview:
+    found = allocate_host_memory(_PIECE_BYTES, pinned=False)
+    found.view(torch.int32).random_()
+    return as_memoryview(found)
+
+
+def _write_whole_file(file: DriveFile, data: memoryview) -> None:
+    for offset in range(0, file.size_bytes, _PIECE_BYTES):
+        file.write(data, offset)
+    file.flush()
+
+
+def _read_whole_file(file: DriveFile, into: memoryview) -> None:
+    for offset in range(0, file.size_bytes, _PIECE_BYTES):
+        file.read(into, offset)
 
 
 @contextmanager

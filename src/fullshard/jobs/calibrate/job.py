@@ -11,13 +11,10 @@ from fullshard.distributed.agreement import all_gather_object
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.collectives import measure_link, measure_matmul_slowdown
 from fullshard.jobs.calibrate.device import RateMeter
-from fullshard.jobs.calibrate.drive import read_plus_write_bandwidth
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.parallel.mesh import RankInfo, process_group
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
 from fullshard.spec.machine.hardware import (
-    Calibration,
-    CalibrationSettings,
     ComputeDtype,
     Curve,
     Hardware,
@@ -30,55 +27,59 @@ from fullshard.system.load import ProcessorSeconds, other_programs_fraction
 
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
-_UNALIGNED, _ROUNDING, _HOST_ADAM = 2, 2, 4
+_UNALIGNED, _HOST_ADAM = 2, 4
 
 
-def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """Runs this rank's part of `fullshard calibrate`. Rank 0 writes the Calibration into `run.run.dir`."""
+def run_calibration(
+    run: Run, *, resume: bool, plan: Plan | None, command_started: float, seconds: float, drive: str, out: str
+) -> None:
+    """Runs this rank's part of `fullshard calibrate`. Rank 0 writes the hardware.toml `out`.
+
+    seconds: approximate measuring time, excluding the start of the ranks
+    drive: a directory on the drive to measure, as a path that is valid on every rank
+    """
     del resume, plan, command_started
-    settings = CalibrationSettings.load(Path(run.run.dir))
     with process_group(run.run.device) as ranks:
-        found = measure_hardware(ranks, seconds=settings.seconds, drive=Path(settings.drive))
+        found = measure_hardware(ranks, seconds=seconds, drive=Path(drive))
         if ranks.rank == 0:
-            found.save(Path(run.run.dir))
+            found.save(out)
 
 
-def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Calibration:
+def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardware:
     """Measures this hardware with all ranks. Collective.
 
     seconds: approximate duration
     drive: a directory on the drive to measure
     """
-    started, before = time.monotonic(), ProcessorSeconds.now()
-    compute = _MATMUL + _UNALIGNED + _ATTENTION + _MEMORY + _OPTIMIZER + _ROUNDING + _LAUNCH
+    before = ProcessorSeconds.now()
+    compute = _MATMUL + _UNALIGNED + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH
     share = seconds / (compute + _COPIES + _LINKS + _HOST_ADAM)
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     context = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, known.rates, share=share)
-    links, errors = _measure_links(ranks, share=share)
     updated: dict[str, object] = {
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
         "host_bytes_per_second": meters.measure_round_trip_copy_rate(meter, seconds=_COPIES * share),
-        "disk_bytes_per_second": read_plus_write_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
+        "disk_bytes_per_second": meters.read_plus_write_bandwidth(
+            drive, pieces=max(1, min(16, round(seconds / 2)))
+        ),
         "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * share),
         "calibration_load": _load_by_other_programs(ProcessorSeconds.now().since(before)),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
-        **links,
+        **_measure_links(ranks, meter, share=share),
     }
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
         mesh = init_device_mesh("cuda", (ranks.world_size,))
-        updated["contention"] = measure_matmul_slowdown(mesh, seconds=_COPIES * share)
+        updated["contention"] = measure_matmul_slowdown(mesh, meter, seconds=_COPIES * share)
     if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
         measured = {"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
         updated["chip"] = known.chip.model_copy(update=measured)
-    hardware = Hardware.model_validate(known.model_copy(update=updated).model_dump())
-    took = time.monotonic() - started
-    return Calibration(hardware=hardware, fit_errors=errors, took_seconds=took)
+    return Hardware.model_validate(known.model_copy(update=updated).model_dump())
 
 
 def _load_by_other_programs(own: ProcessorSeconds) -> float:
@@ -111,22 +112,17 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
         memory=memory,
         half_memory=half_memory,
         optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
-        rounding=meters.measure_rounded_adamw(meter, seconds=_ROUNDING * share),
         launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
         unit_seconds=known.unit_seconds,
         unaligned_matmul=meters.measure_unaligned_matmul(meter, dtypes[-1], seconds=_UNALIGNED * share),
     )
 
 
-def _measure_links(ranks: RankInfo, *, share: float) -> tuple[dict[str, Link], dict[str, float]]:
-    """Measures collectives within a node and across nodes; returns both Links, and the fit's errors."""
+def _measure_links(ranks: RankInfo, meter: RateMeter, *, share: float) -> dict[str, Link]:
+    """Measures collectives within a node and across nodes; returns the links, by the field of Hardware."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local
     mesh = init_device_mesh(ranks.device.type, (nodes, local), mesh_dim_names=("across", "within"))
-    links: dict[str, Link] = {}
-    errors: dict[str, float] = {}
     axes = [axis for axis, size in (("within", local), ("across", nodes)) if size > 1]
-    for axis in axes:
-        links[axis], off = measure_link(mesh[axis], name=axis, seconds=_LINKS * share / len(axes))
-        errors |= {f"{axis}.{kind}": error for kind, error in off.items()}
-    return links, errors
+    part = _LINKS * share / len(axes) if axes else 0.0
+    return {axis: measure_link(mesh[axis], meter, name=axis, seconds=part) for axis in axes}

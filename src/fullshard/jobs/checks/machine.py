@@ -1,21 +1,24 @@
-"""Checks of this machine, its storage and its NVIDIA GPUs, without torch, and their access to the machine."""
+"""The checks that need neither torch nor the model: of settings, this machine, its GPUs and its storage."""
 
-import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fullshard.errors import SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
+from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.process import count_usable_cores
+from fullshard.training.schedule import learning_rate_factor, warmup_warning
 
 _COMMAND_SECONDS = 20
 
@@ -30,21 +33,6 @@ def _run_command(command: Sequence[str]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _torch_version_file() -> str:
-    found = importlib.util.find_spec("torch")  # does not import it
-    places = found.submodule_search_locations if found is not None else None
-    with suppress(OSError):
-        return Path(next(iter(places or ())), "version.py").read_text(encoding="utf-8")
-    return ""
-
-
-def _can_resolve(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None))
-    except OSError:
-        return False
-
-
 def _space_bytes(path: Path) -> tuple[int, int]:
     usage = shutil.disk_usage(path)
     return usage.total, usage.free
@@ -57,8 +45,6 @@ class MachineAccess:
     environment: environment variables
     root: directory that holds proc and sys
     run_command: returns the output of a command; None if it is absent or fails
-    torch_version_file: returns the text of torch's version.py
-    can_resolve: returns whether a host name has an address
     space_bytes: returns the total and free bytes of the file system of a directory
     usable_cores: returns the number of cores that this process may use
     """
@@ -66,8 +52,6 @@ class MachineAccess:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")
     run_command: Callable[[Sequence[str]], str | None] = _run_command
-    torch_version_file: Callable[[], str] = _torch_version_file
-    can_resolve: Callable[[str], bool] = _can_resolve
     space_bytes: Callable[[Path], tuple[int, int]] = _space_bytes
     usable_cores: Callable[[], int] = count_usable_cores
 
@@ -146,6 +130,7 @@ class RunContext:
         return per_rank * self.plan.world_size // self.plan.replicate_degree
 
 
+_HIGH_RATE_FOR_WEIGHTS = 1e-3
 _PROCESS_BYTES = 400 << 20  # resident memory of a process that has imported torch
 # Docker's default is 64 MiB; NCCL's shared memory transport takes about 10 MB per pair of GPUs.
 _LEAST_SHARED_MEMORY = 512 << 20
@@ -187,7 +172,7 @@ _ON_ANY: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 
 def check_environment_variables(context: RunContext) -> Finding:
-    """Names environment variables that make ranks slow, or that name a network interface which is absent."""
+    """Names environment variables that make ranks slow."""
     environment, found = context.machine.environment, list[str]()
     for name, hurts, reason in (*(_ON_GPUS if context.is_on_gpus else ()), *_ON_ANY):
         if (value := environment.get(name)) and hurts(value):
@@ -195,7 +180,6 @@ def check_environment_variables(context: RunContext) -> Finding:
     adapters = context.machine.list_names("sys/class/infiniband")
     if context.has_other_hosts and adapters and _is_true(environment.get("NCCL_IB_DISABLE", "")):
         found.append(f"NCCL_IB_DISABLE={environment['NCCL_IB_DISABLE']} ({', '.join(adapters)} are not used)")
-    found += _interface_problems(context)
     if not found:
         return Finding.ok("no variable that slows ranks down")
     names = " ".join(one.partition("=")[0] for one in found)
@@ -204,21 +188,6 @@ def check_environment_variables(context: RunContext) -> Finding:
         why="they change how ranks communicate or compute",
         fix=f"unset {names}, unless they are meant",
     )
-
-
-def _interface_problems(context: RunContext) -> list[str]:
-    existing = context.machine.list_names("sys/class/net")
-    found: list[str] = []
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = context.machine.environment.get(name, "")
-        if not value or not existing or value.startswith("^"):
-            continue
-        named = [one.lstrip("=") for one in value.split(",")]
-        if not any(real.startswith(one) for real in existing for one in named):
-            found.append(f"{name}={value} (this machine has {', '.join(existing)})")
-        elif context.has_other_hosts and all(one.startswith(("lo", "docker", "veth")) for one in named):
-            found.append(f"{name}={value} (other machines cannot be reached through it)")
-    return found
 
 
 def check_shared_memory(context: RunContext) -> Finding:
@@ -269,25 +238,6 @@ def check_memory_and_quota(context: RunContext) -> Finding:
     return Finding.ok(f"{format_bytes(min(known))} of memory" if known else "no limit known")
 
 
-def check_host_names(context: RunContext) -> Finding:
-    """Checks that MASTER_ADDR, where the ranks meet, has an address, and that MASTER_PORT is a port."""
-    environment = context.machine.environment
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if host is None:
-        return Finding.skipped("ranks of one machine meet on its loopback interface")
-    if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
-        return Finding.failure(
-            f"MASTER_PORT={port}", why="it is not a port", fix="a number from 1024 to 65535"
-        )
-    if not context.machine.can_resolve(host):
-        return Finding.failure(
-            f"MASTER_ADDR={host} has no address",
-            why="this machine cannot find the one where the ranks meet",
-            fix="its IP address, or a line in /etc/hosts",
-        )
-    return Finding.ok(f"ranks meet at {host}")
-
-
 def check_checkpoint_space(context: RunContext) -> Finding:
     """Compares the free space with the checkpoints that the run keeps, and one more."""
     directory, size = context.checkpoint_directory, context.checkpoint_bytes
@@ -311,26 +261,18 @@ def check_checkpoint_space(context: RunContext) -> Finding:
     return Finding.ok(got)
 
 
-def check_cuda_build(context: RunContext) -> Finding:
-    """Compares the CUDA that torch was built for with the driver's."""
-    shown = context.machine.run_command(["nvidia-smi"])
-    if shown is None:
-        return Finding.skipped(_NO_GPU)
-    built = re.search(r"cuda[^=\n]*= *'([\d.]+)'", context.machine.torch_version_file())
-    driver = re.search(r"CUDA Version: *([\d.]+)", shown)
-    if built is None:
+def check_unused_gpus(context: RunContext) -> Finding:
+    """Checks that a run on the CPU is not on a machine with NVIDIA GPUs, unless the CPU is asked for."""
+    gpus = context.machine.list_names("proc/driver/nvidia/gpus")
+    hidden = context.machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if gpus and not context.is_on_gpus and context.run.run.device == "auto" and not hidden:
         return Finding.warning(
-            "torch is built without CUDA, and this machine has NVIDIA GPUs",
-            why='run.device = "auto" trains on the CPU',
-            fix="the CUDA build of torch: https://pytorch.org/get-started/locally/",
+            f"the run is on the CPU, and the machine has {len(gpus)} NVIDIA GPUs",
+            why="torch cannot use them: it is built without CUDA or for a newer driver, or the container "
+            "does not have them",
+            fix='a build of torch for this driver, or docker run --gpus all; or run.device = "cpu"',
         )
-    if driver is not None and int(built[1].split(".")[0]) > int(driver[1].split(".")[0]):
-        return Finding.failure(
-            f"torch is built for CUDA {built[1]}, and the driver supports CUDA {driver[1]}",
-            why="a driver runs programs of its own major release of CUDA and of earlier ones",
-            fix=f"a newer driver, or torch built for CUDA {driver[1]}",
-        )
-    return Finding.ok(f"torch for CUDA {built[1]}, driver for {driver[1] if driver else 'unknown'}")
+    return Finding.ok("the run is on GPUs" if context.is_on_gpus else "no GPU is left out")
 
 
 def check_gpu_health(context: RunContext) -> Finding:
@@ -366,7 +308,7 @@ def check_gpu_health(context: RunContext) -> Finding:
     return Finding.ok(f"{count} GPUs without errors, cool, at full power")
 
 
-def check_other_processes_on_gpus(context: RunContext) -> Finding:
+def check_other_processes(context: RunContext) -> Finding:
     """Names processes that use the GPUs of this machine."""
     query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
     shown = context.machine.run_command(query)
@@ -384,3 +326,89 @@ def check_other_processes_on_gpus(context: RunContext) -> Finding:
 
 def _number(text: str) -> float:
     return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0
+
+
+def check_settings(context: RunContext) -> Finding:
+    """Checks learning rate, saves, restarts and validation against the number of steps."""
+    found = list(_iterate_setting_problems(context.run))
+    if found:
+        return Finding.warning(
+            "; ".join(problem for problem, _ in found),
+            why="each setting is valid, and together they rarely are what is intended",
+            fix="; ".join(fix for _, fix in found),
+        )
+    section = context.run.train
+    return Finding.ok(f"{section.step_count} steps, warmup of {context.run.schedule.warmup_steps}")
+
+
+def _iterate_setting_problems(run: Run) -> Iterator[tuple[str, str]]:
+    """Yields (problem, fix)."""
+    steps, saves, schedule = run.train.step_count, run.checkpoint, run.schedule
+    if (warmup := warmup_warning(run)) is not None:
+        yield warmup, f"schedule.warmup_steps = {max(1, steps // 10)}"
+    elif schedule.kind != "constant" and schedule.warmup_steps == steps > 1:
+        yield "schedule.warmup_steps is train.steps: the rate never decays", "fewer schedule.warmup_steps"
+    if steps > 1 and learning_rate_factor(schedule, step=steps - 1, steps=steps) == 0:
+        yield "the learning rate is 0 in the last step, which trains nothing", "schedule.min_lr_ratio = 0.01"
+    if run.run.restarts and not saves.every:
+        yield "run.restarts without checkpoint.every: a restart begins at step 1", "checkpoint.every = 100"
+    if run.fault_tolerance.on_spike == "rollback" and not saves.every:
+        yield 'fault_tolerance.on_spike = "rollback" without checkpoints to return to', "checkpoint.every"
+    if saves.every > steps:
+        yield f"checkpoint.every = {saves.every} is more than train.steps = {steps}", "a smaller one"
+    if saves.keep_every and (not saves.every or saves.keep_every % saves.every):
+        yield (
+            f"checkpoint.keep_every = {saves.keep_every} is no multiple of checkpoint.every = {saves.every}",
+            "a multiple of it, since only steps that are saved are kept",
+        )
+    validates = run.train.validate_every not in (0, type(run.train)().validate_every)
+    if validates and run.train.validate_every > steps:
+        every = run.train.validate_every
+        yield f"train.validate_every = {every} is more than train.steps = {steps}", "a smaller one"
+    if _has_weights(run) and run.optimizer.learning_rate > _HIGH_RATE_FOR_WEIGHTS and not run.adapter.rank:
+        rate = run.optimizer.learning_rate
+        yield f"optimizer.learning_rate = {rate:g} for weights that are trained already", "2e-5"
+
+
+def _has_weights(run: Run) -> bool:
+    if not isinstance(run.model, HuggingFaceModel) or run.model.weights == "none":
+        return False
+    try:
+        directory = locate_config_file(run.model.hf).parent
+    except SpecError:
+        return False
+    return any(directory.glob("*.safetensors"))
+
+
+# Name of a group -> its checks, each with a public report of a fault that it finds (on GitHub).
+CHECKS_WITHOUT_TORCH: Mapping[str, Sequence[Callable[[RunContext], Finding]]] = {
+    "settings": (check_settings,),  # PrimeIntellect-ai/prime-rl#968
+    "machine": (
+        check_unused_gpus,  # pytorch/pytorch#4546
+        check_environment_variables,  # NVIDIA/nccl#631
+        check_shared_memory,  # pytorch/torchtitan#853
+        check_memory_and_quota,  # deepspeedai/DeepSpeed#4239
+        check_gpu_health,  # huggingface/trl#4149
+        check_other_processes,  # pytorch/pytorch#4293
+    ),
+    "storage": (check_checkpoint_space,),  # mlfoundations/open_lm#154
+}
+# Those that run nvidia-smi take a second.
+_SLOW = (check_gpu_health, check_other_processes)
+
+
+def name_finding(finding: Finding, check: Callable[[Any], Finding], *, group: str) -> Finding:
+    """Returns `finding` with the names of the group and, unless it has a name, of the check."""
+    name = finding.check or check.__name__.removeprefix("check_")
+    return finding.model_copy(update={"check": name, "group": group})
+
+
+def quick_problems(context: RunContext) -> list[Finding]:
+    """Returns the warnings and failures of the quick checks, which precede every `fullshard train`."""
+    found = [
+        name_finding(one(context), one, group=group)
+        for group, checks in CHECKS_WITHOUT_TORCH.items()
+        for one in checks
+        if one not in _SLOW
+    ]
+    return [one for one in found if one.is_problem]

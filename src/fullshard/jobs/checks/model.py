@@ -1,4 +1,4 @@
-"""Checks of a model: its loss and gradients, by `loss(model, batch)` alone, and its parameters and graphs."""
+"""Checks of a model: its loss and gradients, by `loss(model, batch)` alone, and its parameters."""
 
 import math
 from collections import defaultdict
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
 from fullshard.models.build import build_model
-from fullshard.parallel.blocks import find_repeated_blocks
 from fullshard.quantities import join_names
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.settings.model_section import HuggingFaceModel, PythonModel
 from fullshard.system.dotted import import_callable
-from fullshard.torch_private.compiler import dynamo
 from fullshard.torch_private.tensors import BatchNorm
 
 # Bounds on the first loss as a multiple of ln(vocabulary), for labels drawn at random. Logits of standard
@@ -327,32 +325,3 @@ def check_initial_values(trial: ModelTrial) -> Finding:
             fix="reset_parameters() with random values",
         )
     return Finding.ok(f"{matrices} matrices have finite values that vary")
-
-
-def check_graphs(trial: ModelTrial) -> Finding:
-    """Traces the first block as torch.compile does, and counts the places where its graph breaks."""
-    if not trial.plan.run.run.compile:
-        return Finding.skipped("run.compile is false in the plan")
-    model = trial.build().train()
-    blocks = find_repeated_blocks(model)
-    if not blocks:
-        return Finding.skipped("there are no repeated blocks to compile")
-    name, block = next(iter(blocks.items()))
-    calls: list[tuple[Any, Any]] = []
-
-    def keep_arguments(_module: nn.Module, args: Any, given: Any) -> None:  # signature: torch's hook
-        calls.append((args, given))
-
-    with block.register_forward_pre_hook(keep_arguments, with_kwargs=True):
-        trial.mean_loss(model, trial.batches(0))
-    args, given = calls[0]
-    explained = dynamo.explain(block)(*args, **given)
-    dynamo.reset()
-    if count := explained.graph_break_count:
-        reason = str(explained.break_reasons[0].reason).splitlines()[0] if explained.break_reasons else ""
-        return Finding.warning(
-            f"the graph of {name} has {count} break{'s' if count > 1 else ''}: {reason}",
-            why="the block runs eagerly, so run.compile gains nothing and costs its time",
-            fix="no .item(), print or Python branch on values in the block; TORCH_LOGS=graph_breaks names it",
-        )
-    return Finding.ok(f"{name} is one graph")

@@ -1,162 +1,342 @@
-"""Facts that ranks have measured about themselves, their links and a sharded step, and checks of them."""
+"""The checks that the ranks of `fullshard check` make together: of links, settings and a sharded step."""
 
+import hashlib
+import importlib.metadata
+import importlib.util
 import math
+import os
+import platform
+import socket
 import statistics
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.distributed.agreement import ErrorCapture, all_gather_object
+from fullshard.errors import FullshardError, SpecError
+from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, plain_run
+from fullshard.launch.detect import detect_hardware
+from fullshard.models.build import build_model
+from fullshard.parallel.mesh import RankInfo, process_group
 from fullshard.quantities import format_bytes
-from fullshard.spec.records.finding import Finding
-from fullshard.spec.value import FrozenModel
+from fullshard.spec.plan import Plan
+from fullshard.spec.records.finding import CheckReport, Finding
+from fullshard.spec.run import Run
+from fullshard.system.dotted import append_working_directory_to_path
+from fullshard.system.files import write_file_atomically
+from fullshard.torch_private.tensors import tree_leaves
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.random_state import seed_generators
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+
+FILE_NAME = "rank-findings.json"
+
+_PACKAGES = ("torch", "transformers", "numpy", "torchao", "peft")
+_COMPARED = ("NCCL_", "TORCH_", "GLOO_", "CUDA_LAUNCH", "PYTORCH_", "OMP_NUM_THREADS", "FULLSHARD_")
+# These differ between ranks or hosts by design.
+_OWN = ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_PROBE_BYTES, _PROBES = 4 << 20, 4
+_TIMEOUT_SECONDS = 120.0
+_MOST_PAIRS = 28  # of 8 ranks
+_LEAST_OF_CATALOG, _LEAST_OF_MEDIAN = 0.5, 1 / 3
+_STEPS, _RANDOM_STEPS, _RATE = 2, 4, 0.1
+# fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
+_LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
+_SGD = (
+    "optimizer.name=sgd",
+    f"optimizer.learning_rate={_RATE}",
+    "optimizer.momentum=0",
+    "optimizer.weight_decay=0",
+    "optimizer.clip_norm=0",
+    "optimizer.options={}",
+    "schedule.kind=constant",
+    "schedule.warmup_steps=0",
+    "fault_tolerance.on_spike=none",
+)
 
 
-class PairRate(FrozenModel):
+class PairRate(NamedTuple):
     """The rate at which two ranks exchange data, in bytes per second."""
 
     ranks: tuple[int, int]
     bytes_per_second: float
 
 
-class ShardedComparison(FrozenModel):
-    """The steps of a small copy of the model: sharded over the ranks, and unsharded.
-
-    losses_sharded, losses_unsharded: of each step
-    errors: largest difference of each parameter, relative to its norm
-    """
-
-    losses_sharded: tuple[float, ...]
-    losses_unsharded: tuple[float, ...]
-    errors: dict[str, float]
+def run_rank_checks(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Makes the checks of ranks, and writes the findings into `run.run.dir` on rank 0."""
+    del resume, plan, command_started
+    with process_group(run.run.device, timeout_seconds=_TIMEOUT_SECONDS) as ranks:
+        report = CheckReport(findings=find_on_ranks(run, ranks=ranks))
+        if ranks.rank == 0:
+            write_file_atomically(Path(run.run.dir, FILE_NAME), report.model_dump_json())
 
 
-class RankFacts(FrozenModel):
-    """Facts that the ranks of a run gathered on rank 0.
+def find_on_ranks(
+    run: Run, *, ranks: RankInfo, environment: Mapping[str, str] = os.environ
+) -> tuple[Finding, ...]:
+    """Returns what the checks of ranks find, on every rank. Collective."""
+    hosts = all_gather_object(socket.gethostname())
+    settings = all_gather_object(_rank_settings(run, environment))
+    pairs = _measure_pair_rates(ranks.device, world_size=ranks.world_size)
+    known = _catalog_rate(ranks) if len(set(hosts)) == 1 else None
+    found = {
+        "links": check_links(pairs, hosts=hosts, catalog_bytes_per_second=known),  # NVIDIA/nccl#428
+        "same_settings": check_same_settings(settings, hosts=hosts),  # NVIDIA/nccl#286
+        "sharded_step": check_sharded_step(run, ranks=ranks),  # NovaSky-AI/SkyRL#1709
+    }
+    return tuple(one.model_copy(update={"check": name, "group": "ranks"}) for name, one in found.items())
+
+
+def check_links(
+    pairs: Sequence[PairRate], *, hosts: Sequence[str], catalog_bytes_per_second: float | None = None
+) -> Finding:
+    """Compares the rates between pairs of ranks with each other, and with the catalog on GPUs.
 
     hosts: host name of each rank
-    settings: versions, code and environment of each rank
-    unreachable: pairs of hosts of which the first cannot connect to the second, with the reason
-    pairs: rates between pairs of ranks
-    device: `cpu` or `cuda`
-    catalog_bytes_per_second: rate of a link within a host, by the catalog or calibration; None if unknown
-    comparison: sharded and unsharded steps, or the reason why there are none
-    step_error: the error of a sharded step that works unsharded; None if the step succeeded
-    state_dtypes: dtypes of the optimizer's state after a step, by name of the state
-    master_dtype: dtype that the plan keeps parameters in
+    catalog_bytes_per_second: rate of a link between GPUs of one host, by the catalog or calibration
     """
-
-    hosts: tuple[str, ...]
-    settings: tuple[dict[str, str], ...] = ()
-    unreachable: tuple[str, ...] = ()
-    pairs: tuple[PairRate, ...] = ()
-    device: str = "cpu"
-    catalog_bytes_per_second: float | None = None
-    comparison: ShardedComparison | str = "not measured"
-    step_error: str | None = None
-    state_dtypes: dict[str, str] | str = "not measured"
-    master_dtype: str = "fp32"
-
-
-FILE_NAME = "rank-facts.json"
-
-
-_LEAST_OF_CATALOG, _LEAST_OF_MEDIAN = 0.5, 1 / 3
-# fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
-_LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
-_ONE_HOST = "all ranks are on this machine"
-_LOW_PRECISION = ("bfloat16", "float16")
-
-
-def check_connections(facts: RankFacts) -> Finding:
-    """Checks that every host can connect to every other."""
-    if len(set(facts.hosts)) < 2:
-        return Finding.skipped(_ONE_HOST)
-    if facts.unreachable:
-        return Finding.failure(
-            "; ".join(facts.unreachable[:3]),
-            why="a collective waits for a connection that a firewall or another interface does not allow",
-            fix="open all ports between the hosts, or NCCL_SOCKET_IFNAME = the interface that they share",
-        )
-    return Finding.ok(f"every one of {len(set(facts.hosts))} hosts connects to every other")
-
-
-def check_links(facts: RankFacts) -> Finding:
-    """Compares the rates between pairs of ranks with the catalog on GPUs, and with each other."""
-    if not facts.pairs:
+    if not pairs:
         return Finding.skipped("a single rank has no link")
-    slowest = min(facts.pairs, key=lambda pair: pair.bytes_per_second)
-    usual = statistics.median(pair.bytes_per_second for pair in facts.pairs)
+    slowest = min(pairs, key=lambda pair: pair.bytes_per_second)
+    usual = statistics.median(pair.bytes_per_second for pair in pairs)
     one, other = slowest.ranks
-    text = f"ranks {one} and {other} exchange {format_bytes(slowest.bytes_per_second)}/s"
-    if len(facts.pairs) > 2 and slowest.bytes_per_second < _LEAST_OF_MEDIAN * usual:
+    if len(pairs) > 2 and slowest.bytes_per_second < _LEAST_OF_MEDIAN * usual:
         return Finding.warning(
-            f"{text}, the median pair {format_bytes(usual)}/s",
+            f"ranks {one} and {other} exchange {format_bytes(slowest.bytes_per_second)}/s, the median pair "
+            f"{format_bytes(usual)}/s",
             why="all ranks wait for the slowest pair",
-            fix=f"a look at cable, switch or NUMA placement of {facts.hosts[one]} and {facts.hosts[other]}",
+            fix=f"a look at cable, switch or NUMA placement of {hosts[one]} and {hosts[other]}",
         )
-    catalog, same_host = facts.catalog_bytes_per_second, len(set(facts.hosts)) == 1
-    if facts.device == "cuda" and catalog and same_host and usual < _LEAST_OF_CATALOG * catalog:
+    catalog = catalog_bytes_per_second
+    if catalog and usual < _LEAST_OF_CATALOG * catalog:
         return Finding.warning(
             f"GPUs exchange {format_bytes(usual)}/s (median), by the catalog {format_bytes(catalog)}/s",
             why="the plan's step is too fast",
             fix="fullshard calibrate, after a look at NCCL's variables and nvidia-smi topo -m",
         )
-    return Finding.ok(f"{len(facts.pairs)} pairs of ranks, {format_bytes(usual)}/s (median)")
+    return Finding.ok(f"{len(pairs)} pairs of ranks, {format_bytes(usual)}/s (median)")
 
 
-def check_same_settings(facts: RankFacts) -> Finding:
+def _measure_pair_rates(device: torch.device, *, world_size: int) -> list[PairRate]:
+    """Returns the rates between pairs of ranks, measured one after another: the best of four exchanges."""
+    rates: list[PairRate] = []
+    own, data = dist.get_rank(), torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    for one, other in list(combinations(range(world_size), 2))[:_MOST_PAIRS]:
+        best = float("inf")
+        if own in (one, other):
+            for _ in range(_PROBES):
+                started = time.perf_counter()
+                _exchange(data, peer=other if own == one else one, sends_first=own == one)
+                best = min(best, time.perf_counter() - started)
+        rates.append(PairRate((one, other), 2 * _PROBE_BYTES / min(all_gather_object(best))))
+    return rates
+
+
+def _exchange(data: Tensor, *, peer: int, sends_first: bool) -> None:
+    for sends in (sends_first, not sends_first):
+        (dist.send if sends else dist.recv)(data, peer)
+    if data.is_cuda:
+        torch.cuda.synchronize(data.device)
+
+
+def _catalog_rate(ranks: RankInfo) -> float | None:
+    if ranks.device.type != "cuda":
+        return None
+    try:
+        return detect_hardware("cuda", ranks=ranks.world_size).within.bytes_per_second
+    except SpecError:
+        return None
+
+
+def check_same_settings(settings: Sequence[Mapping[str, str]], *, hosts: Sequence[str]) -> Finding:
     """Compares versions, code and environment of the ranks."""
-    names = sorted({name for one in facts.settings for name in one})
     differing: list[str] = []
-    for name in names:
-        values = [one.get(name, "unset") for one in facts.settings]
+    for name in sorted({name for one in settings for name in one}):
+        values = [one.get(name, "unset") for one in settings]
         if len(set(values)) > 1:
             rank = next(i for i, value in enumerate(values) if value != values[0])
-            differing.append(
-                f"{name}: {values[0]} on rank 0, {values[rank]} on rank {rank} ({facts.hosts[rank]})"
-            )
+            differing.append(f"{name}: {values[0]} on rank 0, {values[rank]} on rank {rank} ({hosts[rank]})")
     if differing:
         return Finding.failure(
             "; ".join(differing[:3]),
             why="ranks that run different programs hang, or train different models",
             fix="one environment and one copy of the code for all hosts",
         )
-    return Finding.ok(f"{len(facts.settings)} ranks have the same versions, code and environment")
+    return Finding.ok(f"{len(settings)} ranks have the same versions, code and environment")
 
 
-def check_sharded_step(facts: RankFacts) -> Finding:
-    """Compares sharded steps of a small copy of the model with unsharded ones, in fp32."""
-    found = facts.comparison
-    if facts.step_error is not None:
+def _rank_settings(run: Run, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the versions, code and environment variables that must be equal on all ranks."""
+    found = {"python": platform.python_version(), "code of fullshard": _digest_of_code("fullshard")}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    dotted = [getattr(run.model, "python", None), run.train.loss, run.data.factory]
+    for name in filter(None, dotted):
+        found[f"code of {name}"] = _digest_of_code(name.partition(":")[0])
+    if run.run.device != "cpu" and torch.version.cuda:
+        found["CUDA"] = torch.version.cuda
+    compared = (n for n in environment if n.startswith(_COMPARED) and not n.startswith(_OWN))
+    return found | {name: environment[name] for name in compared}
+
+
+def _digest_of_code(module: str) -> str:
+    """Returns a digest of the Python files of a package or module; `absent` if it is not found."""
+    try:
+        append_working_directory_to_path()
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return "absent"
+    if found is None:
+        return "absent"
+    if found.submodule_search_locations:
+        paths = [path for root in found.submodule_search_locations for path in Path(root).rglob("*.py")]
+    else:
+        paths = [Path(found.origin)] if found.origin else []
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(paths):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class _StepError(Exception):
+    """Raised on all ranks if a sharded step of a model that works unsharded raises on any."""
+
+
+def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
+    """Compares sharded steps of a small copy of the model with unsharded ones, in fp32. Collective."""
+    trial = _build_trial(run, world_size=ranks.world_size)
+    if isinstance(trial, str):
+        return Finding.skipped(trial)
+    try:
+        with _raise_on_all_ranks():  # with dropout and layer drop, on other rows on each rank
+            _train_sharded(trial, build_model(trial.run), steps=_RANDOM_STEPS, ranks=ranks)
+        if not _is_deterministic(trial):
+            return Finding.skipped("its loss is random in evaluation mode too, or depends on the call")
+        with _raise_on_all_ranks():
+            plain = _without_dropout(trial.build())
+            expected = list(_iterate_unsharded_losses(trial, plain, world_size=ranks.world_size))
+            model = _without_dropout(build_model(trial.run))
+            losses = _train_sharded(trial, model, steps=_STEPS, ranks=ranks)
+            errors = _parameter_errors(model, plain)
+    except _StepError as error:
         return Finding.failure(
-            f"a sharded step raises {facts.step_error}",
+            f"a sharded step raises {error}",
             why="the same step works unsharded",
             fix="fullshard.shard in a loop of your own, with FULLSHARD_TRACEBACK=1, shows where",
         )
-    if isinstance(found, str):
-        return Finding.skipped(found)
-    pairs = list(zip(found.losses_sharded, found.losses_unsharded, strict=True))
-    losses = max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=0.0)
-    worst = max(found.errors, key=lambda name: found.errors[name], default="")
-    error = found.errors.get(worst, 0.0)
-    if not math.isfinite(losses + error) or losses > _LOSS_TOLERANCE or error > _PARAMETER_TOLERANCE:
+    loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
+    worst = max(errors, key=lambda name: errors[name])
+    if (
+        not math.isfinite(loss + errors[worst])
+        or loss > _LOSS_TOLERANCE
+        or errors[worst] > _PARAMETER_TOLERANCE
+    ):
         return Finding.failure(
-            f"{len(pairs)} steps on {len(facts.hosts)} ranks differ from unsharded ones: loss {losses:.1e}, "
-            f"{worst} {error:.1e}",
+            f"{_STEPS} steps on {ranks.world_size} ranks differ from unsharded ones: loss {loss:.1e}, "
+            f"{worst} {errors[worst]:.1e}",
             why="the model or the loss depends on the rank, or computes with parameters outside of forward",
             fix="a look for ranks, cached weights, and own collectives in the model and the loss",
         )
-    return Finding.ok(f"{len(pairs)} sharded steps equal unsharded ones within {max(losses, error):.0e}")
+    return Finding.ok(f"{_STEPS} sharded steps equal unsharded ones within {max(loss, errors[worst]):.0e}")
 
 
-def check_state_dtypes(facts: RankFacts) -> Finding:
-    """Checks that the optimizer keeps its state in the dtype of the master weights."""
-    if isinstance(facts.state_dtypes, str):
-        return Finding.skipped(facts.state_dtypes)
-    low = {name: dtype for name, dtype in facts.state_dtypes.items() if dtype in _LOW_PRECISION}
-    if low and facts.master_dtype == "fp32":
-        names = ", ".join(f"{name} in {dtype}" for name, dtype in sorted(low.items()))
-        return Finding.warning(
-            f"the optimizer keeps {names}",
-            why="small updates round to nothing in 8 bits of mantissa; the plan keeps master weights in fp32",
-            fix="an optimizer whose state has the parameters' dtype",
-        )
-    kinds = ", ".join(sorted(set(facts.state_dtypes.values())))
-    return Finding.ok(f"the optimizer's state is {kinds or 'empty'}")
+def _build_trial(run: Run, *, world_size: int) -> ModelTrial | str:
+    """Returns a trial of the run's model, or why there is none, on all ranks alike. Collective."""
+    if world_size == 1:
+        return "a single rank shards nothing"
+    plan = Plan.from_run(plain_run(run, rows=world_size, microbatch=1), world_size=world_size)
+    trial = build_model_trial(plan)
+    texts = all_gather_object(trial.got if isinstance(trial, Finding) else None)
+    failed = next((text for text in texts if text is not None), None)
+    return trial if isinstance(trial, ModelTrial) and failed is None else failed or "there is no trial"
+
+
+@contextmanager
+def _raise_on_all_ranks() -> Generator[None]:
+    """Context whose error on any rank is raised on all ranks as _StepError. Collective."""
+    attempt = ErrorCapture()
+    with attempt:
+        yield
+    text = next((text for text in all_gather_object(_error_text(attempt)) if text is not None), None)
+    if text is not None:
+        raise _StepError(text)
+
+
+def _train_sharded(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: RankInfo) -> list[float]:
+    """Trains `model` by SGD, sharded over all ranks. Returns the loss of each step. Collective."""
+    tensors = [one for one in tree_leaves(trial.batches(0)) if isinstance(one, Tensor) and one.ndim]
+    rows = len(tensors[0]) if tensors else 1
+    run = plain_run(trial.run, rows=rows * ranks.world_size, microbatch=rows)
+    lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
+    length = [f"data.sequence_length={lengths[0]}"] if lengths else []
+    settings = [*length, *_SGD, f"train.steps={steps}"]
+    plan = Plan.from_run(run.with_overrides(settings), world_size=ranks.world_size)
+    seed_generators(plan)
+    shard(model, plan)
+    data = [trial.batches(step * ranks.world_size + ranks.rank) for step in range(steps)]
+    state = TrainState(model, build_optimizer(model, plan), data=data)
+    return [step.loss for step in train(state, plan, loss=trial.loss)]
+
+
+def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, world_size: int) -> Iterator[float]:
+    """Yields the loss of each step of all ranks' batches, by torch alone."""
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=_RATE)
+    for step in range(_STEPS):
+        results = [trial.loss(model, trial.batches(step * world_size + rank)) for rank in range(world_size)]
+        pairs = [one if isinstance(one, tuple) else (one, 1) for one in results]
+        mean = sum(value for value, _ in pairs) / sum(int(count) for _, count in pairs)
+        assert isinstance(mean, Tensor), "there is a batch for each rank"
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(mean.detach())
+
+
+def _parameter_errors(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+    """Returns the difference of each parameter relative to its norm, or to 1e-2 if that is larger."""
+    errors: dict[str, float] = {}
+    sharded = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        own = sharded[name].detach()
+        whole = own.full_tensor() if isinstance(own, DTensor) else own
+        reference = parameter.detach()
+        errors[name] = float((whole.cpu() - reference).norm() / reference.norm().clamp(min=1e-2))
+    return errors
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Keeps `model` in evaluation mode, so that its dropout does not differ between the two runs."""
+    model.eval()
+    vars(model)["train"] = lambda mode=True: model  # pyright: ignore[reportUnknownLambdaType]
+    return model
+
+
+def _is_deterministic(trial: ModelTrial) -> bool:
+    model, batch = _without_dropout(trial.build()), trial.batches(0)
+    with torch.no_grad():
+        first, second = (float(trial.mean_loss(model, batch)) for _ in range(2))
+    return all(all_gather_object(first == second))
+
+
+def _error_text(attempt: ErrorCapture) -> str | None:
+    error = attempt.error
+    if error is None:
+        return None
+    if isinstance(error, FullshardError):
+        text = error.what if error.got is None else f"{error.what} {error.got}"
+    else:
+        text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text[:300]}"

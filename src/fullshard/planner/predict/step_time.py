@@ -49,7 +49,7 @@ from fullshard.planner.predict.streams import StreamClocks
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
-from fullshard.spec.machine.hardware import Hardware, Rates, interpolate_rate
+from fullshard.spec.machine.hardware import Hardware, Rates
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
@@ -373,14 +373,12 @@ def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, ha
 def _rounded_update_seconds(size: UnitBytes, rates: Rates) -> float:
     """Returns the seconds of AdamW's update of a unit with stochastic rounding on the CPU.
 
-    Each chunk of a shard takes 185 operations, which move 1,594 bytes per element in all, both counted, if
-    their rate was not measured. The unit's shards are assumed to be equally large.
+    Each chunk of a shard takes 185 operations, which move 1,594 bytes per element in all, both counted. The
+    unit's shards are assumed to be equally large.
     """
     if not size.trained:
         return 0.0
     chunks = max(size.trained_parameters, ceil(size.trained / ROUNDING_CHUNK_ELEMENTS))
-    if rates.rounding is not None:
-        return size.trained / interpolate_rate(rates.rounding, size.trained / chunks)
     return 185 * chunks * memory_seconds(1594 / 185 * size.trained / chunks, rates.memory)
 
 

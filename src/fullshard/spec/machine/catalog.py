@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-
-from pydantic import ConfigDict, Field
+from typing import Any
 
 from fullshard.spec.machine.hardware import (
     AttentionKernel,
@@ -20,7 +19,7 @@ from fullshard.spec.machine.hardware import (
     RatePoint,
     Rates,
 )
-from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 from fullshard.system.small_files import read_toml
 
 
@@ -97,31 +96,10 @@ def normalized_chip_name(name: str) -> str:
     return key
 
 
-class AllToAllFigures(FrozenModel):
-    """Figures of a link's all-to-all; those that are not known are as of an all-gather."""
-
-    efficiency: float | None = Field(default=None, gt=0, le=1)
-    base_seconds: NonNegativeFloat | None = None
-    hop_seconds: NonNegativeFloat | None = None
-    source: str = ""
-
-
-class CatalogLink(FrozenModel):
-    """A link in `links.toml`, whose head explains each field."""
-
-    bytes_per_second: PositiveFloat
-    efficiency: float = Field(gt=0, le=1)
-    base_seconds: NonNegativeFloat
-    hop_seconds: NonNegativeFloat
-    all_to_all: AllToAllFigures = AllToAllFigures()
-    source: str
-
-
 @cache
-def read_catalog_links() -> dict[str, CatalogLink]:
-    """Reads all links of `links.toml`, by name."""
-    entries = read_toml(Path(__file__).with_name("links.toml"))
-    return {name: CatalogLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
+def read_catalog_links() -> Mapping[str, Mapping[str, Any]]:
+    """Reads all links of `links.toml`, whose head explains each field, by name."""
+    return read_toml(Path(__file__).with_name("links.toml"))
 
 
 def link_from_catalog(name: str) -> Link:
@@ -131,97 +109,34 @@ def link_from_catalog(name: str) -> Link:
     and twice the hops. The catalog does not assume switches that reduce (NVLink SHARP), which are faster.
     """
     entry = read_catalog_links()[name]
-    rate = entry.bytes_per_second * entry.efficiency
-    base, hop = entry.base_seconds, entry.hop_seconds
-    once = CollectiveRate(base_seconds=base, hop_seconds=hop, bytes_per_second=rate)
-    twice = CollectiveRate(base_seconds=base, hop_seconds=2 * hop, bytes_per_second=rate / 2)
-    own = entry.all_to_all.model_dump(include={"base_seconds", "hop_seconds"}, exclude_none=True)
-    if entry.all_to_all.efficiency is not None:
-        own["bytes_per_second"] = entry.bytes_per_second * entry.all_to_all.efficiency
-    exchange = once.model_copy(update=own)
-    collectives = {"all_gather": once, "reduce_scatter": once, "all_reduce": twice, "all_to_all": exchange}
-    return Link(name=name, bytes_per_second=entry.bytes_per_second, source=entry.source, **collectives)
+    peak: float = entry["bytes_per_second"]
+
+    def rate_of(figures: Mapping[str, Any], *, times: int = 1) -> CollectiveRate:
+        return CollectiveRate(
+            base_seconds=figures["base_seconds"],
+            hop_seconds=times * figures["hop_seconds"],
+            bytes_per_second=peak * figures["efficiency"] / times,
+        )
+
+    return Link(
+        name=name,
+        bytes_per_second=peak,
+        source=entry["source"],
+        all_gather=rate_of(entry),
+        reduce_scatter=rate_of(entry),
+        all_reduce=rate_of(entry, times=2),
+        all_to_all=rate_of({**entry, **entry.get("all_to_all", {})}),
+    )
 
 
 # (seconds of a launch at the chip's peak rate, fraction of the sustained rate), sorted by seconds.
 Shape = tuple[tuple[float, float], ...]
 
 
-class _RatesTomlTable(FrozenModel):
-    model_config = ConfigDict(extra="ignore")  # each table also has sources of its figures
-
-
-class _MatmulEfficiency(_RatesTomlTable):
-    sustained: PositiveFloat
-    in_steps: PositiveFloat
-    single_rank: PositiveFloat
-    fp8: PositiveFloat
-    unaligned: float = Field(gt=0, le=1)
-    curve: Shape
-
-
-class _GroupedMatmulEfficiency(_RatesTomlTable):
-    tile_rows: PositiveFloat
-    curve: Shape
-
-
-class _MemoryBandwidthEfficiency(_RatesTomlTable):
-    curve: Shape
-
-
-class _AttentionEfficiency(_RatesTomlTable):
-    forward: PositiveFloat
-    backward: PositiveFloat
-    forward_by_head_dim: Curve
-    backward_by_head_dim: Curve
-
-
-class _HostRates(_RatesTomlTable):
-    copy_efficiency: PositiveFloat
-    launch_seconds: NonNegativeFloat
-    unit_seconds: NonNegativeFloat
-
-
-class _OverlapContention(_RatesTomlTable):
-    contention: NonNegativeFloat
-
-
-class _DeviceMemoryOverheads(_RatesTomlTable):
-    usable_fraction: float = Field(gt=0, le=1)
-    ecc_fraction: float = Field(gt=0, le=1)
-    context_bytes: NonNegativeInt
-    workspace_bytes: NonNegativeInt
-    fragmentation: NonNegativeFloat
-
-
-class _CpuCoreRates(_RatesTomlTable):
-    flops_per_second: PositiveFloat
-    bytes_per_second: PositiveFloat
-    collective_bytes_per_second: PositiveFloat
-    collective_seconds: NonNegativeFloat
-    launch_seconds: NonNegativeFloat
-    unit_seconds: NonNegativeFloat
-    source: str
-
-
-class DefaultRateFigures(FrozenModel):
-    """The figures in `rates.toml`, whose comments explain each of them."""
-
-    matmul: _MatmulEfficiency
-    grouped_matmul: _GroupedMatmulEfficiency
-    memory: _MemoryBandwidthEfficiency
-    attention: Mapping[AttentionKernel, _AttentionEfficiency]
-    host: _HostRates
-    overlap: _OverlapContention
-    memory_use: _DeviceMemoryOverheads
-    cpu: _CpuCoreRates
-
-
 @cache
-def read_default_rate_figures() -> DefaultRateFigures:
-    """Reads the figures in `rates.toml`, which apply to all chips."""
-    tables = read_toml(Path(__file__).with_name("rates.toml"))
-    return DefaultRateFigures.parse(tables, source="rates.toml")
+def read_default_rates() -> Mapping[str, Mapping[str, Any]]:
+    """Reads the figures of all chips in `rates.toml`, whose comments explain each of them."""
+    return read_toml(Path(__file__).with_name("rates.toml"))
 
 
 def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> Rates:
@@ -235,53 +150,54 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
     peaks, and fp8 a smaller one. `chip.attention` has the fractions of the matmul peak that each kernel of
     attention sustains with heads of 128; the curve is that of matmuls.
     """
-    table = read_default_rate_figures()
-    known = chip.flops_per_second
+    table = read_default_rates()
+    of_matmul, host, known = table["matmul"], table["host"], chip.flops_per_second
     fitted, alone = chip.matmul_flops_per_second, chip.matmul_alone_flops_per_second
     if fitted is None and alone is not None:
-        fitted = alone * table.matmul.in_steps
-    sustained = table.matmul.sustained if fitted is None else fitted / known["bf16"]
-    known_kernel = table.attention[attention_kernel]
-    forward, backward = chip.attention.get(attention_kernel, (known_kernel.forward, known_kernel.backward))
+        fitted = alone * of_matmul["in_steps"]
+    sustained = of_matmul["sustained"] if fitted is None else fitted / known["bf16"]
+    known_kernel = table["attention"][attention_kernel]
+    usual = (known_kernel["forward"], known_kernel["backward"])
+    forward, backward = chip.attention.get(attention_kernel, usual)
 
     def curves_by_dtype(part: float) -> dict[ComputeDtype, Curve]:
-        return {dtype: _rate_curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}
+        return {dtype: _rate_curve(peak, of_matmul["curve"], part=part) for dtype, peak in known.items()}
 
     matmul = curves_by_dtype(sustained)
     if "fp8" in known:
-        part = sustained * table.matmul.fp8
-        matmul["fp8"] = _rate_curve(known["fp8"], table.matmul.curve, part=part)
-    memory = _rate_curve(chip.memory_bytes_per_second, table.memory.curve)
+        part = sustained * of_matmul["fp8"]
+        matmul["fp8"] = _rate_curve(known["fp8"], of_matmul["curve"], part=part)
+    memory = _rate_curve(chip.memory_bytes_per_second, table["memory"]["curve"])
     return Rates(
         matmul=matmul,
-        single_rank_matmul=table.matmul.single_rank,
+        single_rank_matmul=of_matmul["single_rank"],
         attention=curves_by_dtype(forward),
         attention_backward=curves_by_dtype(backward),
-        attention_by_head_dim=known_kernel.forward_by_head_dim,
-        attention_backward_by_head_dim=known_kernel.backward_by_head_dim,
+        attention_by_head_dim=known_kernel["forward_by_head_dim"],
+        attention_backward_by_head_dim=known_kernel["backward_by_head_dim"],
         grouped_matmul=_grouped_matmul_parts(known["bf16"]) if chip.grouped_matmul else None,
-        grouped_tile_rows=table.grouped_matmul.tile_rows if chip.grouped_matmul else 0.0,
+        grouped_tile_rows=table["grouped_matmul"]["tile_rows"] if chip.grouped_matmul else 0.0,
         memory=memory,
         optimizer=memory,
-        launch_seconds=table.host.launch_seconds,
-        unit_seconds=table.host.unit_seconds,
-        unaligned_matmul=table.matmul.unaligned,
+        launch_seconds=host["launch_seconds"],
+        unit_seconds=host["unit_seconds"],
+        unaligned_matmul=of_matmul["unaligned"],
     )
 
 
 def default_cpu_rates(cores: float) -> Rates:
     """Returns the rates of a CPU rank with `cores` cores, each with the rates per core in `rates.toml`."""
-    cpu = read_default_rate_figures().cpu
-    flops = (RatePoint(1.0e6, cpu.flops_per_second * cores),)
-    memory = (RatePoint(1.0e4, cpu.bytes_per_second * cores),)
+    cpu = read_default_rates()["cpu"]
+    flops = (RatePoint(1.0e6, cpu["flops_per_second"] * cores),)
+    memory = (RatePoint(1.0e4, cpu["bytes_per_second"] * cores),)
     return Rates(
         matmul={"fp32": flops},
         attention={"fp32": flops},
         attention_backward={"fp32": flops},
         memory=memory,
         optimizer=memory,
-        launch_seconds=cpu.launch_seconds,
-        unit_seconds=cpu.unit_seconds,
+        launch_seconds=cpu["launch_seconds"],
+        unit_seconds=cpu["unit_seconds"],
     )
 
 
@@ -291,7 +207,7 @@ def _rate_curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
 
 
 def _grouped_matmul_parts(peak: float) -> Curve:
-    points = read_default_rate_figures().grouped_matmul.curve
+    points = read_default_rates()["grouped_matmul"]["curve"]
     return tuple(RatePoint(_round_to_four_digits(seconds * peak), part) for seconds, part in points)
 
 

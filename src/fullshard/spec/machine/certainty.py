@@ -1,40 +1,15 @@
 """Certainty of predicted speeds: how far they were from published ones, by size and number of nodes."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.value import FrozenModel, PositiveInt
 from fullshard.system.small_files import read_toml
 
 FILE = Path(__file__).with_name("certainty.toml")
-
-
-class Spread(FrozenModel):
-    """Deviations of predicted speeds from published ones: `low` to `high`, of `rows` rows."""
-
-    rows: PositiveInt
-    low: float
-    high: float
-
-
-class CertaintyTable(FrozenModel):
-    """The contents of certainty.toml.
-
-    chips: beginnings of the names of the chips of the rows
-    parameters: the least size of a model of which `one_node` and `several_nodes` hold
-    all: the worst of all rows
-    mixtures: the worst of the rows of mixtures of experts, which are in no other spread
-    """
-
-    chips: tuple[str, ...]
-    parameters: PositiveInt
-    all: Spread
-    one_node: Spread
-    several_nodes: Spread
-    mixtures: Spread
 
 
 class Certainty(NamedTuple):
@@ -55,9 +30,9 @@ class Certainty(NamedTuple):
 
 
 @cache
-def read_certainty() -> CertaintyTable:
-    """Reads certainty.toml of this package."""
-    return CertaintyTable.parse(read_toml(FILE), source=str(FILE))
+def read_certainty() -> Mapping[str, Any]:
+    """Reads certainty.toml of this package, whose comments explain each spread."""
+    return read_toml(FILE)
 
 
 def certainty_of(spec: ModelSpec, hardware: Hardware) -> Certainty | None:
@@ -76,22 +51,17 @@ def speed_certainty(numel: int, hardware: Hardware, *, mixture: bool = False) ->
     if hardware.device == "cpu":
         return None
     table = read_certainty()
+    every, is_known = table["all"], hardware.chip.name.startswith(tuple(table["chips"]))
     if mixture:
-        every, few = table.all, table.mixtures
+        few = table["mixtures"]
         grounds = (
-            f"the worst two of {every.rows} published rows of other models (only {few.rows} of mixtures were "
-            "compared, with evenly chosen experts)"
+            f"the worst two of {every['rows']} published rows of other models (only {few['rows']} of "
+            "mixtures were compared, with evenly chosen experts)"
         )
-        return Certainty(min(every.low, few.low), max(every.high, few.high), grounds)
-    if not any(hardware.chip.name.startswith(name) for name in table.chips):
-        why = f"none on {hardware.chip.name}"
-    elif numel < table.parameters:
-        why = "too few of such models"
-    else:
-        one = hardware.nodes == 1
-        spread = table.one_node if one else table.several_nodes
-        where = "one node" if one else "several nodes"
-        return Certainty(spread.low, spread.high, f"90 % of {spread.rows} published rows on {where}")
-    return Certainty(
-        table.all.low, table.all.high, f"the worst two of {table.all.rows} published rows ({why})"
-    )
+        return Certainty(min(every["low"], few["low"]), max(every["high"], few["high"]), grounds)
+    if is_known and numel >= table["parameters"]:
+        spread = table["one_node" if hardware.nodes == 1 else "several_nodes"]
+        where = "one node" if hardware.nodes == 1 else "several nodes"
+        return Certainty(spread["low"], spread["high"], f"90 % of {spread['rows']} published rows on {where}")
+    why = "too few of such models" if is_known else f"none on {hardware.chip.name}"
+    return Certainty(every["low"], every["high"], f"the worst two of {every['rows']} published rows ({why})")

@@ -1,4 +1,4 @@
-"""Hardware that a run is planned for: its chip, links, number of ranks and rates; and their calibration."""
+"""Hardware that a run is planned for: its chip, links, number of ranks and rates."""
 
 import math
 from bisect import bisect_left
@@ -103,7 +103,6 @@ class Rates(FrozenModel):
     memory: elementwise operations, [bytes read and written by one launch, bytes/s]
     half_memory: part of this rate that elementwise operations in half precision reach
     optimizer: the fused update, [bytes read and written, bytes/s]
-    rounding: AdamW with stochastic rounding on a CPU, [elements of a chunk, elements/s]; None if not measured
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
         backward averaged, s
     unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
@@ -121,7 +120,6 @@ class Rates(FrozenModel):
     memory: Curve
     half_memory: float = Field(default=1.0, gt=0, le=1)
     optimizer: Curve
-    rounding: Curve | None = None
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat = 0.0
     unaligned_matmul: float = Field(default=1.0, gt=0, le=1)
@@ -131,7 +129,7 @@ class Rates(FrozenModel):
     @classmethod
     def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
         more = ("watched_seconds", "recomputed_seconds", "model_parallel_seconds")
-        return _without_keys(data, "matmul_operands", "step_seconds", *more)
+        return _without_keys(data, "matmul_operands", "rounding", "step_seconds", *more)
 
 
 class CollectiveRate(FrozenModel):
@@ -312,46 +310,3 @@ class Hardware(FrozenModel):
             write_file_atomically(Path(path), text)
         except OSError as error:
             raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
-
-
-_CALIBRATION_SETTINGS, _CALIBRATION_RESULT = "calibrate.json", "calibration.json"
-
-
-class CalibrationSettings(FrozenModel):
-    """Settings of a calibration.
-
-    seconds: approximate measuring time, excluding the start of the ranks
-    drive: a directory on the drive to measure, as a path that is valid on every rank
-    """
-
-    seconds: PositiveFloat = 30.0
-    drive: str = "."
-
-    def save(self, directory: Path) -> None:
-        Path(directory, _CALIBRATION_SETTINGS).write_text(self.model_dump_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Reads settings that `save` wrote. Raises SpecError if the file does not exist."""
-        return cls.read_json(Path(directory, _CALIBRATION_SETTINGS), what="the settings of a calibration")
-
-
-class Calibration(FrozenModel):
-    """Result of a calibration: the measured hardware, and the errors of its lines.
-
-    fit_errors: for each collective (`within.all_gather`), the largest relative error of its fitted line over
-        the measured sizes
-    took_seconds: duration of the measurement
-    """
-
-    hardware: Hardware
-    fit_errors: Mapping[str, NonNegativeFloat] = {}
-    took_seconds: NonNegativeFloat = 0.0
-
-    def save(self, directory: Path) -> None:
-        Path(directory, _CALIBRATION_RESULT).write_text(self.model_dump_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Reads a result that `save` wrote. Raises SpecError if the file does not exist."""
-        return cls.read_json(Path(directory, _CALIBRATION_RESULT), what="the result of a calibration")

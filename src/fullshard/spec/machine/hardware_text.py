@@ -15,7 +15,7 @@ from fullshard.spec.machine.catalog import (
     normalized_chip_name,
     read_catalog_chips,
     read_catalog_links,
-    read_default_rate_figures,
+    read_default_rates,
 )
 from fullshard.spec.machine.hardware import CALIBRATE, AttentionKernel, Chip, Hardware, Link, Rates
 from fullshard.system.small_files import read_toml
@@ -64,8 +64,8 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
         older cuDNN, it was "flash" on every chip.
     """
     kernel = attention_kernel or entry.attention_kernel
-    table = read_default_rate_figures()
-    memory = table.memory_use
+    table = read_default_rates()
+    memory = table["memory_use"]
     rates = default_gpu_rates(entry, kernel)
     return Hardware(
         name=entry.name,
@@ -75,12 +75,12 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
         rates=rates,
         within=link_from_catalog(entry.within),
         across=link_from_catalog(entry.across),
-        contention=table.overlap.contention,
-        context_bytes=memory.context_bytes,
-        workspace_bytes=memory.workspace_bytes,
-        fragmentation=memory.fragmentation,
-        usable_fraction=memory.ecc_fraction if entry.ecc else memory.usable_fraction,
-        host_bytes_per_second=entry.host_bytes_per_second * table.host.copy_efficiency,
+        contention=table["overlap"]["contention"],
+        context_bytes=memory["context_bytes"],
+        workspace_bytes=memory["workspace_bytes"],
+        fragmentation=memory["fragmentation"],
+        usable_fraction=memory["ecc_fraction"] if entry.ecc else memory["usable_fraction"],
+        host_bytes_per_second=entry.host_bytes_per_second * table["host"]["copy_efficiency"],
         source=f"catalog, not calibrated: {_rates_summary(entry, rates, kernel=kernel)}",
     )
 

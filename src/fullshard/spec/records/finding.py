@@ -64,8 +64,8 @@ class CheckReport(FrozenModel):
     """
 
     findings: tuple[Finding, ...]
-    seconds: float
-    processor_seconds: float
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
 
     @property
     def worst(self) -> Status:
