@@ -49,7 +49,6 @@ from fullshard.distributed.agreement import (
     Group,
     is_distributed,
     rank,
-    run_alone_or_raise,
     world_size,
 )
 from fullshard.distributed.ranges import TimedRange
@@ -292,11 +291,11 @@ def build_reader(files: CheckpointFiles, manifest: Manifest) -> DcpCheckpointRea
     return reader
 
 
-def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *, alone: bool = False) -> None:
-    """Fills this rank's part of `tensors` with DCP. Collective, unless `alone`. May raise on one rank."""
+def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
+    """Fills this rank's part of `tensors` with DCP. Collective. May raise on one rank."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _suppress_single_process_warning():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not is_distributed())
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed())
     reader.attempt.raise_captured()
 
 
@@ -329,15 +328,6 @@ def fill_from_rank_shard_file(receivers: Mapping[str, Tensor], reader: DcpCheckp
                     fix="the strategy that it was saved with (its manifest holds the plan)",
                 )
             reader.read_piece_part_into(file, piece, offsets=(0,) * shard.ndim, target=shard)
-
-
-def read_whole_tensor(name: str, reader: DcpCheckpointReader) -> Tensor:
-    """Reads and returns one whole, unsharded tensor, in this process alone. Raises CheckpointError."""
-    saved = reader.manifest.tensors[name]
-    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-    doing = f"reading {name} of {reader.files}"
-    run_alone_or_raise(lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=doing)
-    return tensor
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`fullshard ckpt list | verify | diff | gather | export`."""
+"""`fullshard ckpt list | verify | gather | export`."""
 
 import json
 import os
@@ -83,24 +83,6 @@ def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]
     except CheckpointError as error:  # another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
     return ("DAMAGED" if found else "whole"), found
-
-
-def diff_checkpoints(
-    one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another, also of other ranks or strategy.")],
-) -> None:
-    """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
-    from fullshard.checkpoint.load import resolve_checkpoint
-    from fullshard.checkpoint.verify import iterate_differences
-
-    first, second = (resolve_checkpoint(_find_checkpoints_root(path))[0] for path in (one, other))
-    differs = False
-    for line in iterate_differences(first, second):
-        typer.echo(escape_to_single_line(line))
-        differs = True
-    if differs:
-        raise typer.Exit(1)
-    typer.echo("the same bits")
 
 
 ExportFormat = Literal["safetensors", "hf", "peft"]

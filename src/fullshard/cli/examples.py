@@ -65,9 +65,6 @@ fullshard ckpt list runs/default
 fullshard ckpt verify runs/default
 fullshard ckpt verify runs/default/checkpoints/step-00000200
 """,
-    "ckpt diff": """
-fullshard ckpt diff runs/a/checkpoints/step-00000200 runs/b/checkpoints/step-00000200
-""",
     "ckpt gather": """
 fullshard ckpt gather node0/runs/x node1/runs/x --to whole
 """,
