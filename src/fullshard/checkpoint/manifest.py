@@ -25,6 +25,7 @@ from fullshard.checkpoint.files import (
     MANIFEST,
     CheckpointFiles,
     LocalFiles,
+    ObjectFiles,
     is_data_loss_error,
     write_file,
 )
@@ -305,8 +306,6 @@ def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointErr
 def checkpoint_files_at(checkpoint: CheckpointFiles | str | Path) -> CheckpointFiles:
     """Returns the files of the checkpoint at a path or URL; returns `CheckpointFiles` unchanged."""
     if isinstance(checkpoint, str) and is_remote_url(checkpoint):
-        from fullshard.checkpoint.object_files import ObjectFiles
-
         return ObjectFiles(checkpoint.rstrip("/"))
     if isinstance(checkpoint, str | Path):
         return LocalFiles(Path(str(checkpoint).removeprefix("file://")))

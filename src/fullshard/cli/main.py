@@ -26,8 +26,7 @@ from fullshard.cli.examples import examples_text
 from fullshard.cli.options import SettingsCommand
 from fullshard.launch.environment import drop_unused_launcher_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
-from fullshard.system.standard_streams import prepare_standard_streams
-from fullshard.system.terminal import escape_control_characters, escape_log_messages
+from fullshard.system.terminal import escape_control_characters, escape_log_messages, prepare_standard_streams
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 

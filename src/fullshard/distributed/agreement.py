@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
-from fullshard.system.disk import checkpoint_error_from_os_error
+from fullshard.system.files import checkpoint_error_from_os_error
 from fullshard.torch_private.groups import has_backend as group_has_backend
 
 T = TypeVar("T")

@@ -28,8 +28,7 @@ from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
 from fullshard.spec.records.measurement import DriveTrafficBytes
 from fullshard.system.direct_io import ALIGNMENT, clear_o_direct_flag, has_o_direct_flag, open_direct
-from fullshard.system.disk import os_error_reason_and_fix
-from fullshard.system.files import atomic_replace_context
+from fullshard.system.files import atomic_replace_context, os_error_reason_and_fix
 
 logger = logging.getLogger("fullshard")
 
