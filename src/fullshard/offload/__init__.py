@@ -1,6 +1,6 @@
 """Offloaded training state: stored in host memory or crash-safe on a drive, and updated group by group.
 
-adamw                the optimizer; gradients, rounding and device_update are its parts
+adamw                the optimizer and its gradients; rounding and device_update are its parts
 state                the offloaded state of a model on one rank
 store, drive_store   state of the groups in host memory, or on a drive in `generations`
 update_thread        the thread that updates the groups beside training

@@ -21,9 +21,14 @@ from torch import Tensor
 from fullshard.distributed.tensors import find_unusable_number
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.generations import Generation, GenerationFiles
-from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
-from fullshard.offload.store import GroupLayout, GroupStream, MasterAndMoments
+from fullshard.offload.store import (
+    GroupLayout,
+    GroupStream,
+    MasterAndMoments,
+    allocate_host_memory,
+    as_memoryview,
+)
 from fullshard.spec.groups import OffloadGroup, ShardSegment
 
 GROUP_BUFFERS = 3
@@ -118,8 +123,8 @@ class DriveStore:
         if fresh:
             self._wait_and_invalidate_buffers()
             self._ahead.clear()
-        else:
-            self.keep_current_state_readable()
+        elif not self._committed:  # its file would be overwritten, but it must stay readable meanwhile
+            self.commit_generation(None, b"")
         source, target = self._newest, self.generations.start_generation()
         if source == target:  # an uncommitted generation is overwritten
             self._newest = None
@@ -138,10 +143,6 @@ class DriveStore:
             yield from self._stream_groups(source=self._newest, target=None)
         finally:
             self._verify = False
-
-    def keep_current_state_readable(self) -> None:
-        if not self._committed:  # the next generation would overwrite its file
-            self.commit_generation(None, b"")
 
     def prefetch_first_groups(self) -> None:
         first = [group.index for group in self._groups[:GROUP_BUFFERS]]

@@ -11,7 +11,7 @@ import torch
 from fullshard.errors import OffloadError
 from fullshard.jobs.calibrate.device import mean_over_ranks
 from fullshard.offload.drive import DriveFile
-from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
+from fullshard.offload.store import allocate_host_memory, as_memoryview
 
 _PIECE_BYTES = 16 << 20
 
