@@ -61,7 +61,7 @@ T = TypeVar("T")
 Check = Callable[[str, Tensor], None]
 """Raises CheckpointError if a shard, given its tensor's name and its numbers on the CPU, may not be saved."""
 
-GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
+GATHER = "copy the step's files of all nodes into one directory step-… (rsync -a), and load that"
 
 
 def dcp_data_file_name(rank: int) -> str:

@@ -1,7 +1,6 @@
-"""`fullshard ckpt list | verify | gather | export`."""
+"""`fullshard ckpt list | verify | export`."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -163,26 +162,6 @@ def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, for
         check_output_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
     else:
         check_output_file(target, is_kind=is_weights, force=force)
-
-
-def gather_checkpoint(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="NODE...", help="The directory of each node, in any order.")
-    ],
-    target: Annotated[
-        Path, typer.Option("--to", metavar="OUT", help="The directory of checkpoints to write into.")
-    ],
-) -> None:
-    """Combine the parts that nodes saved on their own disks.
-
-    Nodes save so with checkpoint.storage = "per_node".
-    """
-    from fullshard.checkpoint.per_node import merge_node_checkpoints
-    from fullshard.system.targets import check_not_checkpoint_or_run_record
-
-    check_not_checkpoint_or_run_record(target)
-    nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]
-    typer.echo(f"{merge_node_checkpoints(nodes, target)}")
 
 
 def _find_checkpoints_root(directory: str) -> "CheckpointLocation":

@@ -65,9 +65,6 @@ fullshard ckpt list runs/default
 fullshard ckpt verify runs/default
 fullshard ckpt verify runs/default/checkpoints/step-00000200
 """,
-    "ckpt gather": """
-fullshard ckpt gather node0/runs/x node1/runs/x --to whole
-""",
     "ckpt export": """
 fullshard ckpt export runs/default model.safetensors
 fullshard ckpt export runs/x out --format hf --dtype bf16      for from_pretrained

@@ -48,7 +48,6 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "convert": convert.convert,
     "ckpt list": checkpoint.list_checkpoints,
     "ckpt verify": checkpoint.verify_checkpoints,
-    "ckpt gather": checkpoint.gather_checkpoint,
     "ckpt export": checkpoint.export_checkpoint,
     "data prepare": data.prepare_data,
 }
