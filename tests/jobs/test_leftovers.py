@@ -13,18 +13,21 @@ from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
 from fullshard.jobs.leftovers import (
     find_unusable_state,
-    leftover_state_messages,
     unusable_state_message,
 )
 from fullshard.jobs.train import run_job
-from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, find_saved_run_state
+from fullshard.offload.directories import (
+    DataFileRegion,
+    RunRankIdentity,
+    find_saved_run_state,
+    rank_directory,
+)
 from fullshard.offload.generations import GenerationFiles
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.shard import rank_offload_directory
 from tests.fakes.sampling import sampled
 from tests.jobs.test_train import TINY
+from tests.offload.writer import page
 from tests.training.runs import run_of
 
 RECORDS = [DataFileRegion(name="0", offset_bytes=0, length_bytes=4096)]
@@ -38,7 +41,7 @@ def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes 
         with GenerationFiles(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
             for step in steps:
                 generations.start_generation()
-                generations.write_record("0", memoryview(bytes(4096)))
+                generations.write_record("0", page(bytes(4096)))
                 generations.commit_generation(step, payload)
     return directory
 
@@ -128,25 +131,6 @@ def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: 
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
         find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
-
-
-@pytest.mark.parametrize("place", ["in run.dir", "elsewhere"])
-def test_leftovers_are_named_without_a_tier_too(place: str, tmp_path: Path) -> None:
-    root, path = tmp_path / "run", "offload" if place == "in run.dir" else str(tmp_path / "nvme")
-    without = plan_of(root, "none", ranks=2, path=path)
-    assert list(leftover_state_messages(without, aside=None)) == []
-    own = leave(rank_offload_directory(without, rank=0).parent, steps=[8], world_size=4)
-    (line,) = leftover_state_messages(without, aside=None)
-    assert line.startswith(f"{own} holds ")
-    assert list(leftover_state_messages(without, aside=None, reported=own)) == []
-    # With the tier it is this run's, but for those of ranks that it does not have.
-    with_tier = plan_of(root, "optimizer:nvme", ranks=2, path=path)
-    lines = sorted(leftover_state_messages(with_tier, aside=None))
-    assert [line.split()[0] for line in lines] == [str(own / "rank-00002"), str(own / "rank-00003")]
-    if place == "in run.dir":
-        root.rename(aside := tmp_path / "run.1")
-        (line,) = leftover_state_messages(without, aside=aside)
-        assert line.startswith(f"{aside}/offload/state holds ")
 
 
 # Whole runs

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullshard.errors import OffloadError
+from fullshard.offload.directories import DataFileRegion, RunRankIdentity
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_store import GROUP_BUFFERS, DriveStore
-from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
 from fullshard.offload.generations import GenerationFiles
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments

@@ -1,12 +1,10 @@
-"""Offloaded state that earlier runs left on the drive, and the messages of a run that does not use it."""
+"""Offloaded state on the drive that a resuming run does not use, and its messages about it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from fullshard.distributed.agreement import rank, run_on_rank_zero
+from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError
-from fullshard.offload.directories import list_leftover_directories
-from fullshard.offload.generation_manifest import SavedRunState, find_saved_run_state
+from fullshard.offload.directories import SavedRunState, find_saved_run_state
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.training.resume import newest_checkpoint_step
@@ -49,23 +47,6 @@ def unusable_state_message(plan: Plan, found: SavedRunState, *, step: int) -> st
     on = f"resumes from the checkpoint of step {step}" if step else "starts again"
     why = _unusable_reason(plan, found)
     return f"{found.directory} holds {_saved_state_text(found)}, which is not used, for {why}: the run {on}"
-
-
-def leftover_state_messages(plan: Plan, *, aside: Path | None, reported: Path | None = None) -> Iterator[str]:
-    """Yields, on rank 0 only, a message for each offloaded state that finished runs left on the drive.
-
-    aside: directory that an earlier run was moved to
-    reported: directory of a state to omit, because another message reports it
-    """
-    if rank() != 0:
-        return
-    path, own = Path(plan.run.offload.path), rank_offload_directory(plan, rank=0).parent
-    places = [aside / path] if aside is not None and not path.is_absolute() else []
-    for place in [*places, own.parent]:
-        alive = own.name if plan.run.offload.is_on_drive and place == own.parent else None
-        for left, size in list_leftover_directories(place, alive_run_id=alive, alive_ranks=plan.world_size):
-            if left != reported:
-                yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
 
 
 def _unusable_reason(plan: Plan, found: SavedRunState) -> str | None:

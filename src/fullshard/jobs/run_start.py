@@ -14,7 +14,7 @@ from fullshard.distributed.ranges import run_own_clock
 from fullshard.errors import PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.launch_record import LaunchId
-from fullshard.jobs.leftovers import find_unusable_state, leftover_state_messages, unusable_state_message
+from fullshard.jobs.leftovers import find_unusable_state, unusable_state_message
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
 from fullshard.jobs.train_job import TrainJob, flops_per_token
@@ -28,7 +28,7 @@ from fullshard.observe.memory_watch import MemoryWatch
 from fullshard.observe.profiles import StepProfiler
 from fullshard.observe.run_log import RunLog, open_run_log
 from fullshard.observe.straggler_watch import StragglerWatch
-from fullshard.offload.generation_manifest import SavedRunState
+from fullshard.offload.directories import SavedRunState
 from fullshard.parallel.compile import count_compilation
 from fullshard.parallel.fp8 import find_weight_scales
 from fullshard.parallel.mesh import RankInfo
@@ -198,9 +198,6 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
     if directory.previous_run:
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
     unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
-    reported = left.directory if left and unused else None
-    for line in leftover_state_messages(job.plan, aside=directory.previous_run, reported=reported):
-        log.print_message(line)
     exports = describe_impossible_exports(job.plan.run, job.state.model) if job.ranks.rank == 0 else []
     for text in (unused, _start_summary_text(job), read, *exports):
         if text is not None:

@@ -27,7 +27,6 @@ from fullshard.offload.store import (
     GroupStream,
     MasterAndMoments,
     allocate_host_memory,
-    as_memoryview,
 )
 from fullshard.spec.groups import OffloadGroup, ShardSegment
 
@@ -290,10 +289,14 @@ def _read_parameter_part(
             fix="load a complete state, or resume from a checkpoint",
         )
     dtype, numel = places[0][0].dtypes[part], places[-1][1].end
-    # Aligned to a page, so that it can be read into directly, bypassing the page cache.
-    whole = allocate_host_memory(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
+    whole: Tensor | None = None
     for layout, segment in places:
-        begin = layout.begins[part] + segment.offset * dtype.itemsize
-        target = as_memoryview(whole[segment.slice_in_shard].view(torch.uint8))
-        generations.read_record_part(str(layout.group.index), target, slot=file, offset=begin)
+        name, begin = str(layout.group.index), layout.begins[part] + segment.offset * dtype.itemsize
+        size = segment.numel * dtype.itemsize
+        own = generations.read_record_part(name, slot=file, offset=begin, size_bytes=size).view(dtype)
+        if len(places) == 1:
+            return own
+        whole = torch.empty(numel, dtype=dtype) if whole is None else whole
+        whole[segment.slice_in_shard] = own
+    assert whole is not None, "the rank has elements of it"
     return whole
