@@ -68,7 +68,6 @@ class DriveSystemCalls:
     fsync: Callable[[int], None] = os.fsync  # of directories
     posix_fallocate: Callable[[int, int, int], None] = _posix_fallocate
     free_bytes: Callable[[Path], int] = _free_bytes
-    wait: Callable[[threading.Condition, float], bool] = threading.Condition.wait
 
 
 SYSTEM = DriveSystemCalls()

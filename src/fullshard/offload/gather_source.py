@@ -14,7 +14,6 @@ the shard kept after forward. FSDP2 has no extension point for this, so they get
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -111,10 +110,6 @@ class GatherSource(Protocol):
         """Prepares for an update, which writes all shards in the order of gathers."""
         ...
 
-    def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
-        """While the context is open, an update writes `unit` (None: all) without waiting for gathers."""
-        ...
-
     def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         """Sets elements of the flat shard, from `begin` on, to `values`, which have the master's dtype."""
         ...
@@ -146,9 +141,6 @@ class _InMemorySource:
     host_bytes = 0
 
     def announce_update(self) -> None: ...
-
-    def expedite_publishing(self, unit: int | None) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def wait_for_writes(self) -> None: ...
 
@@ -250,14 +242,13 @@ class OffloadedFrozenParameters:
     def iterate_tensors_to_fill(self) -> Iterator[dict[str, Tensor]]:
         """Yields tensors to fill with values, unit by unit, like `OffloadedState.iterate_tensors_to_fill`."""
         self.shards.announce_update()
-        with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
-            for own in self._units.values():
-                new = {
-                    name: torch.empty(shard_shape(one).numel(), dtype=master_dtype(one))
-                    for name, one in own.items()
-                }
-                yield {name: dtensor_like(one, new[name]) for name, one in own.items()}
-                self.store_unit_shards(new)
+        for own in self._units.values():
+            new = {
+                name: torch.empty(shard_shape(one).numel(), dtype=master_dtype(one))
+                for name, one in own.items()
+            }
+            yield {name: dtensor_like(one, new[name]) for name, one in own.items()}
+            self.store_unit_shards(new)
         self.shards.wait_for_writes()
 
 

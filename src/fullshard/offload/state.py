@@ -221,18 +221,17 @@ class OffloadedState:
         self.wait_for_update(to_load=True)
         self.updates.unusable = half_loaded_error
         self.shards.announce_update()
-        with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
-            stream = self.store.stream_for_update(fresh=True)
-            for portion in join_groups_of_split_parameters(self.groups):
-                names = dict.fromkeys(name for group in portion for name in group.names)
-                new = {name: self.store.parameter_state_to_fill(name) for name in names}
-                yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
-                for _ in filter(lambda group: group.segments, portion):
-                    group, parts = next(stream)
-                    for segment in group.segments:
-                        _copy_segment(new[segment.name], parts, segment=segment)
-                        self._publish_segment(segment, parts)
-            next(stream, None)
+        stream = self.store.stream_for_update(fresh=True)
+        for portion in join_groups_of_split_parameters(self.groups):
+            names = dict.fromkeys(name for group in portion for name in group.names)
+            new = {name: self.store.parameter_state_to_fill(name) for name in names}
+            yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
+            for _ in filter(lambda group: group.segments, portion):
+                group, parts = next(stream)
+                for segment in group.segments:
+                    _copy_segment(new[segment.name], parts, segment=segment)
+                    self._publish_segment(segment, parts)
+        next(stream, None)
         self.updates.wait_for_all_work(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
@@ -244,10 +243,9 @@ class OffloadedState:
     def rewrite_shards_from_masters(self, *, verify: bool) -> None:
         """Rewrites all shards from the masters. If `verify`, checks the state against its digests."""
         self.shards.announce_update()
-        with self.shards.expedite_publishing(None):
-            for group, parts in self.store.stream_read_only(verify=verify):
-                for segment in group.segments:
-                    self._publish_segment(segment, parts)
+        for group, parts in self.store.stream_read_only(verify=verify):
+            for segment in group.segments:
+                self._publish_segment(segment, parts)
         self.updates.unusable = None
 
     def _make_stores_and_thread(self, frozen: Mapping[str, Any]) -> None:
@@ -274,7 +272,7 @@ class OffloadedState:
             self.frozen = OffloadedFrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.make_close_function())
             settle = partial(_wait_for_all_writes, self.store, self.shards)
-            self.updates = UpdateThread(settle, hurried=self.shards.expedite_publishing)
+            self.updates = UpdateThread(settle)
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
             self.close = weakref.finalize(self, closing.pop_all().close)
