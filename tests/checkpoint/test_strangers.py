@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
-from fullshard.checkpoint.shard_index import ShardIndex
+from fullshard.checkpoint.storage import ShardIndex
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import xxh3_digest

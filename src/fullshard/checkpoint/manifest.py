@@ -1,7 +1,7 @@
 """The manifest: the list of a checkpoint's content. It is written last and read first.
 
     checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
-                                  shards.json                              where each shard is: `shard_index`
+                                  shards.json                              where each shard is: `ShardIndex`
                                   __0_0.distcp.pieces …                    digests: see `shard_file`
                                   writer.json                              which process made it
                                   manifest.json                            the Manifest below

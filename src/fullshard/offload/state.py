@@ -28,7 +28,6 @@ from fullshard.offload.gather_source import (
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments, master_and_moment_dtypes
 from fullshard.offload.update_thread import (
     UpdateThread,
-    frozen_half_loaded_error,
     half_loaded_error,
     not_loaded_error,
 )
@@ -235,7 +234,7 @@ class OffloadedState:
         self.updates.wait_for_all_work(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
-            self.updates.frozen_unusable = frozen_half_loaded_error
+            self.updates.frozen_unusable = partial(half_loaded_error, "the frozen parameters were")
             for new in self.frozen.iterate_tensors_to_fill():
                 yield {name: {"master": own} for name, own in new.items()}
             self.updates.frozen_unusable = None

@@ -94,21 +94,12 @@ class UpdateThread:
         ) from error
 
 
-def half_loaded_error() -> OffloadError:
-    """Returns the error for optimizer state that an interrupted load has set in part."""
+def half_loaded_error(what: str = "the optimizer's state was") -> OffloadError:
+    """Returns the error for state that an interrupted load has set in part."""
     return OffloadError(
-        "the optimizer's state was loaded in part.",
+        f"{what} loaded in part.",
         why="an error ended the load, so the state is a mixture of two",
         fix="load a complete state, or resume from a checkpoint",
-    )
-
-
-def frozen_half_loaded_error() -> OffloadError:
-    """Returns the error for frozen parameters that an interrupted load has set in part."""
-    return OffloadError(
-        "the frozen parameters were loaded in part.",
-        why="an error ended the load, so the state is a mixture of two",
-        fix="load the weights or a checkpoint that has them again",
     )
 
 
