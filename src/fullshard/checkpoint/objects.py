@@ -249,5 +249,6 @@ def is_attempt_abandoned(draft: ObjectFiles, now: ObjectSizeAndTime) -> bool:
     """
     times = [one.changed for one in draft.store.list_prefix(str(draft)).objects.values()]
     known = [time for time in times if time is not None]
-    complete = now.changed is not None and known and len(known) == len(times)
-    return bool(complete) and now.changed - max(known) > _DEAD_AFTER
+    if now.changed is None or not known or len(known) < len(times):
+        return False
+    return now.changed - max(known) > _DEAD_AFTER
