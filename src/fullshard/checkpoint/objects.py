@@ -218,11 +218,8 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
 
 
 def _remove_attempt(draft: ObjectFiles) -> None:
-    """Removes the files of an attempt, last of all the file that identifies its writer."""
-    store = draft.store
-    names = set(store.list_prefix(str(draft)).objects)
-    store.remove_objects([f"{draft}/{name}" for name in sorted(names - {WRITER})])
-    store.remove_objects([f"{draft}/{name}" for name in names & {WRITER}])
+    names = draft.store.list_prefix(str(draft)).objects
+    draft.store.remove_objects([f"{draft}/{name}" for name in names])
 
 
 def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
