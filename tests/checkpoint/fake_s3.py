@@ -49,7 +49,7 @@ class Silence(Exception):
 class FakeS3:
     """`hear` is called with every request; `take` gives the body of a PUT as it arrives.
 
-    `compares`: a body whose checksum is another is refused.
+    `compares`: a body whose checksum is another is refused. `port`: where it answers.
     """
 
     hear: Callable[[Request], None] = lambda request: None
@@ -59,6 +59,7 @@ class FakeS3:
     objects: dict[str, bytes] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    port: int = 0
 
     def answer(self, request: Request) -> tuple[int, dict[str, str], bytes]:
         """Status, headers, body."""
@@ -157,7 +158,8 @@ def served_by(store: FakeS3) -> Iterator[FakeS3]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    with server, asked_at(server.server_address[1]):
+    store.port = server.server_address[1]
+    with server, asked_at(store.port):
         thread.start()
         try:
             yield store

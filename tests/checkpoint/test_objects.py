@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,11 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.files import WRITER, WriterProcess, write_file
+from fullshard.checkpoint.files import WRITER, ObjectFiles
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
-from fullshard.checkpoint.object_files import ObjectFiles
 from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.verify import iterate_damage
@@ -141,40 +139,25 @@ def die_before_commit(url: str) -> None:
     saved(_DiesBeforeCommit(url), 2)
 
 
-def die_while_uploading(url: str) -> None:
-    def watch() -> None:
-        while not unfinished_uploads(url):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    large = torch.zeros(1 << 28, dtype=torch.uint8)
-    save(State(2, {"model.large": large}), ObjectLocation(url, part_bytes=PART_BYTES))
-
-
 def unfinished_uploads(url: str) -> list[str]:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     found = ObjectStore(url)._file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
     return [one["Key"] for one in found.get("Uploads", [])]
 
 
-@pytest.mark.parametrize(
-    "act", [pytest.param(die_while_uploading, marks=pytest.mark.long), die_before_commit]
-)
-def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, server, url, act):
+def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, server, url):
     saved(url, 1)
     before = set(objects(url))
     with pytest.raises(RankFailed, match="died"):
-        ranks(1).run(asking, server.environment, act, url)
+        ranks(1).run(asking, server.environment, die_before_commit, url)
     assert set(objects(url)) > before
     place = location_of(url)
     assert [step for step, _ in place.list_checkpoints()] == [1]
     assert len(place.list_drafts()) == 1
     assert_same(loaded(url).held, numbers(1))
     saved(url, 3)
-    assert place.list_drafts() == []
-    assert unfinished_uploads(url) == []
-    assert {name for name in objects(url) if "step-00000003" not in name} == before
+    assert len(place.list_drafts()) == 1  # for a day: see the tests of `is_attempt_abandoned`
+    assert loaded(url).step == 3
 
 
 def test_a_flipped_byte_is_found_and_an_older_checkpoint_loaded(url, caplog):
@@ -199,12 +182,6 @@ def test_a_damaged_manifest_costs_no_file(url):
     saved(url, 1)
     path = saved(url, 2)
     before = objects(path)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (writer,) = [f"{path}/{name}" for name in before if name.endswith(WRITER)]
-    ObjectStore(url).remove_objects([writer])
-    of_the_dead = WriterProcess.current().model_copy(update={"pid": gone.pid})
-    ObjectStore(url).put_new_object(writer, data=of_the_dead.model_dump_json().encode())
     flip(f"{path}/{MANIFEST}", at=ObjectStore(url).read_object(f"{path}/{MANIFEST}").index(b'"attempt"') + 12)
     assert loaded(url).step == 1
     saved(url, 3)
@@ -291,17 +268,13 @@ def test_what_was_copied_from_a_file_system_is_a_checkpoint(url, tmp_path):
     assert {name.partition("/")[0] for name in objects(url)} == {"step-00000008"}
 
 
-def test_only_a_writer_that_is_dead_or_old_is_cleared_away(url, caplog):
+def test_an_attempt_that_may_still_be_written_is_left_alone(url, caplog):
     place = ObjectLocation(url)
-    draft = place.create_draft(1, needed_bytes=0)  # this very process: alive
+    draft = place.create_draft(1, needed_bytes=0)
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         saved(url, 2)
     assert "may still be writing" in caplog.text
     assert place.list_drafts() == [str(draft)]
-    ObjectStore(url).remove_objects([f"{draft}/{WRITER}"])
-    write_file(draft, WRITER, data=b"{}")
-    saved(url, 3)
-    assert place.list_drafts() == [str(draft)]  # whose it is cannot be told
     place.discard_draft(draft)
     assert place.list_drafts() == []
 
@@ -375,14 +348,13 @@ def test_a_bucket_that_is_not_there_is_told(server):
 
 
 def test_the_command_line_takes_urls(url, tmp_path, capsys):
-    one, other = saved(url, 1), saved(url, 2)
+    _, other = saved(url, 1), saved(url, 2)
     assert main(["ckpt", "list", url]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "step-00000001",
         "step-00000002",
     ]
     assert main(["ckpt", "verify", url]) == 0
-    assert main(["ckpt", "diff", str(one), str(other)]) == 1
     assert main(["ckpt", "export", url, str(tmp_path / "model.safetensors")]) == 0
     flip(data_file(str(other)), at=2000)
     capsys.readouterr()

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from fullshard.checkpoint.files import WRITER, WriterProcess
+from fullshard.checkpoint.files import WRITER
 from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
@@ -351,38 +351,17 @@ def test_the_newest_k_whole_ones_are_kept(tmp_path):
         saved(tmp_path, 6, keep=-1)
 
 
-def leftover(directory: Path, name: str, **changes: object) -> Path:
-    path = directory / name
-    path.mkdir()
-    writer = WriterProcess.current().model_copy(update=changes)
-    (path / WRITER).write_text(writer.model_dump_json())
-    return path
-
-
-def dead_pid() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
-def test_only_what_is_surely_dead_is_collected(tmp_path, caplog):
-    dead = leftover(tmp_path, ".tmp-00000001-00000000", pid=dead_pid())
-    half_removed = leftover(tmp_path, ".del-step-00000001-00000000")
-    alive = leftover(tmp_path, ".tmp-00000001-00000001")
-    elsewhere = leftover(tmp_path, ".tmp-00000001-00000002", pid=dead_pid(), host="another")
-    unknown = leftover(tmp_path, ".tmp-00000001-00000003")
-    (unknown / WRITER).rename(unknown / "__0_0.distcp")
-    just_begun = leftover(tmp_path, ".tmp-00000001-00000004")
-    (just_begun / WRITER).write_text("{")
+def test_remains_of_interrupted_saves_and_removals_are_removed(tmp_path):
+    names = (".tmp-00000001-00000000", ".tmp-00000001-00000001", ".del-step-00000001-00000000")
+    remains = [tmp_path / name for name in names]
+    for path in remains:
+        path.mkdir()
+    (remains[0] / WRITER).write_text("{")
+    foreign = tmp_path / ".tmp-00000001-00000002"
+    foreign.mkdir()
+    (foreign / "notes").touch()
     path = saved(tmp_path, 2)
-    assert not dead.exists()
-    assert not half_removed.exists()
-    assert not just_begun.exists()
-    for left in (alive, elsewhere, unknown):
-        assert left.exists()
-        assert f"leaving {left} alone" in caplog.text
+    assert [one.exists() for one in (*remains, foreign)] == [False, False, False, True]
     assert latest_checkpoint(tmp_path) == path
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
-from fullshard.checkpoint.per_node import merge_node_checkpoints
-from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.verify import iterate_damage, iterate_differences
+from fullshard.checkpoint.storage import ShardIndex
+from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export
@@ -76,7 +75,6 @@ def test_no_pickle_of_a_checkpoint_is_ever_read(tmp_path, attack: Callable[[Path
 
     assert_same(loaded(path).held, numbers(1))
     export(path, tmp_path / "model.safetensors")
-    assert not list(iterate_differences(path, path))
     assert not list(iterate_damage(path))
     assert not marker.exists()
 
@@ -108,24 +106,6 @@ def test_a_name_that_is_not_a_file_of_the_directory_is_damage(tmp_path, name):
     rewritten_manifest(path, lambda text: text.replace('"writer.json"', f'"{name}"'))
     with pytest.raises(DamagedCheckpointError):
         read_manifest(path)
-
-
-def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
-    paths = [saved(tmp_path / node / "deep", 1) for node in ("one", "two")]
-    digest = xxh3_digest(b"bytes")
-    entry = f'"../../payload": {{"size_bytes": 5, "digest": "{digest}", "node": 1}}, "writer.json"'
-    for number, path in enumerate(paths):
-        (path.parents[1] / "payload").write_text("bytes")
-
-        def of_two_nodes(text: str, number: int = number) -> str:
-            text = text.replace('"writer.json"', entry) if number == 0 else text
-            text = text.replace('"attempt": null', '"attempt": "ab"')
-            return text.replace('"nodes": 1', '"nodes": 2').replace('"node": 0,', f'"node": {number},')
-
-        rewritten_manifest(path, of_two_nodes)
-    with suppress(CheckpointError):
-        merge_node_checkpoints([path.parent for path in paths], tmp_path / "far" / "away" / "target")
-    assert not list((tmp_path / "far").rglob("payload"))
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__0_0.distcp.pieces", "shards.json", MANIFEST])

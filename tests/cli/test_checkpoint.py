@@ -93,13 +93,6 @@ def test_an_export_replaces_an_earlier_one_and_by_force_any_file(run_directory: 
     assert main(["ckpt", "export", str(run_directory), str(target)]) == 0
 
 
-def test_nodes_are_not_gathered_into_a_checkpoint(run_directory: Path) -> None:
-    step = run_directory / "checkpoints" / "step-00000003"
-    before = sorted(step.iterdir())
-    assert main(["ckpt", "gather", str(run_directory), "--to", str(step / "all")]) == SpecError.exit_code
-    assert sorted(step.iterdir()) == before
-
-
 def test_a_directory_without_checkpoints_cannot_be_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,16 +115,3 @@ def test_verify_names_what_is_damaged(tmp_path, capsys):
     assert main(["ckpt", "verify", str(path), "--json"]) == 6
     ((damage,),) = json.loads(capsys.readouterr().out).values()
     assert damage["file"] == "__0_0.distcp"
-
-
-def test_diff_exits_with_one_where_checkpoints_differ(tmp_path, capsys):
-    one, other = saved(tmp_path, 1), saved(tmp_path, 2)
-    assert main(["ckpt", "diff", str(one), str(one)]) == 0
-    assert capsys.readouterr().out == "the same bits\n"
-    assert main(["ckpt", "diff", str(one), str(other)]) == 1
-    assert "tokens: 100 | 200" in capsys.readouterr().out
-
-
-def test_gather_tells_what_is_missing(tmp_path, capsys):
-    assert main(["ckpt", "gather", str(tmp_path), "--to", str(tmp_path / "all")]) == 6
-    assert "no step is there of all its nodes" in capsys.readouterr().err

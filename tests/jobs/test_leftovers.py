@@ -16,13 +16,18 @@ from fullshard.jobs.run_start import (
     unusable_state_message,
 )
 from fullshard.jobs.train import run_job
-from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, find_saved_run_state
+from fullshard.offload.directories import (
+    DataFileRegion,
+    RunRankIdentity,
+    find_saved_run_state,
+    rank_directory,
+)
 from fullshard.offload.generations import GenerationFiles
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.fakes.sampling import sampled
 from tests.jobs.test_train import TINY
+from tests.offload.writer import page
 from tests.training.runs import run_of
 
 RECORDS = [DataFileRegion(name="0", offset_bytes=0, length_bytes=4096)]
@@ -36,7 +41,7 @@ def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes 
         with GenerationFiles(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
             for step in steps:
                 generations.start_generation()
-                generations.write_record("0", memoryview(bytes(4096)))
+                generations.write_record("0", page(bytes(4096)))
                 generations.commit_generation(step, payload)
     return directory
 

@@ -1,8 +1,8 @@
 """The streamed AdamW: torch's own bit for bit, and what moments in bf16 change."""
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.gradients import DeviceGradients
+from fullshard.errors import OffloadError
+from fullshard.offload.adamw import DeviceGradients, StreamingAdamW
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import HostMemoryStore
@@ -53,12 +53,6 @@ class InMemory:
             function(group, parts)
         for name in self.names:
             release(name)
-
-    always_current_tensors = parameter_state_tensors
-
-    def iterate_tensors_to_fill(self, *, keep: bool) -> Iterator[dict[str, dict[str, Tensor]]]:
-        for name in self.names:
-            yield {name: self.parameter_state_tensors(name)}
 
     def wait_for_update(self, *, to_load: bool = False) -> None: ...
 
@@ -186,47 +180,11 @@ def test_gradients_are_scaled_for_one_step() -> None:
         assert same_as(streamed, other)
 
 
-# Its state dict
-
-
-@pytest.mark.parametrize("moments", [None, BF16])
-def test_a_state_dict_that_is_loaded_goes_on_as_the_one_that_was_saved(moments: torch.dtype | None) -> None:
-    ours, others = parameters_of(0), parameters_of(1)
-    first, second = streaming(ours, moments=moments), streaming(others, moments=moments)
-    for step in range(4):
-        give_gradients(ours, step)
-        first.step()
-    give_gradients(others, 7)
-    second.step()
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for step in range(4, 8):
-        for parameters, optimizer in ((ours, first), (others, second)):
-            give_gradients(parameters, step)
-            optimizer.step()
-        for name in ours:
-            one, other = (
-                first.offloaded.parameter_state_tensors(name),
-                second.offloaded.parameter_state_tensors(name),
-            )
-            assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_torchs_own_state_dict_is_taken_over() -> None:
-    """Values stay as they are: it has none."""
-    ours, theirs = parameters_of(0), parameters_of(0)
-    streamed, other = streaming(ours), reference(theirs)
-    for step in range(3):
-        give_gradients(theirs, step)
-        other.step()
-    for name, one in theirs.items():
-        streamed.offloaded.parameter_state_tensors(name)["master"].copy_(one.detach())
-    streamed.load_state_dict(copy.deepcopy(other.state_dict()))
-    assert same_as(streamed, other)
-    give_gradients(ours, 3)
-    give_gradients(theirs, 3)
-    streamed.step()
-    other.step()
-    assert same_as(streamed, other)
+def test_a_state_dict_is_refused() -> None:
+    optimizer = streaming(parameters_of(0))
+    for use in (optimizer.state_dict, partial(optimizer.load_state_dict, {})):
+        with pytest.raises(OffloadError, match="state_dict"):
+            use()
 
 
 # Moments in bf16

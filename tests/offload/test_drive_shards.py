@@ -86,8 +86,7 @@ def test_memory_that_is_still_being_written_is_not_given_to_another_unit(tmp_pat
         assert all(is_given(shards, unit) for unit in range(UNIT_BUFFERS + 1))
 
 
-@pytest.mark.parametrize("unit", [2, 3], ids=["the unit that is read", "another unit"])
-def test_memory_that_is_still_being_read_into_is_not_published_in(unit: int, tmp_path: Path) -> None:
+def test_a_unit_that_is_read_ahead_while_an_update_begins_is_read_again(tmp_path: Path) -> None:
     armed, published = threading.Event(), threading.Event()
 
     def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -101,15 +100,14 @@ def test_memory_that_is_still_being_read_into_is_not_published_in(unit: int, tmp
     with shards_on(tmp_path, replace(SYSTEM, preadv=preadv)) as shards:
         for one in range(UNITS):
             publish(shards, one)
-        shards.wait_for_writes()
         assert all(is_given(shards, one) for one in (*range(UNITS), 0))
         armed.set()
         assert is_given(shards, 1)  # while it is gathered, 2 is read ahead, as it came next the last time
-        publish(shards, unit, update=1)
+        shards.announce_update()
+        for one in range(UNITS):
+            publish(shards, one, update=1)
         published.set()
-        shards.wait_for_writes()
-        assert is_given(shards, 2, update=int(unit == 2))
-        assert is_given(shards, 3, update=int(unit == 3))
+        assert all(is_given(shards, one, update=1) for one in (2, *range(UNITS)))
 
 
 def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: Path) -> None:
@@ -117,19 +115,17 @@ def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: P
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with shards_on(tmp_path, replace(SYSTEM, pwritev=pwritev)) as shards:
-        for unit in range(UNIT_BUFFERS):
-            publish(shards, unit)
+        publish(shards, 0)
         with pytest.raises(OffloadError, match="cannot be written"):
-            publish(shards, UNIT_BUFFERS)
+            publish(shards, 1)
 
 
 def test_what_a_load_that_was_broken_off_had_begun_is_made_anew(tmp_path: Path) -> None:
     with shards_on(tmp_path, SYSTEM) as shards:
         shards.publish_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
         shards.announce_update()
-        with shards.expedite_publishing(None):
-            for unit in range(UNITS):
-                publish(shards, unit, update=1)
+        for unit in range(UNITS):
+            publish(shards, unit, update=1)
         shards.wait_for_writes()
         assert all(is_given(shards, unit, update=1) for unit in (*range(1, UNITS), 0))
     written = bytearray((tmp_path / "parameters.data").read_bytes())
@@ -166,14 +162,11 @@ class Update:
     def gather(self, order: Sequence[int]) -> None:
         """As the engine does, each unit once it is made; what is given is of this update."""
         for unit in order:
-            if not self.made[unit].is_set():
-                with self.shards.expedite_publishing(unit):
-                    assert self.made[unit].wait(120)
+            assert self.made[unit].wait(120)
             assert is_given(self.shards, unit, update=self.number)
 
     def settle(self) -> None:
-        with self.shards.expedite_publishing(None):
-            self.thread.join(120)
+        self.thread.join(120)
         assert not self.thread.is_alive()
         self.shards.wait_for_writes()
 
@@ -187,63 +180,32 @@ FORWARD = list(range(UNITS))
 BACKWARD = FORWARD[1:-1][::-1]  # the root stays gathered after forward, and so does what was gathered last
 
 
-def read_by(order: Sequence[int], there: Sequence[int]) -> list[int]:
+def read_by(order: Sequence[int]) -> list[int]:
     """What is not in memory when its turn comes, if those go that were used longest ago."""
-    there, read = list(there), list[int]()
+    there, read = list[int](), list[int]()
     for unit in order:
         read += [] if unit in there else [unit]
         there = [*(one for one in there if one != unit), unit][-UNIT_BUFFERS:]
     return read
 
 
-def patient(system: DriveSystemCalls = SYSTEM) -> DriveSystemCalls:
-    """However slow the machine is, nobody is taken to have left."""
-    return replace(system, wait=lambda changed, seconds: changed.wait(60))
-
-
-def test_an_update_waits_for_gathers_so_that_nothing_it_has_made_is_read(tmp_path: Path) -> None:
-    reads = Reads()
-    with shards_on(tmp_path, patient(reads.system)) as shards:
-        for number in range(3):
-            update = Update(shards, number)
-            update.thread.join(A_WHILE_SECONDS)
-            ahead = sum(one.is_set() for one in update.made)
-            assert ahead <= UNIT_BUFFERS, "it is ahead of forward by no more than there is memory for"
-            update.gather(FORWARD)
-            update.settle()
-            assert reads.of == []
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_what_is_read_is_what_was_used_longest_ago_and_nothing_that_an_update_makes_anew(
-    microbatches: int, tmp_path: Path
-) -> None:
+def test_what_is_read_is_what_was_used_longest_ago(microbatches: int, tmp_path: Path) -> None:
     reads = Reads()
-    with shards_on(tmp_path, patient(reads.system)) as shards:
+    with shards_on(tmp_path, reads.system) as shards:
         for number in range(3):
             update = Update(shards, number)
-            update.gather(FORWARD)
-            again = (microbatches - 1) * [*BACKWARD, *FORWARD] + BACKWARD
-            update.gather(again)
+            order = FORWARD + (microbatches - 1) * [*BACKWARD, *FORWARD] + BACKWARD
+            update.gather(order)
             update.settle()
             if number:  # where the first step ends nobody knows before
-                assert reads.of == read_by(again, FORWARD)
+                assert reads.of == read_by(order)
             reads.of.clear()
 
 
-def test_who_gathers_in_another_order_does_not_wait_for_ever(tmp_path: Path) -> None:
-    with shards_on(tmp_path, patient()) as shards:
+def test_gathers_in_another_order_are_of_the_last_update(tmp_path: Path) -> None:
+    with shards_on(tmp_path, SYSTEM) as shards:
         for number in range(2):
             update = Update(shards, number)
             update.gather([UNITS - 1, 0, 2, 1, *FORWARD])
             update.settle()
-
-
-def test_an_update_that_nobody_gathers_after_goes_on_by_itself(tmp_path: Path) -> None:
-    hasty = replace(SYSTEM, wait=lambda changed, seconds: changed.wait(0.01))
-    with shards_on(tmp_path, hasty) as shards:
-        update = Update(shards, 0)
-        update.thread.join(120)
-        assert all(one.is_set() for one in update.made)
-        update.gather(FORWARD)
-        update.settle()

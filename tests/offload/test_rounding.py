@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.offload.philox import RoundingSeed, philox_4x32, random_halfwords
-from fullshard.offload.rounding import AdamOptions, adamw_with_stochastic_rounding
+from fullshard.offload.rounding import (
+    AdamOptions,
+    RoundingSeed,
+    adamw_with_stochastic_rounding,
+    philox_4x32,
+    random_halfwords,
+)
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 
 OPTIONS = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

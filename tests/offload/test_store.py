@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fullshard.errors import OffloadError
+from fullshard.offload.directories import DataFileRegion, RunRankIdentity
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
 from fullshard.offload.drive_store import GROUP_BUFFERS, DriveStore
-from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
 from fullshard.offload.generations import GenerationFiles
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments
@@ -421,3 +421,17 @@ def test_going_back_to_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> N
             for one in store.generations.list_complete_generations()
         ]
         assert found == [(4, b"new"), (3, b"new")]
+
+
+def test_state_that_a_load_wrote_over_in_part_is_told(tmp_path: Path) -> None:
+    with drive_store(tmp_path) as store:
+        put(store, time_=1, fresh=True)
+        stream = store.stream_for_update(fresh=True)
+        next(stream)
+        stream.close()
+        found = store.read_parameter_state("a")
+        assert found is not None
+        with pytest.raises(OffloadError, match="there is no optimizer state on the drive"):
+            found.master.cpu()
+        put(store, time_=2, fresh=True)
+        check_whole(store, time_=2)

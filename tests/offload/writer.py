@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import mmap
 import os
 import sys
 import time
@@ -9,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.errors import OffloadError
+from fullshard.offload.directories import DataFileRegion, RunRankIdentity
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
-from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity
 from fullshard.offload.generations import Generation, GenerationFiles
 from tests.offload.systems import without_direct
 
 IDENTITY = RunRankIdentity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
 RECORDS = (
-    DataFileRegion(name="group 0", offset_bytes=0, length_bytes=100_000),
+    DataFileRegion(name="group 0", offset_bytes=0, length_bytes=102_400),
     DataFileRegion(name="group 1", offset_bytes=102_400, length_bytes=65_536),
-    DataFileRegion(name="group 2", offset_bytes=167_936, length_bytes=1),
+    DataFileRegion(name="group 2", offset_bytes=167_936, length_bytes=4096),
 )
 PAYLOAD_BYTES = 64 << 10
 
@@ -37,6 +38,13 @@ def content(step: int, name: str, *, length: int) -> bytes:
     return hashlib.shake_128(f"{step} {name}".encode()).digest(length)
 
 
+def page(data: bytes) -> memoryview:
+    """A copy of `data` that begins at a page, and may be changed."""
+    copied = memoryview(mmap.mmap(-1, len(data)))
+    copied[:] = data
+    return copied
+
+
 def payload(step: int) -> bytes:
     return content(step, "payload", length=500 + step % 7 * 1000)
 
@@ -45,21 +53,21 @@ def put(generations: GenerationFiles, step: int) -> Generation:
     generations.start_generation()
     for record in generations.records.values():
         data = content(step, record.name, length=record.length_bytes)
-        generations.write_record(record.name, memoryview(data))
+        generations.write_record(record.name, page(data))
     return generations.commit_generation(step, payload(step))
 
 
 def check_all_records(generations: GenerationFiles, generation: Generation) -> None:
     """Raises DamagedOffloadError for the first record whose digest does not match."""
     for record in generations.records.values():
-        target = memoryview(bytearray(record.length_bytes))
+        target = page(bytes(record.length_bytes))
         generations.read_record(record.name, target, slot=generation.slot, verify=True)
 
 
 def holds(generations: GenerationFiles, generation: Generation) -> bool:
     """Whether it is, byte for byte, the state of its step. Raises OffloadError where it says it is not."""
     for record in generations.records.values():
-        target = memoryview(bytearray(record.length_bytes))
+        target = page(bytes(record.length_bytes))
         generations.read_record(record.name, target, slot=generation.slot, verify=True)
         if target != content(generation.step, record.name, length=record.length_bytes):
             return False

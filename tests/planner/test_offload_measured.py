@@ -17,7 +17,6 @@ from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
-from tests.offload.test_drive_shards import patient
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of
 
 BASE = "*[ndg].*"  # all but the norms
@@ -73,7 +72,7 @@ def check_bytes(ranks, plan: Plan, *, frozen: str = "") -> None:
 
 def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveTrafficBytes]:
     """On a rank: what the drive reads and writes in each of `steps`, after so many others."""
-    model = shard(meta_model(plan, frozen=frozen), plan, system=patient())
+    model = shard(meta_model(plan, frozen=frozen), plan)
     state = TrainState(model, build_optimizer(model, plan))
     for _ in range(warm + steps + 1):
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)

@@ -1,12 +1,14 @@
-"""Text of others reaches a terminal with its control characters shown, by every exit."""
+"""Text of others is shown without control characters by every exit. A reader may leave a stream."""
 
 import io
 import json
 import logging
+import os
 import re
 import unicodedata
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,12 @@ from fullshard.cli.main import main
 from fullshard.observe.progress import show_progress
 from fullshard.report.comparison import show_measurement
 from fullshard.report.table import show_labelled_lines, show_table
-from fullshard.system.terminal import escape_control_characters, escape_to_single_line
+from fullshard.system.terminal import (
+    CLOSED_OUTPUT_EXIT_CODE,
+    escape_control_characters,
+    escape_to_single_line,
+    tolerant_stream,
+)
 from tests.checkpoint.states import saved
 from tests.checkpoint.test_strangers import rewritten_manifest
 from tests.spec.records.test_measurement import measurement
@@ -62,3 +69,39 @@ def test_logs_progress_and_tables_are_escaped(tmp_path: Path, capsys, caplog) ->
     for field in ("sample", "directory"):
         show_measurement(measurement().model_copy(update={field: EVIL}))
         assert_shown(capsys.readouterr().out)
+
+
+@pytest.fixture
+def abandoned() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def test_messages_to_a_reader_that_has_left_are_dropped(abandoned: int) -> None:
+    stream = tolerant_stream(abandoned, like=None, is_result=False)
+    print("a message", file=stream, flush=True)
+    os.close(abandoned)
+    print("another, and the descriptor is closed", file=stream, flush=True)
+
+
+def test_a_result_without_a_reader_ends_the_process_once(abandoned: int) -> None:
+    stream = tolerant_stream(abandoned, like=None, is_result=True)
+    with pytest.raises(SystemExit) as ended:
+        print("a result", file=stream, flush=True)
+    assert ended.value.code == CLOSED_OUTPUT_EXIT_CODE
+    stream.flush()  # as Python does at its end: nothing more is raised
+
+
+def test_a_result_that_cannot_be_written_to_a_full_disk_is_an_error() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        stream = tolerant_stream(full.fileno(), like=None, is_result=True)
+        with pytest.raises(OSError, match="No space"):
+            print("a result", file=stream, flush=True)
+
+
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w", encoding="ascii") as like:
+        stream = tolerant_stream(like.fileno(), like=like, is_result=True)
+        print("grün ␀", file=stream, flush=True)
+    assert (tmp_path / "out").read_text() == "gr\\xfcn \\u2400\n"

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fullshard.offload.philox import RoundingSeed, random_halfwords
-from fullshard.offload.rounding import round_stochastically
+from fullshard.offload.rounding import RoundingSeed, random_halfwords, round_stochastically
 from fullshard.training.loop import train
 from fullshard.training.stochastic_adamw import StochasticAdamW
 from tests.training.runs import mean_square, run_of, sharded

@@ -1,15 +1,17 @@
 """Files of one checkpoint, on any kind of storage."""
 
 import errno
+import json
 import os
 import socket
 import stat
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from fullshard.distributed.agreement import (
     Group,
@@ -19,15 +21,17 @@ from fullshard.distributed.agreement import (
     run_on_rank_zero,
 )
 from fullshard.quantities import format_bytes
-from fullshard.spec.value import FrozenModel
 from fullshard.system.direct_io import DirectFileWriter
 from fullshard.system.files import fsync_path, open_regular_file
-from fullshard.system.process import boot_id, is_process_running, pid_namespace
+from fullshard.system.object_store import ObjectStore, open_object
+from fullshard.system.small_files import parse_json
 
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
-WRITER = "writer.json"
+WRITER = "writer.json"  # the first file of a draft
+# S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
+PART_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 30  # limit for a file that describes others: some hundred MB for ten thousand ranks
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
@@ -68,27 +72,6 @@ class _KernelReadAheadFile(FileIO):
             behind = self.tell() + buffer.nbytes
             os.posix_fadvise(self.fileno(), behind, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         return super().readinto(buffer[:_READ_BYTES])  # callers read until they have all bytes
-
-
-class WriterProcess(FrozenModel):
-    """Identity of the process that writes a checkpoint, for checking later if it still runs.
-
-    A pid is valid only until the machine is booted again (`boot`), and in one pid namespace.
-    """
-
-    host: str
-    boot: str
-    pid_namespace: str
-    pid: int
-
-    @classmethod
-    def current(cls) -> Self:
-        return cls(host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid())
-
-    def is_certainly_dead(self) -> bool:
-        """Returns True if the process is certainly dead; False if it runs, or if this machine cannot know."""
-        here = self == WriterProcess.current().model_copy(update={"pid": self.pid})
-        return here and not is_process_running(self.pid)
 
 
 @dataclass(frozen=True)
@@ -167,6 +150,83 @@ class LocalFiles:
         with DirectFileWriter(self.path / name) as file:
             yield cast(BinaryIO, file)
         fsync_path(self.path)
+
+
+@dataclass(frozen=True)
+class ObjectFiles:
+    """Files of a checkpoint in an object store, or of one attempt to save it. Layout: see `objects`.
+
+    The store's library sends an object in parts, with the checksums that the store compares.
+
+    url: prefix of the step
+    attempt: id of the attempt; None for the committed checkpoint
+    part_bytes: bytes sent per request; a part and a copy of it are in memory while a file is written
+    """
+
+    url: str
+    attempt: str | None = None
+    part_bytes: int = PART_BYTES
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.url if self.attempt is None else f"{self.url}/{self.attempt}"
+
+    def file_sizes_bytes(self) -> dict[str, int]:
+        if self.attempt is not None:
+            return self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes
+        own = self.store.list_prefix(self.url).object_sizes_bytes
+        if MANIFEST not in own or self._attempt_prefix_url == self.url:
+            return own
+        below = self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes
+        return {**below, MANIFEST: own[MANIFEST]}
+
+    def read_file(self, name: str) -> bytes:
+        return self.store.read_object(self._file_url(name))
+
+    @contextmanager
+    def open_file(self, name: str) -> Generator[BinaryIO]:
+        with open_object(self.store, self._file_url(name)) as file:
+            yield file
+
+    def create_file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        return self.store.open_for_writing(self._file_url(name), part_bytes=self.part_bytes)
+
+    @property
+    def store(self) -> ObjectStore:
+        return ObjectStore(self.url)
+
+    def _file_url(self, name: str) -> str:
+        committed = name == MANIFEST and self.attempt is None
+        return f"{self.url if committed else self._attempt_prefix_url}/{name}"
+
+    @cached_property
+    def _attempt_prefix_url(self) -> str:
+        """URL of the prefix of the attempt's files: `url` itself if they were copied from a file system."""
+        attempt = self.attempt or attempt_id_in_manifest(self.read_file(MANIFEST))
+        below = self.attempt is not None or attempt in self.store.list_prefix(self.url).prefixes
+        return f"{self.url}/{attempt}" if below else self.url
+
+
+def attempt_id_in_manifest(manifest: bytes) -> str | None:
+    """Returns the attempt id in the bytes of a manifest, or None if the files are beside the manifest.
+
+    Returns "unknown", which is not the id of any attempt, for a damaged manifest.
+    """
+    try:
+        attempt: Any = parse_json(manifest).get("attempt")
+    except (ValueError, AttributeError):
+        return "unknown"
+    return attempt if isinstance(attempt, str | None) else "unknown"
+
+
+def write_writer_name(draft: CheckpointFiles) -> bytes:
+    """Writes the first file of a draft, which names the process that saves it. Returns its bytes."""
+    data = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    write_file(draft, WRITER, data=data)
+    return data
 
 
 def write_file(files: CheckpointFiles, name: str, *, data: bytes) -> None:

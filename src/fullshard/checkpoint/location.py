@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from pydantic import ValidationError
-
 from fullshard.checkpoint.files import (
     WRITER,
     CheckpointFiles,
     LocalFiles,
     RanksSharingDisk,
-    WriterProcess,
     write_file,
+    write_writer_name,
 )
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -36,8 +34,7 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.system import disk
-from fullshard.system.files import fsync_path, make_durable_directory
+from fullshard.system.files import check_disk_space, free_disk_bytes, fsync_path, make_durable_directory
 from fullshard.system.lock import hold_exclusive_file_lock
 from fullshard.system.object_store import ObjectStore, is_remote_url
 
@@ -118,7 +115,7 @@ class LocalLocation:
     is_local: ClassVar[bool] = True
 
     path: Path
-    free_bytes: Callable[[Path], int] = disk.free_disk_bytes
+    free_bytes: Callable[[Path], int] = free_disk_bytes
 
     def __str__(self) -> str:
         return str(self.path)
@@ -169,11 +166,11 @@ class LocalLocation:
             aside = self.quarantine(LocalFiles(target))
             logger.warning("%s is not a checkpoint; renamed to %s", target, aside)
         _remove_leftovers(self.path)
-        disk.check_disk_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
+        check_disk_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}")
         draft.path.mkdir()
         try:
-            write_file(draft, WRITER, data=WriterProcess.current().model_dump_json().encode())
+            write_writer_name(draft)
         except OSError:
             _rmtree_or_warn(draft.path)
             raise
@@ -349,29 +346,16 @@ def _rmtree_or_warn(path: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes what interrupted removals left (`.del-`), and drafts whose process is dead (`.tmp-`).
+    """Removes what interrupted removals (`.del-`) and saves (`.tmp-`) left.
 
-    Keeps a draft whose process may still run, with a warning. The location must be locked, so that a draft
-    without any shard cannot belong to a running save.
+    The location must be locked. A save holds the lock until it ends, so no draft belongs to a running one.
     """
-    for path in list_directories(directory, ".del-*"):
-        if _REMOVAL.fullmatch(path.name):
-            _rmtree_or_warn(path)
-    for path in filter(lambda one: _DRAFT.fullmatch(one.name), list_directories(directory, ".tmp-*")):
-        try:
-            writer = WriterProcess.model_validate_json(LocalFiles(path).read_file(WRITER))
-        except (OSError, ValidationError):
-            writer = None
-        if writer is not None and writer.is_certainly_dead():
-            logger.info("removing %s: its process %d is dead", path, writer.pid)
-            _rmtree_or_warn(path)
-        elif writer is None and {one.name for one in path.iterdir()} <= {WRITER}:
-            # Its process died before it recorded its identity, and so before it wrote any shard.
-            logger.info("removing %s: nothing was written there", path)
-            _rmtree_or_warn(path)
-        else:
-            who = f"process {writer.pid} on {writer.host}" if writer else "an unknown process"
-            logger.warning("leaving %s alone: %s may still be writing it", path, who)
+    removals = [one for one in list_directories(directory, ".del-*") if _REMOVAL.fullmatch(one.name)]
+    drafts = [one for one in list_directories(directory, ".tmp-*") if _DRAFT.fullmatch(one.name)]
+    own = [one for one in drafts if not (names := {file.name for file in one.iterdir()}) or WRITER in names]
+    for path in removals + own:
+        logger.info("removing %s, which an interrupted save left", path)
+        _rmtree_or_warn(path)
 
 
 def list_directories(directory: Path, pattern: str) -> list[Path]:

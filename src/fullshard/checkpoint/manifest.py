@@ -1,7 +1,7 @@
 """The manifest: the list of a checkpoint's content. It is written last and read first.
 
     checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
-                                  shards.json                              where each shard is: `shard_index`
+                                  shards.json                              where each shard is: `ShardIndex`
                                   __0_0.distcp.pieces …                    digests: see `shard_file`
                                   writer.json                              which process made it
                                   manifest.json                            the Manifest below
@@ -25,6 +25,7 @@ from fullshard.checkpoint.files import (
     MANIFEST,
     CheckpointFiles,
     LocalFiles,
+    ObjectFiles,
     is_data_loss_error,
     write_file,
 )
@@ -235,7 +236,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     if files.name.startswith("step-") and files.name != step_name(manifest.step):
         other = f"the manifest of step {manifest.step}"
         raise DamagedCheckpointError(f"{files} is not what its name says.", got=other)
-    return manifest
+    return manifest if manifest.nodes == 1 else _join_nodes_if_all_here(files, manifest)
 
 
 def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> Manifest:
@@ -248,10 +249,7 @@ def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> M
 
 def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
     """Raises DamagedCheckpointError unless every file of `manifest` on this disk exists with its size."""
-    try:
-        sizes = files.file_sizes_bytes()
-    except OSError as error:
-        raise read_failure_error(error, f"{files} cannot be read.", name="its files") from error
+    sizes = _file_sizes_bytes(files)
     for name, file in manifest.files_on_this_disk.items():
         if sizes.get(name) != file.size_bytes:
             if name in sizes:
@@ -259,6 +257,21 @@ def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
             else:
                 found = f"{name}: {missing_file_reason(files, name)}"
             raise DamagedCheckpointError(f"{files} is not whole.", got=found)
+
+
+def _file_sizes_bytes(files: CheckpointFiles) -> dict[str, int]:
+    try:
+        return files.file_sizes_bytes()
+    except OSError as error:
+        raise read_failure_error(error, f"{files} cannot be read.", name="its files") from error
+
+
+def _join_nodes_if_all_here(files: CheckpointFiles, manifest: Manifest) -> Manifest:
+    """Returns the manifest of a node as that of one disk, if the files of all nodes were copied here."""
+    if not manifest.files.keys() <= _file_sizes_bytes(files).keys():
+        return manifest
+    joined = {name: file.model_copy(update={"node": None}) for name, file in manifest.files.items()}
+    return manifest.model_copy(update={"files": joined, "nodes": 1, "node": 0})
 
 
 def missing_file_reason(files: CheckpointFiles, name: str) -> str:
@@ -305,8 +318,6 @@ def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointErr
 def checkpoint_files_at(checkpoint: CheckpointFiles | str | Path) -> CheckpointFiles:
     """Returns the files of the checkpoint at a path or URL; returns `CheckpointFiles` unchanged."""
     if isinstance(checkpoint, str) and is_remote_url(checkpoint):
-        from fullshard.checkpoint.object_files import ObjectFiles
-
         return ObjectFiles(checkpoint.rstrip("/"))
     if isinstance(checkpoint, str | Path):
         return LocalFiles(Path(str(checkpoint).removeprefix("file://")))

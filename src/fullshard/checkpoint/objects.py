@@ -19,22 +19,20 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar
 
-from pydantic import ValidationError
-
 from fullshard.checkpoint.files import (
     MANIFEST,
+    PART_BYTES,
     WRITER,
     CheckpointFiles,
+    ObjectFiles,
     RanksSharingDisk,
-    WriterProcess,
-    write_file,
+    attempt_id_in_manifest,
+    write_writer_name,
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
-from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_id_in_manifest
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError
-from fullshard.system.object_store import ANSWER_SECONDS, ObjectSizeAndTime, ObjectStore, PrefixListing
-from fullshard.system.small_files import parse_json
+from fullshard.system.object_store import ObjectSizeAndTime, ObjectStore, PrefixListing
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)
@@ -49,14 +47,12 @@ class ObjectLocation:
 
     url: prefix of the steps
     part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
-    answer_seconds: see `ObjectStore`
     """
 
     is_local: ClassVar[bool] = False
 
     url: str
     part_bytes: int = PART_BYTES
-    answer_seconds: float = ANSWER_SECONDS
 
     def __str__(self) -> str:
         return self.url
@@ -69,7 +65,7 @@ class ObjectLocation:
         return bool(found.objects or found.prefixes)
 
     def root_as_checkpoint(self) -> ObjectFiles:
-        return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds)
+        return ObjectFiles(self.url, None, self.part_bytes)
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         """Returns (step, files) of every step that has a manifest, which uncommitted attempts do not have."""
@@ -94,9 +90,7 @@ class ObjectLocation:
 
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         draft = self._step_files(step, attempt=secrets.token_hex(8))
-        writer = WriterProcess.current().model_dump_json().encode()
-        store = self.root_as_checkpoint().store
-        write_file(draft, WRITER, data=writer)
+        store, writer = self.root_as_checkpoint().store, write_writer_name(draft)
         try:
             store.put_new_object(f"{draft}/{WRITER}", data=writer)
         except FileExistsError:
@@ -175,7 +169,7 @@ def _list_uncommitted_attempts(store: ObjectStore) -> list[ObjectFiles]:
     """Returns the attempts that no manifest names, neither a current one nor a damaged one."""
     found: list[ObjectFiles] = []
     for step, below in _prefix_listings_by_step(store).items():
-        at = ObjectFiles(f"{store.url}/{step_name(step)}", answer_seconds=store.answer_seconds)
+        at = ObjectFiles(f"{store.url}/{step_name(step)}")
         named: set[str | None] = {name.split("-")[1] for name in _quarantined_manifest_names(below)}
         if below.prefixes and MANIFEST in below.objects:
             named.add(_committed_attempt(at))
@@ -224,16 +218,12 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
 
 
 def _remove_attempt(draft: ObjectFiles) -> None:
-    """Removes the files of an attempt, last of all the file that identifies its writer."""
-    store = draft.store
-    store.abort_interrupted_uploads(str(draft))
-    names = set(store.list_prefix(str(draft)).objects)
-    store.remove_objects([f"{draft}/{name}" for name in sorted(names - {WRITER})])
-    store.remove_objects([f"{draft}/{name}" for name in names & {WRITER}])
+    names = draft.store.list_prefix(str(draft)).objects
+    draft.store.remove_objects([f"{draft}/{name}" for name in names])
 
 
 def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
-    """Removes uncommitted attempts that no process writes any more, except `own`. Only logs a failure."""
+    """Removes uncommitted attempts without a new object for a day, except `own`. Only logs a failure."""
     try:
         now = store.list_prefix(str(own)).objects[WRITER]
         for draft in _list_uncommitted_attempts(store):
@@ -241,7 +231,7 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
                 continue
             # Looked up again: it may have committed, and ended, since the first listing.
             if is_attempt_abandoned(draft, now) and str(draft) in map(str, _list_uncommitted_attempts(store)):
-                logger.info("removing %s: nobody writes it any more", draft)
+                logger.info("removing %s: nothing was written there for a day", draft)
                 _remove_attempt(draft)
             else:
                 logger.warning("leaving %s alone: a process may still be writing it", draft)
@@ -250,15 +240,12 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
 
 
 def is_attempt_abandoned(draft: ObjectFiles, now: ObjectSizeAndTime) -> bool:
-    """Returns whether no process writes an attempt: its process is dead, or it got no object for a day.
+    """Returns whether an attempt got no object for a day.
 
     now: an object that was just put, which has the current time by the store's clock
     """
     times = [one.changed for one in draft.store.list_prefix(str(draft)).objects.values()]
     known = [time for time in times if time is not None]
-    if now.changed and known and len(known) == len(times) and now.changed - max(known) > _DEAD_AFTER:
-        return True
-    try:
-        return WriterProcess.model_validate(parse_json(draft.read_file(WRITER))).is_certainly_dead()
-    except (FileNotFoundError, ValueError, ValidationError):
+    if now.changed is None or not known or len(known) < len(times):
         return False
+    return now.changed - max(known) > _DEAD_AFTER

@@ -7,33 +7,27 @@ was never acknowledged.
 
 [Note: every copy] DCP writes a replicated shard only once. With a disk per node, a rank could then not read
 its own state back. So here each rank writes all of its shards, and prefers its own copies when it reads. The
-same nodes load a step in place, each rank from its own disk. For other nodes, `merge_node_checkpoints`
-copies it to one disk.
+same nodes load a step in place, each rank from its own disk. Other nodes load a directory into which the
+step's files of all nodes were copied.
 """
 
 import logging
 import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from fullshard.checkpoint.files import WRITER, LocalFiles, RanksSharingDisk
+from fullshard.checkpoint.files import LocalFiles, RanksSharingDisk
 from fullshard.checkpoint.location import LocalLocation, list_directories
 from fullshard.checkpoint.manifest import (
     MANIFEST,
-    SavedFile,
     read_manifest_and_check_sizes,
-    small_file_entry,
     step_name,
 )
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
     raise_on_all_ranks,
     rank,
-    run_alone_or_raise,
     run_on_rank_zero,
 )
 from fullshard.errors import CheckpointError
@@ -118,46 +112,3 @@ def steps_on_all_disks(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
         where.setdefault((not one.skipped_in_a_row, one.step, one.attempt, one.nodes), set()).add(one.node)
     found = [key for key, on in where.items() if on == set(range(key[-1]))]
     return [(step, attempt) for _, step, attempt, _ in sorted(found, reverse=True)]
-
-
-def merge_node_checkpoints(sources: Sequence[Path], target: Path) -> Path:
-    """Copies the newest step that all its nodes have into `target`, as one complete checkpoint.
-
-    sources: directory of checkpoints of each node, in any order
-
-    Returns the path of the copy. Raises CheckpointError if no step is complete, or if a byte is damaged.
-    """
-    disks, one_disk = [LocalLocation(source) for source in sources], LocalLocation(target)
-    return run_alone_or_raise(lambda: _merge_newest_step(disks, one_disk), doing=f"gathering into {target}")
-
-
-def _merge_newest_step(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
-    held = [(one, step) for one in disks for step in list_node_checkpoints(one)]
-    known = steps_on_all_disks([step for _, step in held])
-    if not known:
-        found = ", ".join(f"step {step.step} of node {step.node} in {one}" for one, step in held)
-        raise CheckpointError(
-            "no step is there of all its nodes.", got=found or "nothing", fix="the directories of all nodes"
-        )
-    parts = {
-        step.node: LocalFiles(one.path / step.name)
-        for one, step in held
-        if (step.step, step.attempt) == known[0]
-    }
-    manifests = {node: read_manifest_and_check_sizes(files) for node, files in parts.items()}
-    for files in parts.values():
-        for damage in iterate_damage(files):
-            raise CheckpointError(f"{files} is damaged.", got=f"{damage.file}: {damage.what}")
-    manifest = manifests[0]
-    with target.lock_for_writing():
-        draft = target.create_draft(manifest.step, needed_bytes=manifest.checkpoint_bytes)
-        copied: dict[str, SavedFile] = {}
-        for name, file in manifest.files.items():
-            if name != WRITER:
-                with parts[file.node or 0].open_file(name) as source, draft.create_file(name) as copy:
-                    shutil.copyfileobj(source, copy, length=16 << 20)
-                copied[name] = file.model_copy(update={"node": None})
-        copied[WRITER] = small_file_entry(draft.read_file(WRITER))
-        whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
-        target.write_manifest_into_draft(draft, whole)
-        return Path(str(target.commit(draft, whole)))

@@ -132,7 +132,12 @@ class ShardFileWriter:
         tensor = _without_unused_storage(tensor)
         self._start, self._data_offset, self._blocks = self._position, 0, _BlockDigester()
         self._elements = (tensor.data_ptr(), tensor.nbytes)
-        torch.save(tensor, cast(BinaryIO, self))
+        try:
+            torch.save(tensor, cast(BinaryIO, self))
+        except RuntimeError as error:  # about positions in the file, if a write has failed
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
         self._write_torch_save_overhead()
         assert self._data_offset or not tensor.nbytes, "torch.save writes a tensor's elements in one call"
         piece = ShardRecord(

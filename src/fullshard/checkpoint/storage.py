@@ -1,25 +1,35 @@
 """DCP's storage interface: writes shards with their digests, and verifies them while it reads.
 
 [Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So the
-metadata for DCP is built from JSON (`shard_index`). DCP's own pickle, `.metadata`, is only written.
+metadata for DCP is built from the `ShardIndex` in `shards.json`, which holds the same facts. DCP's own
+pickle, `.metadata`, is only written, so that torch alone can load the directory.
 
 DCP pickles a rank's exception to send it to the coordinator, and hangs if pickling fails. So a failure to
 write or to read is stored in `attempt`, whose `raise_captured` raises it. See [Note: failures are agreed on].
 """
 
 import itertools
+import math
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -43,18 +53,17 @@ from fullshard.checkpoint.shard_file import (
     read_verified_part_into,
     shard_offsets,
 )
-from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.distributed.agreement import (
     ErrorCapture,
     Group,
     is_distributed,
     rank,
-    run_alone_or_raise,
     world_size,
 )
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.spec.value import FrozenModel
 from fullshard.torch_private.tensors import stored_piece
 
 T = TypeVar("T")
@@ -62,7 +71,7 @@ T = TypeVar("T")
 Check = Callable[[str, Tensor], None]
 """Raises CheckpointError if a shard, given its tensor's name and its numbers on the CPU, may not be saved."""
 
-GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
+GATHER = "copy the step's files of all nodes into one directory step-… (rsync -a), and load that"
 
 
 def dcp_data_file_name(rank: int) -> str:
@@ -292,11 +301,11 @@ def build_reader(files: CheckpointFiles, manifest: Manifest) -> DcpCheckpointRea
     return reader
 
 
-def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *, alone: bool = False) -> None:
-    """Fills this rank's part of `tensors` with DCP. Collective, unless `alone`. May raise on one rank."""
+def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
+    """Fills this rank's part of `tensors` with DCP. Collective. May raise on one rank."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _suppress_single_process_warning():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not is_distributed())
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed())
     reader.attempt.raise_captured()
 
 
@@ -331,15 +340,6 @@ def fill_from_rank_shard_file(receivers: Mapping[str, Tensor], reader: DcpCheckp
             reader.read_piece_part_into(file, piece, offsets=(0,) * shard.ndim, target=shard)
 
 
-def read_whole_tensor(name: str, reader: DcpCheckpointReader) -> Tensor:
-    """Reads and returns one whole, unsharded tensor, in this process alone. Raises CheckpointError."""
-    saved = reader.manifest.tensors[name]
-    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-    doing = f"reading {name} of {reader.files}"
-    run_alone_or_raise(lambda: read_with_dcp({name: tensor}, reader, alone=True), doing=doing)
-    return tensor
-
-
 @contextmanager
 def _suppress_single_process_warning() -> Generator[None]:
     if is_distributed():  # then DCP does not warn, and a filter would make other warnings repeat
@@ -365,3 +365,94 @@ def _completed_future(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future
+
+
+class ShardPosition(NamedTuple):
+    """Position of one shard of a tensor.
+
+    file: index of its data file in `ShardIndex.files`
+    offset: byte of the data file at which its piece begins
+    start: position of its first element in the whole tensor, per dim
+    shape: shape of the shard
+    """
+
+    file: NonNegativeInt
+    offset: NonNegativeInt
+    start: tuple[NonNegativeInt, ...]
+    shape: tuple[NonNegativeInt, ...]
+
+
+class ShardIndex(FrozenModel):
+    """Names of the data files, and all shards of each tensor by its name. Lists a replicated shard once."""
+
+    files: tuple[str, ...]
+    shards: dict[str, tuple[ShardPosition, ...]]
+
+    @classmethod
+    def from_dcp_metadata(cls, metadata: Metadata) -> Self:
+        """Builds the index of the shards that DCP's metadata lists as written."""
+        return cls._from_places(
+            [
+                (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
+                for name, tensor in metadata.state_dict_metadata.items()
+                if isinstance(tensor, TensorStorageMetadata)
+                for chunk in tensor.chunks
+                if (place := metadata.storage_data.get(MetadataIndex(name, chunk.offsets))) is not None
+            ]
+        )
+
+    @classmethod
+    def from_shard_file_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
+        """Builds the index of a checkpoint that has none, from the tables of its data files, by file name."""
+        pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
+        return cls._from_places([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
+
+    @classmethod
+    def _from_places(cls, places: Sequence[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]]) -> Self:
+        files = sorted({file for _, file, *_ in places})
+        numbers = {file: number for number, file in enumerate(files)}
+        shards: defaultdict[str, list[ShardPosition]] = defaultdict(list)
+        for name, file, offset, start, shape in places:
+            shards[name].append(ShardPosition(numbers[file], offset, start, shape))
+        return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
+
+    def to_dcp_metadata(self, manifest: Manifest, *, source: str) -> Metadata:
+        """Returns DCP's metadata of the same shards, with (file name, offset) of each in `storage_data`.
+
+        Raises DamagedCheckpointError, which names `source`, unless the shards cover the manifest's tensors
+        exactly, and are within its data files.
+        """
+        if problem := self._find_inconsistency(manifest):
+            raise DamagedCheckpointError(f"{source} is damaged.", got=problem)
+        tensors = {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=manifest.tensors[name].torch_dtype),
+                size=torch.Size(manifest.tensors[name].shape),
+                chunks=[ChunkStorageMetadata(torch.Size(s.start), torch.Size(s.shape)) for s in shards],
+            )
+            for name, shards in self.shards.items()
+        }
+        places = {
+            MetadataIndex(name, torch.Size(one.start)): (self.files[one.file], one.offset)
+            for name, shards in self.shards.items()
+            for one in shards
+        }
+        return Metadata(state_dict_metadata={**tensors}, storage_data=places)
+
+    def _find_inconsistency(self, manifest: Manifest) -> str | None:
+        if strange := set(self.files) - set(manifest.all_data_file_names):
+            return f"{min(strange)} is not a data file of this checkpoint"
+        if other := self.shards.keys() ^ manifest.tensors.keys():
+            return f"{min(other)} is in the index or in the manifest, but not in both"
+        for name, shards in self.shards.items():
+            shape = manifest.tensors[name].shape
+            inside = all(
+                len(one.start) == len(one.shape) == len(shape)
+                and all(a + n <= whole for a, n, whole in zip(one.start, one.shape, shape, strict=True))
+                and one.file < len(self.files)
+                and one.offset < manifest.files[self.files[one.file]].size_bytes
+                for one in shards
+            )
+            if not inside or sum(math.prod(one.shape) for one in shards) != math.prod(shape):
+                return f"the shards of {name} are not what a tensor of shape {list(shape)} consists of"
+        return None

@@ -1,12 +1,8 @@
-"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints."""
+"""Verification of every byte of a checkpoint against its digest."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from pydantic import JsonValue
-from torch import Tensor
 
 from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.manifest import (
@@ -19,8 +15,7 @@ from fullshard.checkpoint.manifest import (
     read_verified_file,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
-from fullshard.checkpoint.storage import DcpCheckpointReader, build_reader, read_whole_tensor
-from fullshard.distributed.agreement import run_alone_or_raise
+from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -58,59 +53,6 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
         yield from _iterate_index_damage(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
-
-
-def iterate_differences(
-    one: CheckpointFiles | str | Path, other: CheckpointFiles | str | Path
-) -> Iterator[str]:
-    """Yields one line of text per value or tensor that differs between two checkpoints, or is only in one.
-
-    Holds two tensors in memory at most. Raises CheckpointError if a checkpoint cannot be read or is damaged.
-    """
-    readers = [_open_reader_for_diff(checkpoint_files_at(files)) for files in (one, other)]
-    left, right = (reader.manifest for reader in readers)
-    for key in sorted(left.values.keys() | right.values.keys()):
-        a, b = left.values.get(key), right.values.get(key)
-        if a != b:
-            yield f"{key}: {_shortened_text(a)} | {_shortened_text(b)}"
-    for name in sorted(left.tensors.keys() | right.tensors.keys()):
-        a, b = left.tensors.get(name), right.tensors.get(name)
-        if a != b:
-            yield f"{name}: {a or 'absent'} | {b or 'absent'}"
-        elif a is not None:
-            line = _tensor_difference_text(*(read_whole_tensor(name, reader) for reader in readers))
-            if line:
-                yield f"{name}: {line}"
-
-
-def _open_reader_for_diff(files: CheckpointFiles) -> DcpCheckpointReader:
-    manifest = read_manifest(files)
-    if manifest.layout == "ranks":
-        raise CheckpointError(
-            f"{files} cannot be compared.",
-            got='layout = "ranks"',
-            why="each rank saved its own parts of the tensors",
-        )
-    return run_alone_or_raise(lambda: build_reader(files, manifest), doing=f"reading {files}")
-
-
-def _tensor_difference_text(a: Tensor, b: Tensor) -> str | None:
-    """Returns a text on how the bits of two tensors differ (-0.0 and 0.0 do), or None if they are equal."""
-    if not a.numel():
-        return None
-    bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b)]
-    changed = int((bits[0] != bits[1]).any(dim=1).sum())
-    if not changed:
-        return None
-    line = f"{changed} of {a.numel()} elements differ"
-    if a.is_floating_point():
-        line += f", by at most {(a.double() - b.double()).abs().max().item():.3g}"
-    return line
-
-
-def _shortened_text(value: JsonValue) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _iterate_file_damage(

@@ -79,7 +79,7 @@ def calibrate(
 
 
 def _print_expected_duration(seconds: float) -> None:
-    from fullshard.system.load import BUSY, busy_processor_fraction
+    from fullshard.system.process import BUSY, busy_processor_fraction
 
     load = busy_processor_fraction()
     longer = (

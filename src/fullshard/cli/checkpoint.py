@@ -1,7 +1,6 @@
-"""`fullshard ckpt list | verify | diff | gather | export`."""
+"""`fullshard ckpt list | verify | export`."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -85,24 +84,6 @@ def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]
     return ("DAMAGED" if found else "whole"), found
 
 
-def diff_checkpoints(
-    one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another, also of other ranks or strategy.")],
-) -> None:
-    """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
-    from fullshard.checkpoint.load import resolve_checkpoint
-    from fullshard.checkpoint.verify import iterate_differences
-
-    first, second = (resolve_checkpoint(_find_checkpoints_root(path))[0] for path in (one, other))
-    differs = False
-    for line in iterate_differences(first, second):
-        typer.echo(escape_to_single_line(line))
-        differs = True
-    if differs:
-        raise typer.Exit(1)
-    typer.echo("the same bits")
-
-
 ExportFormat = Literal["safetensors", "hf", "peft"]
 
 
@@ -181,26 +162,6 @@ def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, for
         check_output_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
     else:
         check_output_file(target, is_kind=is_weights, force=force)
-
-
-def gather_checkpoint(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="NODE...", help="The directory of each node, in any order.")
-    ],
-    target: Annotated[
-        Path, typer.Option("--to", metavar="OUT", help="The directory of checkpoints to write into.")
-    ],
-) -> None:
-    """Combine the parts that nodes saved on their own disks.
-
-    Nodes save so with checkpoint.storage = "per_node".
-    """
-    from fullshard.checkpoint.per_node import merge_node_checkpoints
-    from fullshard.system.targets import check_not_checkpoint_or_run_record
-
-    check_not_checkpoint_or_run_record(target)
-    nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]
-    typer.echo(f"{merge_node_checkpoints(nodes, target)}")
 
 
 def _find_checkpoints_root(directory: str) -> "CheckpointLocation":

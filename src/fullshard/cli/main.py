@@ -24,8 +24,7 @@ from fullshard.cli import (
 from fullshard.cli.options import SettingsCommand
 from fullshard.launch.environment import drop_unused_launcher_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
-from fullshard.system.standard_streams import prepare_standard_streams
-from fullshard.system.terminal import escape_control_characters, escape_log_messages
+from fullshard.system.terminal import escape_control_characters, escape_log_messages, prepare_standard_streams
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
@@ -46,8 +45,6 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "convert": convert.convert,
     "ckpt list": checkpoint.list_checkpoints,
     "ckpt verify": checkpoint.verify_checkpoints,
-    "ckpt diff": checkpoint.diff_checkpoints,
-    "ckpt gather": checkpoint.gather_checkpoint,
     "ckpt export": checkpoint.export_checkpoint,
     "data prepare": data.prepare_data,
 }
@@ -112,12 +109,6 @@ fullshard ckpt list runs/default
     "ckpt verify": """
 fullshard ckpt verify runs/default
 fullshard ckpt verify runs/default/checkpoints/step-00000200
-""",
-    "ckpt diff": """
-fullshard ckpt diff runs/a/checkpoints/step-00000200 runs/b/checkpoints/step-00000200
-""",
-    "ckpt gather": """
-fullshard ckpt gather node0/runs/x node1/runs/x --to whole
 """,
     "ckpt export": """
 fullshard ckpt export runs/default model.safetensors

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
 
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.system.object_store import ObjectRangeReader, ObjectStore, is_remote_url, without_secrets
+from fullshard.system.object_store import ObjectStore, is_remote_url, open_object, without_secrets
 
 FileKind = Literal["text", "jsonl", "parquet", "memmap"]
 
@@ -298,8 +298,8 @@ def list_remote_files(url: str) -> dict[str, tuple[int, str]]:
 
 def open_remote_file(url: str) -> BinaryIO:
     """Opens a file for reading by ranges. It can be sought. Raises OSError, also when it is read."""
-    reader = ObjectRangeReader(ObjectStore(url), url, ahead_bytes=_AHEAD_BYTES, pauses_seconds=PAUSES_SECONDS)
-    return io.BufferedReader(reader)
+    reader = open_object(ObjectStore(url), url, ahead_bytes=_AHEAD_BYTES, pauses_seconds=PAUSES_SECONDS)
+    return io.BufferedReader(cast(io.RawIOBase, reader))
 
 
 def is_hidden_below(url: str, pattern: str) -> bool:

@@ -28,7 +28,7 @@ from fullshard.data.row_fields import (
 from fullshard.data.token_rows import iterate_list_rows, mark_names
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
-from fullshard.system.disk import ExplainedOSError
+from fullshard.system.files import ExplainedOSError
 from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.small_files import ForeignErrorTranslator
 

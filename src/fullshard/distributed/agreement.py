@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
-from fullshard.system.disk import checkpoint_error_from_os_error
+from fullshard.system.files import checkpoint_error_from_os_error
 from fullshard.torch_private.groups import has_backend as group_has_backend
 
 T = TypeVar("T")
@@ -187,12 +187,8 @@ def _make_rank_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None
 
 def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:
     what = f"{doing} failed."
-    cause: BaseException | None = error
-    # torch's writer hides the OSError behind a RuntimeError about file positions.
-    while isinstance(cause, RuntimeError):
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError):
-        return checkpoint_error_from_os_error(what, cause)
+    if isinstance(error, OSError):
+        return checkpoint_error_from_os_error(what, error)
     if isinstance(error, FullshardError):
         return CheckpointError(what, got=error.what, why=error.why, fix=error.fix)
     lines = str(error).strip().splitlines()

@@ -25,7 +25,7 @@ from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
 from fullshard.observe.run_log import RunLog, open_run_log, record_start
 from fullshard.observe.stragglers import StragglerWatch
-from fullshard.offload.generation_manifest import SavedRunState, find_saved_run_state
+from fullshard.offload.directories import SavedRunState, find_saved_run_state
 from fullshard.parallel.compile import CompilerTally, count_compilation
 from fullshard.parallel.fp8 import find_weight_scales
 from fullshard.parallel.mesh import RankInfo

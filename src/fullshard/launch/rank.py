@@ -15,8 +15,7 @@ from fullshard.launch.gc import freeze_imports_in_gc
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import LaunchRequest
 from fullshard.system.process import call_on_watchdog_exit
-from fullshard.system.standard_streams import prepare_standard_streams
-from fullshard.system.terminal import escape_log_messages
+from fullshard.system.terminal import escape_log_messages, prepare_standard_streams
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -1,31 +1,109 @@
-"""AdamW whose state is in host memory or on a drive, and is updated group by group."""
+"""AdamW whose state is in host memory or on a drive, and is updated group by group; and its gradients."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import local_tensor
-from fullshard.errors import SpecError
+from fullshard.errors import OffloadError
 from fullshard.offload.device_update import DeviceUpdate, GroupPieceOnDevice
-from fullshard.offload.gather_source import ShardCopies
-from fullshard.offload.gradients import GradientStore
-from fullshard.offload.lazy_tensor import RereadingTensor
-from fullshard.offload.philox import RoundingSeed, rounding_key
+from fullshard.offload.gather_source import ShardCopies, dtensor_like, master_dtype
 from fullshard.offload.rounding import (
     AdamOptions,
+    RoundingSeed,
     adamw_with_stochastic_rounding,
+    rounding_key,
     shard_index,
 )
 from fullshard.offload.state import OffloadedState
-from fullshard.offload.store import MasterAndMoments
+from fullshard.offload.store import MasterAndMoments, allocate_host_memory
 from fullshard.spec.groups import OffloadGroup, ShardSegment
+from fullshard.torch_private.fsdp import shard_shape
 from fullshard.torch_private.tensors import foreach_multiply, fused_adamw
+
+
+class GradientStore(Protocol):
+    """The gradients of sharded parameters, by name."""
+
+    def find_gradient(self, name: str) -> Tensor | None:
+        """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient."""
+        ...
+
+    def clear(self) -> None:
+        """Removes all gradients. Their tensors stay unchanged, since an update may still use them."""
+        ...
+
+
+class DeviceGradients:
+    """Gradients that stay in `parameter.grad`, where FSDP2 puts them."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+
+    def find_gradient(self, name: str) -> Tensor | None:
+        return self._parameters[name].grad
+
+    def clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+class HostGradients:
+    """Gradients in host memory, in their masters' dtype, copied there as soon as FSDP2 has reduced them.
+
+    Gradients of further microbatches are added on the device.
+
+    engine: FSDP2's object of each parameter, by name
+    pinned: registers the host memory with CUDA, and copies on a stream of its own
+    """
+
+    def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
+        sizes = [shard_shape(one).numel() * master_dtype(one).itemsize for one in engine.values()]
+        *begins, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
+        memory = allocate_host_memory(total, pinned=pinned)
+        self._engine, self._there = engine, set[str]()
+        self._host = {
+            name: memory[begin : begin + size].view(master_dtype(one))
+            for (name, one), begin, size in zip(engine.items(), begins, sizes, strict=True)
+        }
+        self._stream = torch.cuda.Stream() if pinned else None
+        for name, one in engine.items():
+            take = cast(Callable[[Tensor], None], partial(self._move_gradient_to_host, name))
+            one.sharded_param.register_post_accumulate_grad_hook(take)
+
+    def find_gradient(self, name: str) -> Tensor | None:
+        if name not in self._there:
+            return None
+        if self._stream is not None:
+            self._stream.synchronize()
+        return dtensor_like(self._engine[name], self._host[name])
+
+    def clear(self) -> None:
+        self._there.clear()
+
+    @torch.no_grad()
+    def _move_gradient_to_host(self, name: str, parameter: nn.Parameter) -> None:
+        """Moves a gradient to host memory, or adds it there. FSDP2 calls this on the reducing stream."""
+        assert isinstance(parameter.grad, DTensor), "the engine reduces sharded gradients"
+        gradient, parameter.grad = parameter.grad.to_local(), None
+        host, adds = self._host[name].view(gradient.shape), name in self._there
+        self._there.add(name)
+        if self._stream is None:
+            host.add_(gradient) if adds else host.copy_(gradient)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if adds:
+                gradient = host.to(gradient.device, non_blocking=True).add_(gradient)
+            host.copy_(gradient, non_blocking=True)
+            gradient.record_stream(self._stream)
 
 
 @dataclass(frozen=True)
@@ -126,54 +204,10 @@ class StreamingAdamW(torch.optim.Optimizer):
         self.gradients.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as `torch.optim.AdamW` does, with each parameter's master beside its moments.
-
-        As in torch, the tensors show the results of later steps. Tensors on a drive are read at each use. A
-        deep copy, or a saved file, holds the present values.
-        """
-        self.wait_for_update()
-        found = super().state_dict()
-        for index, (parameter, _) in enumerate(self._parameters_and_options()):
-            name = self.offloaded.names_of.get(parameter)
-            if index in found["state"] and name is not None:
-                found["state"][index] = found["state"][index] | self.offloaded.always_current_tensors(name)
-        return found
+        raise _no_state_dict_error("is not in a state_dict")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a `state_dict` of the same parameters on the same ranks, with or without masters.
-
-        Masters that it lacks stay unchanged; moments that it lacks become zero. Raises SpecError for shards
-        of other shapes, before anything is changed, and OffloadError if the drive fails. After an error
-        half-way, the state is unusable until a complete state is loaded.
-        """
-        self.offloaded.wait_for_update(to_load=True)
-        index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters_and_options())}
-        saved: dict[str, dict[str, Tensor]] = {}
-        rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
-        for name in self.offloaded.names:
-            own, now = rest.pop(index[name], {}), self.offloaded.always_current_tensors(name)
-            new = {key: own[key] for key in MasterAndMoments._fields if key in own}
-            _check_loaded_shapes(name, new, now=now)
-            saved[name] = {"master": now["master"]} | new
-            if "step" in own:
-                rest[index[name]] = {"step": own["step"]}
-        self._load_state_not_offloaded(state_dict | {"state": rest})
-        with closing(self.offloaded.iterate_tensors_to_fill(keep=True)) as portions:
-            for portion in portions:
-                for name, new in portion.items():
-                    for key, tensor in new.items():
-                        one, target = saved[name].get(key), local_tensor(tensor)
-                        target.zero_() if one is None else target.copy_(local_tensor(one))
-
-    def _load_state_not_offloaded(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state that is not offloaded into its present tensors, which any `state_dict` shares."""
-        before = {parameter: dict(state) for parameter, state in self.state.items()}
-        super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():
-            for key, new in state.items():
-                if isinstance(new, Tensor):
-                    own = before.get(parameter, {}).get(key)
-                    state[key] = new.clone() if own is None else own.copy_(new)
+        raise _no_state_dict_error("cannot be loaded from a state_dict")
 
     def _parameters_and_options(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -273,15 +307,9 @@ def _run_fused_adamw(
     )
 
 
-def _check_loaded_shapes(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
-    for key, tensor in new.items():
-        own, found = local_tensor(now[key]), local_tensor(tensor) if isinstance(tensor, Tensor) else None
-        read = isinstance(found, RereadingTensor) or (found is not None and not found.is_meta)
-        if found is None or found.shape != own.shape or not read:
-            got = f"{tuple(found.shape)} on {found.device}" if found is not None else type(tensor).__name__
-            raise SpecError(
-                f"the state_dict is not of this rank's shards: {key} of {name}.",
-                got=f"{got}, {tuple(own.shape)} expected",
-                why="a state_dict is for the same parameters on the same ranks",
-                fix="fullshard.save and fullshard.load, whose checkpoints are for any number of ranks",
-            )
+def _no_state_dict_error(what: str) -> OffloadError:
+    return OffloadError(
+        f"offloaded optimizer state {what}.",
+        why="it may take more memory than the host has",
+        fix="fullshard.save and fullshard.load, for any number of ranks; or fullshard.full_state to read it",
+    )

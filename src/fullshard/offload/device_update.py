@@ -13,7 +13,7 @@ the results equal those of an update of the whole group.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,20 +32,38 @@ class GroupPieceOnDevice(NamedTuple):
     gradient: Tensor
 
 
-class WorkStream(Protocol):
-    """Stream of device work: enqueued functions issue work, which runs in order. The host need not wait."""
+class WorkStream:
+    """Stream of device work: enqueued functions issue work, which runs in order. The host need not wait.
+
+    Any thread may add functions. Without CUDA, `enqueue` runs the function before it returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         """Enqueues `act`, to run after the events `after` of other streams. Returns the event of its end."""
-        ...
+        if self._stream is None:
+            act()
+            return None
+        for event in after:
+            self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):  # which also sets the current device
+            act()
+            return self._stream.record_event()
 
     def make_memory_usable_in_stream(self, memory: Tensor) -> None:
         """Makes memory that was just allocated safe for use by the functions of this stream."""
-        ...
+        if self._stream is not None:
+            # Work enqueued earlier on the current stream may still use this memory, so this stream waits.
+            # When the memory is freed, the allocator must not reuse it before this stream is done with it.
+            self._stream.wait_stream(torch.cuda.current_stream(memory.device))
+            memory.record_stream(self._stream)
 
     def synchronize(self) -> None:
         """Waits until all enqueued functions have run."""
-        ...
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class DeviceUpdateStreams(NamedTuple):
@@ -54,40 +72,6 @@ class DeviceUpdateStreams(NamedTuple):
     into: WorkStream
     change: WorkStream
     out: WorkStream
-
-
-class SynchronousStream:
-    """Stream without CUDA: `enqueue` runs the function before it returns."""
-
-    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
-        act()
-
-    def make_memory_usable_in_stream(self, memory: Tensor) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class CudaStream:
-    """CUDA stream to which any thread may add functions: `enqueue` sets the current device for each."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def enqueue(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
-        for event in after:
-            self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            act()
-            return self._stream.record_event()
-
-    def make_memory_usable_in_stream(self, memory: Tensor) -> None:
-        # Work enqueued earlier on the current stream may still use this memory, so this stream waits for it.
-        # When the memory is freed, the allocator must not reuse it before this stream is done with it.
-        self._stream.wait_stream(torch.cuda.current_stream(memory.device))
-        memory.record_stream(self._stream)
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
 
 
 class DeviceUpdate:
@@ -106,10 +90,7 @@ class DeviceUpdate:
         streams: DeviceUpdateStreams | None = None,
     ) -> None:
         self._elements, self._moments = copy_chunk_elements(groups), moments
-        on_gpu = device.type == "cuda"
-        self._streams = streams or DeviceUpdateStreams(
-            *((CudaStream(device) if on_gpu else SynchronousStream()) for _ in DeviceUpdateStreams._fields)
-        )
+        self._streams = streams or DeviceUpdateStreams(*(WorkStream(device) for _ in range(3)))
         sizes = [sum(dtype.itemsize for dtype in _buffer_dtypes(group, moments)) for group in groups]
         size = max(sizes, default=0) * self._elements
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]

@@ -1,20 +1,46 @@
-"""The directory of a rank's files on a drive: its lock, small files, and leftovers of earlier runs.
+"""The directory of a rank's files on a drive: its lock, its owner, manifests of complete generations.
 
-<offload.path>/<run id>/rank-00003/    lock, identity.json, and the files of `generations`
+<offload.path>/<run id>/rank-00003/
+    lock               held while a process uses the directory
+    identity.json      the owner of these files
+    state-0.data       records at fixed offsets       state-1.data
+    state-0.payload    bytes for commit_generation    state-1.payload
+    state-0.json       the manifest: written last     state-1.json
+
+Each JSON file ends with its own digest, so that a flipped bit is always detected.
 """
 
 import errno
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from fullshard.errors import OffloadError
-from fullshard.offload.drive import SYSTEM, DriveSystemCalls, offload_error_from_os_error
+from pydantic import ValidationError
+
+from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
+from fullshard.offload.drive import (
+    CHECK_DRIVE,
+    SYSTEM,
+    DriveSystemCalls,
+    offload_error_from_os_error,
+    round_up_to_blocks,
+)
 from fullshard.quantities import format_bytes
-from fullshard.system.files import atomic_replace_context, fsync_path, make_durable_directory
-from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
+from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.system.direct_io import ALIGNMENT
+from fullshard.system.files import (
+    atomic_replace_context,
+    fsync_path,
+    make_durable_directory,
+    open_regular_file,
+    xxh3_digest,
+)
+from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.small_files import read_bytes
 
 IDENTITY = "identity.json"
 LOCK = "lock"
@@ -27,28 +53,13 @@ def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
     return path / run_id / f"rank-{rank:05d}"
 
 
-def list_leftover_directories(path: Path, *, alive_run_id: str) -> list[tuple[Path, int]]:
-    """Returns unlocked directories of other runs in `offload.path`, and their bytes, the largest first."""
-    found: list[tuple[Path, int]] = []
-    with suppress(OSError):
-        for run in sorted(path.iterdir()):
-            ranks = sorted(identity.parent for identity in run.glob(f"{RANKS}/{IDENTITY}"))
-            if run.name != alive_run_id and ranks and not any(_is_locked(one) for one in ranks):
-                found.append((run, sum(directory_disk_bytes(one) for one in ranks)))
-    return sorted(found, key=lambda one: -one[1])
-
-
 def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
-    """Returns the error for a rank's `directory` whose files do not fit. It names the removable leftovers."""
-    path, run_id = directory.parent.parent, directory.parent.name
-    left = list_leftover_directories(path, alive_run_id=run_id)
-    names = ", ".join(f"{one} ({format_bytes(size)})" for one, size in left)
-    remove = f"remove what earlier runs have left: {names}; or " if left else ""
     return OffloadError(
         f"not enough space for optimizer state in {directory}.",
         got=f"{format_bytes(free_bytes)} free, {format_bytes(needed_bytes)} needed by this rank",
         why="it is allocated before the first step: two generations, one of which is whole at any moment",
-        fix=f"{remove}offload.path = a directory on a drive with more room",
+        fix=f"remove what earlier runs have left in {directory.parent.parent}; or offload.path = a directory "
+        "on a drive with more room",
     )
 
 
@@ -124,13 +135,217 @@ def write_file_start_and_flush(path: Path, data: bytes, *, system: DriveSystemCa
         os.close(descriptor)
 
 
-def _is_locked(directory: Path) -> bool:
-    try:
-        return find_lock_holder(directory / LOCK) is not None
-    except OSError:  # not a lock file of fullshard, or a file system without locks: counts as held
-        return True
-
-
 def directory_disk_bytes(directory: Path) -> int:
     """Returns the bytes that the files in a directory take on the drive. Raises OSError."""
     return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())
+
+
+SLOTS = (0, 1)
+_MOST_BYTES = 256 << 20
+_FOREIGN_FIX = "another offload.path; or remove the directory, if nothing in it is needed"
+
+
+class RunRankIdentity(FrozenModel):
+    """The owner of a directory's files: a rank of a run.
+
+    layout: digest of the names, shapes, dtypes and offsets of all records
+    """
+
+    run_id: str
+    rank: NonNegativeInt
+    world_size: PositiveInt
+    layout: str
+
+
+class DataFileRegion(FrozenModel):
+    """A record: a named region of a generation's data file. `offset_bytes` is a multiple of 4096."""
+
+    name: str
+    offset_bytes: NonNegativeInt
+    length_bytes: PositiveInt
+
+
+class GenerationManifest(FrozenModel):
+    """Description of a complete generation.
+
+    step: number of steps after which the state was written
+    digests: digest of each record's bytes, in the order of `records`
+    payload_bytes: length of the payload; the rest of its file is unused
+    """
+
+    format: Literal[1] = 1
+    identity: RunRankIdentity
+    step: NonNegativeInt
+    records: tuple[DataFileRegion, ...]
+    digests: tuple[str, ...]
+    payload_bytes: NonNegativeInt
+    payload_digest: str
+
+
+def data_path(directory: Path, slot: int) -> Path:
+    return directory / f"state-{slot}.data"
+
+
+def payload_path(directory: Path, slot: int) -> Path:
+    return directory / f"state-{slot}.payload"
+
+
+def manifest_path(directory: Path, slot: int) -> Path:
+    return directory / f"state-{slot}.json"
+
+
+def data_file_bytes(records: Sequence[DataFileRegion]) -> int:
+    """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
+    return round_up_to_blocks(max((one.offset_bytes + one.length_bytes for one in records), default=1))
+
+
+def check_aligned_and_disjoint(records: Sequence[DataFileRegion]) -> None:
+    """Asserts that records begin at blocks, have unique names, and do not overlap."""
+    assert len({record.name for record in records}) == len(records), "two records of one name"
+    end = 0
+    for record in sorted(records, key=lambda one: one.offset_bytes):
+        assert record.offset_bytes % ALIGNMENT == 0, f"{record.name} does not begin at a block"
+        assert record.offset_bytes >= end, f"{record.name} begins in another record"
+        end = record.offset_bytes + record.length_bytes
+
+
+def json_with_digest(value: FrozenModel) -> bytes:
+    """Returns the value as JSON, followed by a line with the digest of this JSON."""
+    text = value.model_dump_json().encode()
+    return text + b"\n" + xxh3_digest(text).encode() + b"\n"
+
+
+def claim_directory(directory: Path, identity: RunRankIdentity, *, system: DriveSystemCalls) -> None:
+    """Writes `identity` into a new `directory`. Raises ForeignOffloadError if another owner has files there.
+
+    If the identity file is damaged, the manifests show the owner instead.
+    """
+    text, path = json_with_digest(identity), directory / IDENTITY
+    if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
+        replace_file_atomically(path, text, system=system)
+        return
+    try:
+        other = RunRankIdentity.model_validate_json(_verified_json_bytes(path))
+    except (FileNotFoundError, ValidationError, DamagedOffloadError):
+        if any(one.identity == identity for one in read_undamaged_manifests(directory)):
+            replace_file_atomically(path, text, system=system)
+            return
+        got = f"no {IDENTITY} that can be read"
+    else:
+        if other == identity:
+            return
+        here, there = identity.model_dump(), other.model_dump()
+        differ = (name for name in here if there[name] != here[name])
+        got = ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in differ)
+    raise ForeignOffloadError(
+        f"{directory} holds state of another run, or of other ranks or shapes.",
+        got=got,
+        why="its bytes would be taken for those of other parameters",
+        fix=_FOREIGN_FIX,
+    )
+
+
+def read_world_size(directory: Path) -> int | None:
+    """Returns the number of ranks of the run that wrote the files in `directory`; None if unreadable."""
+    with suppress(OSError, ValidationError, DamagedOffloadError):
+        return RunRankIdentity.model_validate_json(_verified_json_bytes(directory / IDENTITY)).world_size
+    return None
+
+
+def read_undamaged_manifests(directory: Path) -> list[GenerationManifest]:
+    """Returns the undamaged manifests in a rank's directory, for any owner."""
+    found: list[GenerationManifest] = []
+    for slot in SLOTS:
+        with suppress(OSError, ValidationError, DamagedOffloadError):
+            text = _verified_json_bytes(manifest_path(directory, slot))
+            found.append(GenerationManifest.model_validate_json(text))
+    return found
+
+
+@dataclass(frozen=True)
+class SavedRunState:
+    """State that a run left in its directory on a drive of one node.
+
+    step: newest step that is complete on all ranks with files in the directory
+    taken_bytes: bytes that these ranks' files take on the drive
+    """
+
+    directory: Path
+    step: int
+    world_size: int
+    taken_bytes: int
+
+
+def find_saved_run_state(directory: Path) -> SavedRunState | None:
+    """Finds the state in a run's directory, `<offload.path>/<run id>`, without checking records.
+
+    Returns None if there is no step that a run can resume from, or if this user cannot read the files.
+    """
+    world_size = read_world_size(directory / FIRST_RANK)
+    if world_size is None:
+        return None
+    with suppress(OSError):
+        # Ranks of another world size are leftovers of an earlier run.
+        own = [one for one in directory.glob(RANKS) if read_world_size(one) == world_size]
+        # No run resumes from a generation without a payload, which was committed during a load.
+        steps = [{one.step for one in read_undamaged_manifests(rank) if one.payload_bytes} for rank in own]
+        if common := set[int].intersection(*steps):
+            taken_bytes = sum(directory_disk_bytes(one) for one in own)
+            return SavedRunState(directory, max(common), world_size, taken_bytes)
+    return None
+
+
+def read_manifest(
+    directory: Path, slot: int, *, identity: RunRankIdentity, records: Sequence[DataFileRegion]
+) -> GenerationManifest | None:
+    """Returns the manifest of a slot after verifying its payload, or None if there is no manifest.
+
+    Raises OSError, and DamagedOffloadError if the manifest or the payload is damaged.
+    """
+    path = manifest_path(directory, slot)
+    if not os.path.lexists(path):
+        return None
+    try:
+        manifest = GenerationManifest.model_validate_json(_verified_json_bytes(path))
+    except ValidationError as error:
+        raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
+    if manifest.identity != identity or manifest.records != tuple(records):
+        raise DamagedOffloadError(f"{path} is damaged.", got="a manifest of other files")
+    if len(manifest.digests) != len(manifest.records):
+        raise DamagedOffloadError(f"{path} is damaged.", got="digests that are not those of its records")
+    read_payload(directory, slot, manifest=manifest)
+    return manifest
+
+
+def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) -> bytes:
+    """Returns the payload of a slot. Raises DamagedOffloadError if its digest does not match, and OSError."""
+    path = payload_path(directory, slot)
+    if not path.exists():
+        raise DamagedOffloadError(f"{path} is missing.")
+    with open(path, "rb", opener=open_regular_file) as file:
+        data = file.read(min(manifest.payload_bytes, os.fstat(file.fileno()).st_size))
+    if len(data) < manifest.payload_bytes:
+        got = f"{len(data)} bytes, {manifest.payload_bytes} expected"
+        raise DamagedOffloadError(f"{path} is truncated.", got=got)
+    if xxh3_digest(data) != manifest.payload_digest:
+        raise digest_mismatch_error(path, f"all {len(data)} bytes")
+    return data
+
+
+def digest_mismatch_error(path: Path, what: str) -> DamagedOffloadError:
+    """Returns the error for bytes (`what`) of a file whose digest does not match."""
+    return DamagedOffloadError(
+        f"{path} holds other bytes than were written.",
+        got=f"{what}, whose digest is another",
+        why="the drive, or something on the way to it, changed them",
+        fix=CHECK_DRIVE,
+    )
+
+
+def _verified_json_bytes(path: Path) -> bytes:
+    """Returns the JSON of a file that `json_with_digest` made. Raises OSError or DamagedOffloadError."""
+    text = read_bytes(path, most_bytes=_MOST_BYTES)
+    body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")
+    if text != body + b"\n" + xxh3_digest(body).encode() + b"\n":
+        raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({stated[:40]!r})")
+    return body

@@ -2,14 +2,12 @@
 
 [Note: past the page cache] Bytes move directly between the drive and buffers of this process (O_DIRECT). The
 kernel's page cache would copy them a second time, hold memory that training needs, and write back at its own
-pace. Transfers that are not aligned to blocks of 4 KiB, in the file or in memory, go through an aligned
-scratch buffer. On a file system without direct I/O, small transfers go through the page cache, and its pages
-are released at once.
+pace. So all transfers are of whole blocks of 4 KiB, in the file and in memory. On a file system without
+direct I/O, small transfers go through the page cache, and its pages are released at once.
 """
 
 import errno
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -22,18 +20,21 @@ from pathlib import Path
 from statistics import median_low
 from typing import Self
 
-import numpy as np
-
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
 from fullshard.spec.records.measurement import DriveTrafficBytes
-from fullshard.system.direct_io import ALIGNMENT, clear_o_direct_flag, has_o_direct_flag, open_direct
-from fullshard.system.disk import os_error_reason_and_fix
-from fullshard.system.files import atomic_replace_context
+from fullshard.system.direct_io import (
+    ALIGNMENT,
+    clear_o_direct_flag,
+    has_o_direct_flag,
+    memory_address,
+    open_direct,
+)
+from fullshard.system.files import atomic_replace_context, os_error_reason_and_fix
 
 logger = logging.getLogger("fullshard")
 
-_SCRATCH_BYTES = 1 << 20
+_ZEROS_BYTES = 1 << 20
 _CACHED_BYTES = 256 << 10
 _COUNTED_STEPS = 1000
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -41,6 +42,9 @@ CHECK_DRIVE = "another drive for offload.path, and a look at the system's log"
 _SETTING = "offload.path = a directory"
 _START_AGAIN = "--resume, which skips damaged files and resumes from the newest complete step"
 _UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, and of the medium
+
+
+Transfer = Callable[[int, Sequence[memoryview], int], int]  # as os.preadv and os.pwritev
 
 
 def _free_bytes(directory: Path) -> int:
@@ -58,13 +62,12 @@ class DriveSystemCalls:
     """Operating system calls that access a drive. Tests replace some, to simulate a failing drive."""
 
     open: Callable[[Path, int, int], int] = os.open
-    preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
-    pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
+    preadv: Transfer = os.preadv
+    pwritev: Transfer = os.pwritev
     fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
     fsync: Callable[[int], None] = os.fsync  # of directories
     posix_fallocate: Callable[[int, int, int], None] = _posix_fallocate
     free_bytes: Callable[[Path], int] = _free_bytes
-    wait: Callable[[threading.Condition, float], bool] = threading.Condition.wait
 
 
 SYSTEM = DriveSystemCalls()
@@ -103,7 +106,7 @@ class DriveCounters:
 
     def _transfer_and_count_bytes(  # signature: the system call's, after the bound arguments
         self,
-        transfer: Callable[[int, Sequence[memoryview], int], int],
+        transfer: Transfer,
         kind: str,
         descriptor: int,
         buffers: Sequence[memoryview],
@@ -147,7 +150,7 @@ class DriveFile:
     """A file of a fixed size, `size_bytes`, which is a multiple of 4096. See [Note: past the page cache].
 
     `read` and `write` transfer all bytes or raise, and release the GIL. Several threads may access different
-    blocks of 4 KiB at once. Transfers are fastest if address, offset and length are multiples of 4096.
+    blocks of 4 KiB at once. Address, offset and length of each transfer must be multiples of 4096.
 
     Every error is an OffloadError, and a DamagedOffloadError if the drive has lost written bytes.
     """
@@ -211,85 +214,58 @@ class DriveFile:
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fills `target` with the bytes from `offset` on. Raises DamagedOffloadError if they are lost."""
-        _check_range_inside_file(self, "read", offset=offset, length=target.nbytes)
-        self._transfer_all(self._read_some_bytes, target, offset=offset)
+        self._transfer_all(self._system.preadv, target, offset=offset, doing="read")
 
     def write(self, data: memoryview, offset: int) -> None:
         """Writes all of `data` at `offset`. `data` must not change until this returns."""
-        _check_range_inside_file(self, "written", offset=offset, length=data.nbytes)
-        self._transfer_all(self._write_some_bytes, data, offset=offset)
+        self._transfer_all(self._system.pwritev, data, offset=offset, doing="written")
 
-    def _transfer_all(self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int) -> None:
-        """Calls `some`, which transfers a part and returns its size, until all of `data` is transferred."""
+    def _transfer_all(self, transfer: Transfer, data: memoryview, *, offset: int, doing: str) -> None:
+        self._check_range(data, offset=offset, doing=doing)
         begin, left = offset, data.cast("B")
         while left.nbytes:
             direct = self.direct
             try:
-                count = some(left, offset)
+                count = transfer(self._descriptor, [left if direct else left[:_CACHED_BYTES]], offset)
             except InterruptedError:
                 continue
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # the file system takes O_DIRECT only at `open`
                     self._disable_direct_io()
                     continue
-                reading = some == self._read_some_bytes
-                what = f"{self.path} cannot be {'read' if reading else 'written'}."
-                where = f"{format_bytes(left.nbytes)} at offset {offset}"
-                lost = reading and error.errno in _UNREADABLE
-                kind = DamagedOffloadError if lost else OffloadError
-                raise offload_error_from_os_error(what, error, where=where, kind=kind) from error
+                lost = doing == "read" and error.errno in _UNREADABLE
+                raise offload_error_from_os_error(
+                    f"{self.path} cannot be {doing}.",
+                    error,
+                    where=f"{format_bytes(left.nbytes)} at offset {offset}",
+                    kind=DamagedOffloadError if lost else OffloadError,
+                ) from error
+            if not count:
+                raise self._no_progress_error(doing, offset=offset)
+            if direct and count % ALIGNMENT:  # the file system ended a transfer within a block
+                count -= count % ALIGNMENT
+                if not count:
+                    self._disable_direct_io()
             left, offset = left[count:], offset + count
         if not self.direct and hasattr(os, "posix_fadvise"):  # releases the pages, and starts their writeback
             os.posix_fadvise(self._descriptor, begin, data.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _read_some_bytes(self, target: memoryview, offset: int) -> int:
-        if not self.direct:
-            return self._call_preadv(target[:_CACHED_BYTES], offset)
-        if _is_aligned(target, offset):
-            return self._call_preadv(target[: target.nbytes - target.nbytes % ALIGNMENT], offset)
-        head = offset % ALIGNMENT
-        scratch = _capped_aligned_buffer(head + target.nbytes)
-        count = self._call_preadv(scratch, offset - head) - head
-        if count <= 0:
-            self._disable_direct_io()  # the file system ended a transfer within a block
-            return 0
-        count = min(count, target.nbytes)
-        _copy_bytes(scratch[head : head + count], to=target[:count])
-        return count
+    def _check_range(self, data: memoryview, *, offset: int, doing: str) -> None:
+        if offset < 0 or offset + data.nbytes > self.size_bytes:
+            raise OffloadError(
+                f"bytes past the end of {self.path} were to be {doing}.",
+                got=f"{data.nbytes} bytes at offset {offset} of {self.size_bytes}",
+                why="the file has the size that was planned, and never another",
+            )
+        is_aligned = not (offset % ALIGNMENT or data.nbytes % ALIGNMENT or memory_address(data) % ALIGNMENT)
+        assert is_aligned, "transfers are of whole blocks, from memory that begins at a page"
 
-    def _write_some_bytes(self, data: memoryview, offset: int) -> int:
-        if not self.direct:
-            return self._call_pwritev(data[:_CACHED_BYTES], offset)
-        if _is_aligned(data, offset):
-            return self._call_pwritev(data[: data.nbytes - data.nbytes % ALIGNMENT], offset)
-        head = offset % ALIGNMENT
-        scratch = _capped_aligned_buffer(head + data.nbytes)
-        count = min(scratch.nbytes - head, data.nbytes)
-        for edge in {0, scratch.nbytes - ALIGNMENT}:
-            if edge < head or edge + ALIGNMENT > head + count:  # some bytes of this block must stay
-                block = scratch[edge : edge + ALIGNMENT]
-                if self._call_preadv(block, offset - head + edge) < ALIGNMENT:
-                    self._disable_direct_io()
-                    return 0
-        _copy_bytes(data[:count], to=scratch[head : head + count])
-        written = self._call_pwritev(scratch, offset - head) - head
-        if written <= 0:
-            self._disable_direct_io()
-            return 0
-        return min(written, count)
-
-    def _call_preadv(self, target: memoryview, offset: int) -> int:
-        count = self._system.preadv(self._descriptor, [target], offset)
-        if not count:
-            found = os.fstat(self._descriptor).st_size
-            raise _wrong_size_error(self.path, found=found, expected=self.size_bytes, offset=offset)
-        return count
-
-    def _call_pwritev(self, data: memoryview, offset: int) -> int:
-        count = self._system.pwritev(self._descriptor, [data], offset)
-        if not count:
-            raise OSError(errno.EIO, "the drive took nothing")
-        return count
+    def _no_progress_error(self, doing: str, *, offset: int) -> OffloadError:
+        found = os.fstat(self._descriptor).st_size
+        if doing == "read" or found != self.size_bytes:
+            return _wrong_size_error(self.path, found=found, expected=self.size_bytes, offset=offset)
+        nothing = OSError(errno.EIO, "the drive took nothing")
+        return offload_error_from_os_error(f"{self.path} cannot be written.", nothing)
 
     def _disable_direct_io(self) -> None:
         with self._leaving:
@@ -320,18 +296,9 @@ def _fallocate_or_write_zeros(descriptor: int, size_bytes: int, *, system: Drive
     except OSError as error:
         if error.errno not in _NO_ALLOCATION:
             raise
-    zeros, offset = memoryview(bytes(_SCRATCH_BYTES)), 0
+    zeros, offset = memoryview(bytes(_ZEROS_BYTES)), 0
     while offset < size_bytes:
         offset += system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
-
-
-def _check_range_inside_file(file: DriveFile, doing: str, *, offset: int, length: int) -> None:
-    if offset < 0 or offset + length > file.size_bytes:
-        raise OffloadError(
-            f"bytes past the end of {file.path} were to be {doing}.",
-            got=f"{length} bytes at offset {offset} of {file.size_bytes}",
-            why="the file has the size that was planned, and never another",
-        )
 
 
 @cache  # once per directory
@@ -351,19 +318,3 @@ def _wrong_size_error(path: Path, *, found: int, expected: int, offset: int | No
         why="its size never changes: something else wrote it, or its file system was damaged",
         fix=_START_AGAIN,
     )
-
-
-def _is_aligned(data: memoryview, offset: int) -> bool:
-    if offset % ALIGNMENT or data.nbytes < ALIGNMENT:
-        return False
-    return np.frombuffer(data, dtype=np.uint8).ctypes.data % ALIGNMENT == 0
-
-
-def _capped_aligned_buffer(least: int) -> memoryview:
-    """Returns page-aligned memory of whole blocks for `least` bytes, at most 1 MiB."""
-    return memoryview(mmap.mmap(-1, min(round_up_to_blocks(least), _SCRATCH_BYTES)))
-
-
-def _copy_bytes(source: memoryview, *, to: memoryview) -> None:
-    """Copies bytes with NumPy, which releases the GIL."""
-    np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

@@ -21,9 +21,13 @@ from torch import Tensor
 from fullshard.distributed.tensors import find_unusable_number
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.generations import Generation, GenerationFiles
-from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
 from fullshard.offload.lazy_tensor import make_lazy_tensor
-from fullshard.offload.store import GroupLayout, GroupStream, MasterAndMoments
+from fullshard.offload.store import (
+    GroupLayout,
+    GroupStream,
+    MasterAndMoments,
+    allocate_host_memory,
+)
 from fullshard.spec.groups import OffloadGroup, ShardSegment
 
 GROUP_BUFFERS = 3
@@ -118,8 +122,8 @@ class DriveStore:
         if fresh:
             self._wait_and_invalidate_buffers()
             self._ahead.clear()
-        else:
-            self.keep_current_state_readable()
+        elif not self._committed:  # its file would be overwritten, but it must stay readable meanwhile
+            self.commit_generation(None, b"")
         source, target = self._newest, self.generations.start_generation()
         if source == target:  # an uncommitted generation is overwritten
             self._newest = None
@@ -138,10 +142,6 @@ class DriveStore:
             yield from self._stream_groups(source=self._newest, target=None)
         finally:
             self._verify = False
-
-    def keep_current_state_readable(self) -> None:
-        if not self._committed:  # the next generation would overwrite its file
-            self.commit_generation(None, b"")
 
     def prefetch_first_groups(self) -> None:
         first = [group.index for group in self._groups[:GROUP_BUFFERS]]
@@ -289,10 +289,14 @@ def _read_parameter_part(
             fix="load a complete state, or resume from a checkpoint",
         )
     dtype, numel = places[0][0].dtypes[part], places[-1][1].end
-    # Aligned to a page, so that it can be read into directly, bypassing the page cache.
-    whole = allocate_host_memory(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
+    whole: Tensor | None = None
     for layout, segment in places:
-        begin = layout.begins[part] + segment.offset * dtype.itemsize
-        target = as_memoryview(whole[segment.slice_in_shard].view(torch.uint8))
-        generations.read_record_part(str(layout.group.index), target, slot=file, offset=begin)
+        name, begin = str(layout.group.index), layout.begins[part] + segment.offset * dtype.itemsize
+        size = segment.numel * dtype.itemsize
+        own = generations.read_record_part(name, slot=file, offset=begin, size_bytes=size).view(dtype)
+        if len(places) == 1:
+            return own
+        whole = torch.empty(numel, dtype=dtype) if whole is None else whole
+        whole[segment.slice_in_shard] = own
+    assert whole is not None, "the rank has elements of it"
     return whole

@@ -21,18 +21,11 @@ from pathlib import Path
 from typing import Self
 
 import xxhash
+from torch import Tensor
 
 from fullshard.errors import DamagedOffloadError
 from fullshard.offload.directories import (
     LOCK,
-    lock_directory,
-    no_space_error,
-    remove_file_and_flush,
-    replace_file_atomically,
-    write_file_start_and_flush,
-)
-from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls, allocate_file, translate_os_errors
-from fullshard.offload.generation_manifest import (
     SLOTS,
     DataFileRegion,
     GenerationManifest,
@@ -43,11 +36,19 @@ from fullshard.offload.generation_manifest import (
     data_path,
     digest_mismatch_error,
     json_with_digest,
+    lock_directory,
     manifest_path,
+    no_space_error,
     payload_path,
     read_manifest,
     read_payload,
+    remove_file_and_flush,
+    replace_file_atomically,
+    write_file_start_and_flush,
 )
+from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls, allocate_file, translate_os_errors
+from fullshard.offload.store import allocate_host_memory, as_memoryview
+from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import fsync_path, xxh3_digest
 
 logger = logging.getLogger("fullshard")
@@ -198,12 +199,15 @@ class GenerationFiles:
         if found.hexdigest() != self._digests[slot][name]:
             raise digest_mismatch_error(file.path, f"{name}, bytes {record.offset_bytes} to {end}")
 
-    def read_record_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Fills `target` from `offset` of a record on, without checking its digest."""
+    def read_record_part(self, name: str, *, slot: int, offset: int, size_bytes: int) -> Tensor:
+        """Returns `size_bytes` of a record, from `offset` on, as uint8. Does not check its digest."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
-        assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
-        self._files[slot].read(target, record.offset_bytes + offset)
+        assert offset + size_bytes <= record.length_bytes, "the bytes are the record's"
+        before = offset % ALIGNMENT
+        memory = allocate_host_memory(before + size_bytes, pinned=False)
+        self._files[slot].read(as_memoryview(memory), record.offset_bytes + offset - before)
+        return memory[before : before + size_bytes]
 
     def commit_generation(self, step: int, payload: bytes) -> Generation:
         """Completes the started generation, as the state after `step` steps, and flushes it.

@@ -2,7 +2,7 @@
 
 It computes the numbers of `rounding.adamw_with_stochastic_rounding`: the same fp32 operations in the same
 order, each rounded to nearest (no fused multiply-add, no approximate division), and the random numbers of
-`philox.random_halfwords`.
+`rounding.random_halfwords`.
 """
 # Triton is absent from CPU builds, and its language has no types.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fullshard.offload.philox import RoundingSeed
+from fullshard.offload.rounding import RoundingSeed
 
 _PAIRS = 512  # of elements, in one program
 

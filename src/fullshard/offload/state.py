@@ -13,26 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import detached_local_tensor
-from fullshard.errors import OffloadError
 from fullshard.offload.drive import DriveCounters
-from fullshard.offload.fsdp_params import (
-    dtensor_like,
-    iterate_sharded_parameters,
-    master_dtype,
-    redirect_all_gather,
-)
 from fullshard.offload.gather_source import (
     GatherSource,
     MasterCastingSource,
     OffloadedFrozenParameters,
     SeparateShardSource,
     ShardCopies,
+    dtensor_like,
+    iterate_sharded_parameters,
+    master_dtype,
+    redirect_all_gather,
 )
-from fullshard.offload.lazy_tensor import make_lazy_tensor
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments, master_and_moment_dtypes
 from fullshard.offload.update_thread import (
     UpdateThread,
-    frozen_half_loaded_error,
     half_loaded_error,
     not_loaded_error,
 )
@@ -214,54 +209,32 @@ class OffloadedState:
         """
         return self._parts_as_dtensors(name, self.store.read_parameter_state(name))
 
-    def always_current_tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns the `parameter_state_tensors` that show, at each use, the result of the last update.
-
-        During `iterate_tensors_to_fill` they show the old state. A use raises OffloadError once the state is
-        closed.
-        """
-        parts = self.store.read_parameter_state(name)
-        if parts is not None and self.settings.on_drive is not None:
-            # A weak reference: a state dict must not keep the model and the directory's lock alive.
-            me: weakref.ref[OffloadedState] = weakref.ref(self)
-            reads = (partial(_read_current_part, me, name, part=part) for part in range(len(parts)))
-            pairs = zip(parts, reads, strict=True)
-            lazy = (make_lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs)
-            parts = MasterAndMoments(*lazy)
-        return self._parts_as_dtensors(name, parts)
-
-    def iterate_tensors_to_fill(
-        self, *, keep: bool = False, frozen: bool = False
-    ) -> Generator[dict[str, dict[str, Tensor]]]:
+    def iterate_tensors_to_fill(self, *, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
         """Yields tensors to fill with new values, in portions of the state: {name: {key: tensor}}.
 
         The tensors are stored when the next portion is requested. Every rank gets the same portions. After an
         interrupted iteration, the state is unusable until a complete one.
 
-        keep: keeps the old state readable by `always_current_tensors` meanwhile
         frozen: includes frozen parameters
         """
         self.wait_for_update(to_load=True)
-        if keep:
-            self.store.keep_current_state_readable()
         self.updates.unusable = half_loaded_error
         self.shards.announce_update()
-        with self.shards.expedite_publishing(None):  # no all-gather runs meanwhile
-            stream = self.store.stream_for_update(fresh=True)
-            for portion in join_groups_of_split_parameters(self.groups):
-                names = dict.fromkeys(name for group in portion for name in group.names)
-                new = {name: self.store.parameter_state_to_fill(name) for name in names}
-                yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
-                for _ in filter(lambda group: group.segments, portion):
-                    group, parts = next(stream)
-                    for segment in group.segments:
-                        _copy_segment(new[segment.name], parts, segment=segment)
-                        self._publish_segment(segment, parts)
-            next(stream, None)
+        stream = self.store.stream_for_update(fresh=True)
+        for portion in join_groups_of_split_parameters(self.groups):
+            names = dict.fromkeys(name for group in portion for name in group.names)
+            new = {name: self.store.parameter_state_to_fill(name) for name in names}
+            yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
+            for _ in filter(lambda group: group.segments, portion):
+                group, parts = next(stream)
+                for segment in group.segments:
+                    _copy_segment(new[segment.name], parts, segment=segment)
+                    self._publish_segment(segment, parts)
+        next(stream, None)
         self.updates.wait_for_all_work(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
-            self.updates.frozen_unusable = frozen_half_loaded_error
+            self.updates.frozen_unusable = partial(half_loaded_error, "the frozen parameters were")
             for new in self.frozen.iterate_tensors_to_fill():
                 yield {name: {"master": own} for name, own in new.items()}
             self.updates.frozen_unusable = None
@@ -269,10 +242,9 @@ class OffloadedState:
     def rewrite_shards_from_masters(self, *, verify: bool) -> None:
         """Rewrites all shards from the masters. If `verify`, checks the state against its digests."""
         self.shards.announce_update()
-        with self.shards.expedite_publishing(None):
-            for group, parts in self.store.stream_read_only(verify=verify):
-                for segment in group.segments:
-                    self._publish_segment(segment, parts)
+        for group, parts in self.store.stream_read_only(verify=verify):
+            for segment in group.segments:
+                self._publish_segment(segment, parts)
         self.updates.unusable = None
 
     def _make_stores_and_thread(self, frozen: Mapping[str, Any]) -> None:
@@ -299,7 +271,7 @@ class OffloadedState:
             self.frozen = OffloadedFrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.make_close_function())
             settle = partial(_wait_for_all_writes, self.store, self.shards)
-            self.updates = UpdateThread(settle, hurried=self.shards.expedite_publishing)
+            self.updates = UpdateThread(settle)
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
             self.close = weakref.finalize(self, closing.pop_all().close)
@@ -357,21 +329,6 @@ def iterate_parameters_to_load(offloaded: OffloadedState) -> Iterator[set[Tensor
         finally:
             for name, local in stands.items():
                 set_local_part(own[name], local)
-
-
-def _read_current_part(reference: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
-    """Returns one part of a parameter's present state. Raises OffloadError if the state was closed."""
-    state = reference()
-    if state is None or not state.close.alive:
-        raise OffloadError(
-            f"the state of {name} is no longer on its drive.",
-            why="the model that it was of is let go, and each tensor of a state_dict is read when it is used",
-            fix="copy.deepcopy(optimizer.state_dict()) while the model is there, or a checkpoint",
-        )
-    state.updates.wait_for_all_work(to_load=True)
-    found = state.store.read_parameter_state(name)
-    assert found is not None, "the rank has rows of it"
-    return found[part].cpu()
 
 
 def _wait_for_all_writes(store: GroupStore, shards: GatherSource) -> None:

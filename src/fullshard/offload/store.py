@@ -7,14 +7,55 @@
 """
 
 import itertools
+import mmap
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
+from fullshard.errors import OffloadError
+from fullshard.quantities import format_bytes
 from fullshard.spec.groups import OffloadGroup, page_aligned_bytes
+
+
+def allocate_host_memory(size_bytes: int, *, pinned: bool) -> Tensor:
+    """Returns at least `size_bytes` of zeros, in whole pages, as uint8; if `pinned`, registered with CUDA.
+
+    The memory is a mapping of its own: torch's pinned allocator rounds up to a power of two, and malloc's
+    memory is not aligned to pages and stays with the thread that freed it. Raises OffloadError if there is
+    not enough memory.
+    """
+    size_bytes = page_aligned_bytes(max(1, size_bytes), 1)
+    try:
+        mapping = mmap.mmap(-1, size_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OffloadError(
+            f"the host has no {format_bytes(size_bytes)} in one piece.",
+            got=str(error),
+            fix="a smaller offload.sub_group_parameters, an nvme tier, or more ranks",
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    if pinned:
+        _register_with_cuda(tensor)
+    return tensor
+
+
+def as_memoryview(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous uint8 tensor on the CPU, for reading or writing."""
+    return memoryview(cast(bytearray, tensor.numpy()))
+
+
+def _register_with_cuda(tensor: Tensor) -> None:
+    code = cast(Any, torch.cuda.cudart()).cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(code) != 0:
+        raise OffloadError(
+            f"CUDA does not register {format_bytes(tensor.nbytes)} of host memory.",
+            got=f"cudaHostRegister: error {int(code)}",
+            fix="ulimit -l unlimited, a smaller offload.sub_group_parameters, or an nvme tier",
+        )
 
 
 class MasterAndMoments(NamedTuple):
@@ -69,10 +110,6 @@ class GroupStore(Protocol):
         """Starts to read the first groups of the next `stream_for_update`. Called when a stream has ended."""
         ...
 
-    def keep_current_state_readable(self) -> None:
-        """Keeps the old state readable by `read_parameter_state` during the next update and if it aborts."""
-        ...
-
     def stream_read_only(self, *, verify: bool = False) -> GroupStream:
         """Yields every group with its parts, not to be changed. If `verify`, checks a drive's digests."""
         ...
@@ -125,9 +162,6 @@ class HostMemoryStore:
             yield group, self._parts[group.index]
 
     def prefetch_first_groups(self) -> None: ...
-
-    def keep_current_state_readable(self) -> None:
-        """Does nothing: each group stays unchanged until the caller changes it."""
 
     def stream_read_only(self, *, verify: bool = False) -> GroupStream:
         return self.stream_for_update()

@@ -9,7 +9,6 @@ state.
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 
 from fullshard.errors import OffloadError
 
@@ -20,15 +19,12 @@ class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
     settle: waits until all state is stored
-    hurried: context in which a thread waits for the update of a unit (None: of all units)
     unusable: makes the error of all uses except a load, while values are missing or from two states; or None
     frozen_unusable: makes this error for frozen parameters; or None
     """
 
-    def __init__(
-        self, settle: Callable[[], None], *, hurried: Callable[[int | None], AbstractContextManager[None]]
-    ) -> None:
-        self._settle, self._hurried = settle, hurried
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
         self.unusable: Lacking | None = None
         self.frozen_unusable: Lacking | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
@@ -52,10 +48,8 @@ class UpdateThread:
 
     def wait_for_unit_update(self, unit: int) -> None:
         """Waits until the unit is updated. Raises OffloadError if work failed or the state is unusable."""
-        event = self._pending.get(unit)
-        if event is not None and not event.is_set():
-            with self._hurried(unit):
-                event.wait()
+        if (event := self._pending.get(unit)) is not None:
+            event.wait()
         self._raise_if_unusable()
 
     def wait_for_all_work(self, *, to_load: bool = False) -> None:
@@ -65,9 +59,8 @@ class UpdateThread:
         and `frozen_unusable`.
         """
         running, self._running = self._running, []
-        with self._hurried(None):
-            for future in running:
-                future.exception()  # waits; `_record_failed_work` has recorded the error
+        for future in running:
+            future.exception()  # waits; `_record_failed_work` has recorded the error
         if self._error is None:
             try:
                 self._settle()
@@ -101,21 +94,12 @@ class UpdateThread:
         ) from error
 
 
-def half_loaded_error() -> OffloadError:
-    """Returns the error for optimizer state that an interrupted load has set in part."""
+def half_loaded_error(what: str = "the optimizer's state was") -> OffloadError:
+    """Returns the error for state that an interrupted load has set in part."""
     return OffloadError(
-        "the optimizer's state was loaded in part.",
+        f"{what} loaded in part.",
         why="an error ended the load, so the state is a mixture of two",
         fix="load a complete state, or resume from a checkpoint",
-    )
-
-
-def frozen_half_loaded_error() -> OffloadError:
-    """Returns the error for frozen parameters that an interrupted load has set in part."""
-    return OffloadError(
-        "the frozen parameters were loaded in part.",
-        why="an error ended the load, so the state is a mixture of two",
-        fix="load the weights or a checkpoint that has them again",
     )
 
 

@@ -13,13 +13,15 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+
+from fullshard.system.files import atomic_replace_context, fsync_path
 
 BLOCK_BYTES = 16 << 20
 LARGE_BYTES = 1 << 20  # smallest size that gets a write, and an aligned layout, of its own
@@ -139,6 +141,14 @@ class DirectFileWriter:
         if not has_o_direct_flag(self._file) and hasattr(os, "posix_fadvise"):
             # On Linux this advice starts their writeback, and frees the memory for others.
             os.posix_fadvise(self._file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def open_atomic_replacement(path: Path) -> Generator[DirectFileWriter]:
+    """Opens a new file that atomically replaces `path` when the block succeeds, flushed to the disk."""
+    with atomic_replace_context(path) as draft, DirectFileWriter(draft) as file:
+        yield file
+    fsync_path(path.parent)
 
 
 def open_direct(

@@ -3,37 +3,26 @@
     s3://bucket/run        pip install "fullshard[s3]"
     gs://…, abfs://…       whatever fsspec knows, once its package is installed
 
-Each backend reads its own settings of credentials and endpoint; S3 those of the AWS command line
-(`AWS_PROFILE`, `AWS_ENDPOINT_URL`, …). A request whose connection breaks is tried up to five times.
-
-[Note: an answer in time] A store may accept a connection and never answer, or never read a request's body.
-Backends do not limit the wait: s3fs repeats botocore's tries, which makes 25 tries of 15 s per request, and
-sending a body has no timeout at all. So every request has a deadline here, which covers all its tries.
+Each backend reads its own settings of credentials, endpoint, timeouts and retries; S3 those of the AWS
+command line (`AWS_PROFILE`, `AWS_ENDPOINT_URL`, `AWS_MAX_ATTEMPTS`, …).
 """
 
 import errno
 import functools
 import importlib
-import io
 import logging
 import os
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.quantities import format_seconds
-from fullshard.system.disk import ExplainedOSError
-
-ANSWER_SECONDS = 60.0
-"""Deadline of a request, with all its tries."""
-_BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
+from fullshard.system.files import ExplainedOSError
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
 # Exceptions of backends that are not OSErrors, by module; only loaded modules are looked at.
@@ -105,11 +94,9 @@ class ObjectStore:
     """Requests to one object store. Every method may raise OSError.
 
     url: a prefix in the bucket
-    answer_seconds: deadline of a request with all its tries; a request gets one second more per MiB
     """
 
     url: str
-    answer_seconds: float = ANSWER_SECONDS
 
     def check_url_and_package(self) -> None:
         """Raises MissingExtraError if the store's package is missing, SpecError for an unusable URL."""
@@ -134,8 +121,7 @@ class ObjectStore:
     def read_object(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
         """Returns the bytes of an object, or those from `begin` to `end`."""
         path, options = self._fsspec_path(url), {"start": begin, "end": end}
-        moved_bytes = (end or 0) - (begin or 0)
-        return self.call_backend(url, "cat_file", path, options=options, moved_bytes=moved_bytes)
+        return self.call_backend(url, "cat_file", path, options=options)
 
     def object_size_bytes(self, url: str) -> int:
         options = {} if url.startswith("http") else {"refresh": True}  # web servers have no listings
@@ -147,75 +133,35 @@ class ObjectStore:
         Raises FileExistsError if the object exists (fsspec checks this beforehand for a store without
         if-none-match).
         """
-        path, options = self._fsspec_path(url), {"mode": "create"}
-        self.call_backend(url, "pipe_file", path, data, options=options, moved_bytes=len(data))
+        self.call_backend(url, "pipe_file", self._fsspec_path(url), data, options={"mode": "create"})
 
-    def open_for_writing(self, url: str, *, part_bytes: int) -> Any:
-        """Returns fsspec's file object for writing an object. The caller closes or discards it."""
+    @contextmanager
+    def open_for_writing(self, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
+        """Opens an object for writing in parts. It exists only after the context ends without error.
+
+        The last part is sent when the context ends, which can therefore raise OSError.
+        """
         with backend_errors_as_os_errors(url):
-            return self._file_system.open(self._fsspec_path(url), "wb", block_size=part_bytes)
+            file, ended = self._file_system.open(self._fsspec_path(url), "wb", block_size=part_bytes), False
+            try:
+                yield file
+                file.close()
+                ended = True
+            finally:
+                if not ended:
+                    with suppress(OSError, *_loaded_backend_exceptions()):  # the earlier error is shown
+                        file.discard()
+                    if hasattr(file, "blocksize"):  # fsspec would finish the upload of its own open file
+                        file.closed = True
 
     def remove_objects(self, urls: Sequence[str]) -> None:
         if urls:
             self.call_backend(self.url, "rm", [self._fsspec_path(url) for url in urls])
 
-    def abort_interrupted_uploads(self, url: str) -> None:
-        """Removes interrupted uploads below `url`, whose invisible parts S3 keeps and charges for."""
-        if not hasattr(self._file_system, "call_s3"):
-            return
-        bucket, prefix, _ = self._file_system.split_path(self._fsspec_path(url))
-        options = {"Bucket": bucket, "Prefix": f"{prefix}/"}
-        listed = self.call_backend(url, "call_s3", "list_multipart_uploads", options=options)
-        for one in listed.get("Uploads", []):
-            self.call_backend(url, "abort_mpu", bucket, one["Key"], one["UploadId"])
-
-    def call_backend(
-        self, url: str, act: str, *args: Any, options: Mapping[str, Any] | None = None, moved_bytes: int = 0
-    ) -> Any:
-        """Calls the method `act` of fsspec's file system with a deadline. See [Note: an answer in time].
-
-        url: object that errors name
-        moved_bytes: bytes that the request sends or receives, for which the deadline is later
-        """
-        system, asyn = self._file_system, importlib.import_module("fsspec.asyn")
-        seconds = self._deadline_seconds(moved_bytes)
+    def call_backend(self, url: str, act: str, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """Calls the method `act` of fsspec's file system. Errors name the object `url`."""
         with backend_errors_as_os_errors(url):
-            if not system.async_impl:
-                return getattr(system, act)(*args, **(options or {}))
-            asked = functools.partial(getattr(system, f"_{act}"), *args, **(options or {}))
-            try:
-                return asyn.sync(system.loop, asked, timeout=seconds)
-            except asyn.FSTimeoutError as error:
-                raise _no_answer_error(f"no answer within {format_seconds(seconds)}", url) from error
-
-    def call_within_deadline(self, url: str, act: Callable[[], object], *, moved_bytes: int) -> None:
-        """Calls `act`, a method of fsspec's file object, which knows no deadline, in a thread.
-
-        url, moved_bytes: as in `call_backend`
-        """
-        seconds, ended = self._deadline_seconds(moved_bytes), threading.Event()
-        outcome: list[BaseException | None] = []
-
-        def call() -> None:
-            try:
-                act()
-                outcome.append(None)
-            except (OSError, *_loaded_backend_exceptions()) as error:
-                outcome.append(error)
-            finally:
-                ended.set()
-
-        # A daemon, which a process does not wait for at its end.
-        threading.Thread(target=call, name="upload", daemon=True).start()
-        if not ended.wait(seconds):
-            raise _no_answer_error(f"no answer within {format_seconds(seconds)}", url)
-        assert outcome, "the thread has printed an error that is not the backend's"
-        if outcome[0] is not None:
-            with backend_errors_as_os_errors(url):
-                raise outcome[0]
-
-    def _deadline_seconds(self, moved_bytes: int) -> float:
-        return self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
+            return getattr(self._file_system, act)(*args, **(options or {}))
 
     @property
     def bucket_url(self) -> str:
@@ -261,59 +207,23 @@ def read_object_range(
     )
 
 
-class ObjectRangeReader(io.RawIOBase):
-    """A file object for reading an object by ranges. A small read also fetches the following bytes.
+def open_object(
+    store: ObjectStore, url: str, *, ahead_bytes: int = 1 << 20, pauses_seconds: Sequence[float] = ()
+) -> BinaryIO:
+    """Opens an object for reading by ranges. A read also fetches the `ahead_bytes` that follow.
 
     pauses_seconds: see `read_object_range`
     """
+    base: Any = importlib.import_module("fsspec.spec").AbstractBufferedFile
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        url: str,
-        *,
-        ahead_bytes: int = 1 << 20,
-        pauses_seconds: Sequence[float] = (),
-    ) -> None:
-        self.name = url
-        self._store, self._size = store, store.object_size_bytes(url)
-        self._ahead_bytes, self._pauses_seconds = ahead_bytes, pauses_seconds
-        self._position, self._begin, self._held = 0, 0, memoryview(b"")
+    class ObjectRangeReader(base):
+        name = url
 
-    def readable(self) -> bool:
-        return True
+        def _fetch_range(self, begin: int, end: int) -> bytes:
+            return read_object_range(store, url, begin=begin, end=end, pauses_seconds=pauses_seconds)
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + position
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, target: Any, /) -> int:
-        """Reads into `target`. Returns the number of bytes, which may be less than its size; 0 at the end."""
-        into = memoryview(target).cast("B")
-        wanted = max(0, min(into.nbytes, self._size - self._position))
-        at = self._position - self._begin
-        if wanted and not 0 <= at < self._held.nbytes:
-            end = min(self._size, self._position + max(wanted, self._ahead_bytes))
-            data = read_object_range(
-                self._store,
-                self.name,
-                begin=self._position,
-                end=end,
-                pauses_seconds=self._pauses_seconds,
-            )
-            self._held = memoryview(data)
-            self._begin, at = self._position, 0
-        part = self._held[at : at + wanted]
-        into[: part.nbytes] = part
-        self._position += part.nbytes
-        return part.nbytes
+    size_bytes = store.object_size_bytes(url)
+    return cast(BinaryIO, ObjectRangeReader(None, url, size=size_bytes, block_size=ahead_bytes))
 
 
 @functools.lru_cache(maxsize=8)
@@ -330,6 +240,7 @@ def _shared_file_system(url: str, process: int) -> Any:  # fsspec has no types
             verifying = "response_checksum_validation"
             if verifying in importlib.import_module("botocore.config").Config.OPTION_DEFAULTS:  # 1.36
                 system.config_kwargs.setdefault(verifying, "when_required")
+            system.retries = 2  # of five tries of botocore, each of which waits 15 s for an answer
         return system
     except ImportError as error:
         if url.startswith(("s3://", "s3a://")):

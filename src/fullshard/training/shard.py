@@ -14,16 +14,20 @@ from torch import nn
 
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
-from fullshard.offload.adamw import StreamingAdamW
+from fullshard.offload.adamw import DeviceGradients, GradientStore, HostGradients, StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
-from fullshard.offload.directories import rank_directory, remove_empty_parents
+from fullshard.offload.directories import (
+    DataFileRegion,
+    RunRankIdentity,
+    rank_directory,
+    read_world_size,
+    remove_empty_parents,
+)
 from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore, check_generation
-from fullshard.offload.fsdp_params import master_dtype
-from fullshard.offload.generation_manifest import DataFileRegion, RunRankIdentity, read_world_size
+from fullshard.offload.gather_source import master_dtype
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
-from fullshard.offload.gradients import DeviceGradients, GradientStore, HostGradients
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import (
     OffloadedState,

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
-from fullshard.offload.philox import RoundingSeed, rounding_key
-from fullshard.offload.rounding import AdamOptions, adamw_with_stochastic_rounding, shard_index
+from fullshard.offload.rounding import (
+    AdamOptions,
+    RoundingSeed,
+    adamw_with_stochastic_rounding,
+    rounding_key,
+    shard_index,
+)
 
 
 class StochasticAdamW(torch.optim.Optimizer):

@@ -23,8 +23,8 @@ from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import BoxCopy, Naming, WeightMap, map_weights_by_name
-from fullshard.system import disk
-from fullshard.system.files import make_durable_directory
+from fullshard.system.direct_io import open_atomic_replacement
+from fullshard.system.files import check_disk_space, free_disk_bytes, make_durable_directory
 from fullshard.system.targets import check_not_checkpoint_or_run_record
 from fullshard.weights.files import (
     DTYPES,
@@ -122,7 +122,7 @@ class SafetensorsWriter:
         header = encode_header({name: self.tensors[name] for name in names}, self.metadata)
         pieces = (piece for name in names for piece in self._iterate_tensor_pieces(name))
         # The next piece is read on the thread while this one is written.
-        with disk.open_atomic_replacement(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
+        with open_atomic_replacement(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
             file.write(header)
             coming = thread.submit(next, pieces, None)
             while (piece := coming.result()) is not None:
@@ -164,7 +164,7 @@ def export(
     shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     naming: Naming | None = None,
-    free_bytes: Callable[[Path], int] = disk.free_disk_bytes,
+    free_bytes: Callable[[Path], int] = free_disk_bytes,
 ) -> None:
     """Writes the model tensors of a checkpoint to safetensors.
 
@@ -238,13 +238,13 @@ def export_in_hf_layout(
         outgoing = _build_writer(
             files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
         )
-        _make_directory_and_check_space(outgoing, target, is_file=False, free_bytes=disk.free_disk_bytes)
+        _make_directory_and_check_space(outgoing, target, is_file=False, free_bytes=free_disk_bytes)
         if outgoing.total_tensor_bytes <= shard_bytes:
             outgoing.write_file(target / ONE_FILE, list(outgoing.tensors))
         else:
             _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
         for name, data in beside.items():
-            with disk.open_atomic_replacement(target / name) as file:
+            with open_atomic_replacement(target / name) as file:
                 file.write(data)
         return outgoing
 
@@ -344,7 +344,7 @@ def _make_directory_and_check_space(
     directory = target.parent if is_file else target
     make_durable_directory(directory)
     available = free_bytes(directory)
-    disk.check_disk_space(target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=available)
+    check_disk_space(target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=available)
 
 
 def check_holds_no_weights(directory: Path) -> None:
@@ -369,7 +369,7 @@ def _write_files_and_index(outgoing: SafetensorsWriter, directory: Path, *, shar
         outgoing.write_file(directory / file, part)
         names |= dict.fromkeys(part, file)
     contents = {"metadata": {"total_size": outgoing.total_tensor_bytes}, "weight_map": names}
-    with disk.open_atomic_replacement(index) as file:
+    with open_atomic_replacement(index) as file:
         file.write(json.dumps(contents, indent=1).encode())
 
 

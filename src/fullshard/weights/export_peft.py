@@ -23,7 +23,7 @@ from fullshard.models.adapters import (
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
-from fullshard.system import disk
+from fullshard.system.direct_io import open_atomic_replacement
 from fullshard.weights.adapter_checks import adapter_merging, check_peft_loads
 from fullshard.weights.export import export, names_without_wrappers
 from fullshard.weights.export_hf import build_meta_models
@@ -62,7 +62,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     export(checkpoint, target / _WEIGHTS, naming=partial(_map_trained_tensors, trained=trained))
 
     def write_config() -> None:
-        with disk.open_atomic_replacement(target / _CONFIG) as file:
+        with open_atomic_replacement(target / _CONFIG) as file:
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
     run_alone_or_raise(write_config, doing=f"exporting {checkpoint} to {target}")

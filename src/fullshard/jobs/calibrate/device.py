@@ -19,7 +19,7 @@ from fullshard.distributed.agreement import world_size
 from fullshard.errors import OffloadError
 from fullshard.observe.clock import total_seconds_of_calls
 from fullshard.offload.drive import DriveFile
-from fullshard.offload.host_memory import allocate_host_memory, as_memoryview
+from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.spec.machine.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {

@@ -23,7 +23,7 @@ from fullshard.spec.machine.hardware import (
 )
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.system.load import ProcessorSeconds, other_programs_fraction
+from fullshard.system.process import ProcessorSeconds, other_programs_fraction
 
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15

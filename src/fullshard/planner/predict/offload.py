@@ -14,7 +14,7 @@ device    optimizer:*    shards in the compute dtype (c P); masters are stored w
 host      *:cpu          S, gradients (4 P: fp32 sums), with params+ the parameters (c P and F), and updated
                          parameters on their way to the device (one segment of a group)
           *:nvme         gradients (they never go to the drive), that segment, three times the largest
-                         group's S, and with params+ buffers for three units' shards and three frozen ones
+                         group's S, and with params+ buffers for four units' shards and four frozen ones
 drive     *:nvme         two generations of S (one is always complete after a crash), space beside them for
                          other run state, parameters (one generation, since S can rebuild them), and F
 
@@ -31,10 +31,10 @@ with read, update and copy overlapped. So it takes at least
 
 The drive's rate is that of reads and writes together. Groups are updated in forward order, so that the next
 step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
-Reads run ahead of the update, see `slot_bytes_at_update_start`. With params+optimizer:nvme, the first gather
-of a unit uses the result of its update from memory. Later gathers read from the drive any shard that is not
-in one of UNIT_BUFFERS, see [Note: units in memory] in `offload.drive_shards`. Frozen shards have as many
-buffers of their own; they are written once before the first step and stay buffered from step to step.
+Reads run ahead of the update, see `slot_bytes_at_update_start`. With params+optimizer:nvme, each gather reads
+from the drive any shard that is not in one of UNIT_BUFFERS, see [Note: units in memory] in
+`offload.drive_shards`; an update drops what is in them. Frozen shards have as many buffers of their own; they
+are written once before the first step and stay buffered from step to step.
 
 With `update = "device"`, state and gradients (m per parameter) pass through two device buffers in pieces.
 Copies in both directions overlap, and each piece is updated at the rate of the device's own update:
@@ -259,15 +259,15 @@ def host_busy_ticks(
 def least_shard_bytes_read(plan: Plan, units: Sequence[tuple[UnitCost, int, int]]) -> int:
     """Returns a lower bound on the bytes of shards that the drive reads per step.
 
-    The first gather of an updated unit needs no read. Each pass over the units starts with those that the
-    previous pass left in memory. `units`: as `costs` in `host_busy_ticks`.
+    Each pass over the units starts with those that the previous pass left in memory. `units`: as `costs` in
+    `host_busy_ticks`.
     """
     there = 2 * plan.accumulation * UNIT_BUFFERS  # units left in memory before a pass, over all passes
-    largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
-    again = sum(max(0, gathers - count) * cost.shards_on_disk for cost, count, gathers in units)
-    largest_frozen = max((cost.frozen_on_disk for cost, *_ in units), default=0)
-    frozen = sum(gathers * cost.frozen_on_disk for cost, _, gathers in units)
-    return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
+    read = 0
+    for sizes in ([u[0].shards_on_disk for u in units], [u[0].frozen_on_disk for u in units]):
+        whole = sum(gathers * size for size, (*_, gathers) in zip(sizes, units, strict=True))
+        read += max(0, whole - there * max(sizes, default=0))
+    return read
 
 
 class SlotBytesAtUpdateStart(NamedTuple):
@@ -389,8 +389,11 @@ def predict_offload_terms(  # signature: from `StepTimePredictor.predict_offload
 
 
 def _host_unit_buffers_bytes(units: Sequence[int]) -> int:
-    """Returns the bytes of the host's buffers for units. `units`: bytes of each unit on the drive."""
-    return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)
+    """Returns the bytes of the host's buffers for units, and of the one in which they are made.
+
+    units: bytes of each unit on the drive
+    """
+    return (min(UNIT_BUFFERS, sum(size > 0 for size in units)) + 1) * max(units, default=0)
 
 
 class ActivationIoTicks(NamedTuple):

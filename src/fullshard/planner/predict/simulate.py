@@ -270,8 +270,7 @@ class StepSimulation:
         # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
         if not (again and cost.resharded):
             updates = self.is_first and not self.in_backward
-            is_there = not cost.shards_on_disk or touch_lru_buffer(unit, self.in_buffers.trained)
-            reads = not is_there and not updates
+            reads = bool(cost.shards_on_disk) and not touch_lru_buffer(unit, self.in_buffers.trained)
             frozen_too = bool(cost.frozen_on_disk) and not touch_lru_buffer(unit, self.in_buffers.frozen)
             there = simulate_shard_fetch(
                 self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
@@ -325,6 +324,8 @@ def simulate_second_step(  # signature: as `StepSimulation`
     simulation: type[StepSimulation] = StepSimulation,
 ) -> None:
     """Simulates a step after an equal one, so that frozen shards are still in the host's buffers.
+
+    The update has dropped the trained ones.
 
     works: the work of the first microbatch, and of each later one
     simulation: the class that simulates the step

@@ -20,7 +20,7 @@ from fullshard.spec.value import (
     field_descriptions,
 )
 from fullshard.system.files import write_file_atomically
-from fullshard.system.load import BUSY
+from fullshard.system.process import BUSY
 from fullshard.system.small_files import read_toml, toml_text
 
 MOST_RANKS = 2**20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.system.load import ProcessorSeconds, busy_processor_fraction, other_programs_fraction
+from fullshard.system.process import ProcessorSeconds, busy_processor_fraction, other_programs_fraction
 
 
 def test_the_load_is_a_fraction_of_the_processors():
