@@ -83,7 +83,7 @@ class PlanResult:
     largest: tuple[str, int] | None = None
 
     def print_page(self, budget: TrainingBudget | None, *, compare: bool) -> None:
-        """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
+        """Prints the page. With `compare`, adds the other strategies."""
         if self.largest is not None:
             what, size = self.largest
             show_labelled_lines([(f"largest {what}", f"{size:,}"), ("", "")])
@@ -108,9 +108,6 @@ class PlanResult:
         if compare and self.found is not None:
             typer.echo("")
             show_plan_table(self.best, self.found.by_strategy.values())
-            typer.echo("")
-            rules = self.explanation.rules if self.explanation else ()
-            show_labelled_lines(("", line) for rule in rules for line in rule.format_lines())
 
     def json_record(self, budget: TrainingBudget | None) -> dict[str, object]:
         """Returns the result as JSON values. `best` is the plan that --save writes."""
