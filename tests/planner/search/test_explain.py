@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from fullshard.planner.search.advice import format_difference
-from fullshard.planner.search.explain import PlanExplanation, explain_plan
+from fullshard.planner.search.explain import PlanExplanation, explain_plan, format_difference
 from fullshard.planner.search.search import search
 from fullshard.spec.machine.hardware import Hardware
 from tests.fakes.hardware import hardware_of

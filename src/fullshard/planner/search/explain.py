@@ -1,26 +1,29 @@
-"""Explanation of a search's result: what limits the plan, and the cost of other plans."""
+"""Explanation of a search's result: what limits the plan, other plans with their price, and what gains most.
+
+The alternatives are from the front of speed and memory: no plan is both faster and smaller than any of them.
+"""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast
 
-from fullshard.planner.search.advice import (
-    NOTABLE,
-    Lever,
-    RunnerUpPlan,
-    choose_runners_up,
-    find_largest_lever,
-    format_difference,
-)
+from fullshard.errors import PlanError
 from fullshard.planner.search.candidate_costs import require_prediction
-from fullshard.planner.search.search import SearchResult, format_plan
+from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.search import SearchResult, search, unpin_one_setting_at_a_time
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run import Run
+from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel
 
+# Fraction of the step from which a difference is reported: it would be noticeable.
+NOTABLE = 0.03
+NO_DIFFERENCE = "the same settings"
+# Fractions of the chosen plan's memory that smaller alternatives may need.
+_SMALLER = (0.85, 0.6)
+_SLOWEST = 1.5  # times the chosen plan's step: nobody waits longer to save memory that is there
 Binding = Literal["memory", "links", "host", "computing"]
 _LIMITS: dict[Binding, str] = {
     "memory": "memory is the limit",
@@ -28,6 +31,38 @@ _LIMITS: dict[Binding, str] = {
     "host": "the host is the limit",
     "computing": "computing is the limit",
 }
+
+
+class RunnerUpPlan(FrozenModel):
+    """A plan that was not chosen, compared with the chosen one."""
+
+    plan: Plan
+    seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
+    speedup: float  # extra tokens/s over the chosen plan, as a fraction; negative if it is slower
+    needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
+    lacks_bytes: int = 0  # bytes by which it does not fit the device; 0 if it fits
+    margin_bytes: int = 0  # bytes of the margin that it would use; 0 if it leaves the margin free
+
+    def text(self, chosen: Plan) -> str:
+        """Returns the plan and its price in one line: what differs from `chosen`, memory and speed."""
+        size = format_bytes(abs(self.needed_bytes))
+        if self.lacks_bytes:
+            memory = f"does not fit by {format_bytes(self.lacks_bytes)}"
+        elif self.margin_bytes:
+            memory = f"{size} more, {format_bytes(self.margin_bytes)} of it from the margin"
+        else:
+            memory = f"{size} {'more' if self.needed_bytes > 0 else 'less'}"
+        speed = f"{100 * abs(self.speedup):.1f} % {'faster' if self.speedup > 0 else 'slower'}"
+        return f"instead: {format_difference(self.plan, chosen)}: {memory}, {speed}"
+
+
+class Lever(FrozenModel):
+    """A change of the run or of the machine, and what it gains."""
+
+    change: str
+    plan: Plan | None = None  # the best plan after the change; None if the gain is in memory alone
+    gain: float  # extra tokens/s per rank, as a fraction; or the fraction of memory that it saves
+    text: str
 
 
 class PlanExplanation(FrozenModel):
@@ -123,3 +158,130 @@ def _notable_limits(
     if time.engine > NOTABLE * total:
         share = time.engine / total
         yield share, "host", f"FSDP2's own copies and hooks are {100 * share:.0f} % of the step"
+
+
+def choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, ...]:
+    """Returns plans of the front that are worth a look, the fastest first.
+
+    These are the nearest that is notably faster and does not fit (if twice the memory is enough), the
+    fastest that only the margin excludes, and, if memory is not plentiful, the fastest of those that need
+    notably less.
+    """
+    ours = require_prediction(chosen)
+    own, needed, capacity = ours.time.total, ours.required_device_bytes, ours.capacity_bytes
+    known = [(one, require_prediction(one)) for one in found.front]
+    picked: list[Plan] = []
+    faster = [
+        one
+        for one, p in known
+        if p.time.total * (1 + NOTABLE) <= own and capacity < p.required_device_bytes <= 2 * capacity
+    ]
+    picked += faster[-1:]  # the front's last has the least memory
+    tight = [
+        one
+        for one, p in known
+        if p.time.total < 0.995 * own and found.limit_bytes < p.required_device_bytes <= capacity
+    ]
+    picked += tight[:1]
+    for part in _SMALLER if needed > capacity / 4 else ():
+        quick = (
+            one
+            for one, p in known
+            if p.required_device_bytes <= part * needed and p.time.total <= _SLOWEST * own
+        )
+        picked += [one for one in [next(quick, None)] if one is not None and one not in picked]
+    return tuple(_compare(one, chosen, limit_bytes=found.limit_bytes) for one in picked)
+
+
+def _compare(plan: Plan, chosen: Plan, *, limit_bytes: int) -> RunnerUpPlan:
+    theirs, ours = require_prediction(plan), require_prediction(chosen)
+    lacks = max(0, theirs.required_device_bytes - theirs.capacity_bytes)
+    return RunnerUpPlan(
+        plan=plan,
+        seconds=theirs.time.total - ours.time.total,
+        speedup=theirs.tokens_per_second / ours.tokens_per_second - 1,
+        needed_bytes=theirs.required_device_bytes - ours.required_device_bytes,
+        lacks_bytes=lacks,
+        margin_bytes=0 if lacks else max(0, theirs.required_device_bytes - limit_bytes),
+    )
+
+
+def format_difference(plan: Plan, chosen: Plan) -> str:
+    """Returns the settings of `plan` in which it differs from `chosen`, as text."""
+    texts = zip(_iterate_setting_texts(plan), _iterate_setting_texts(chosen), strict=True)
+    return ", ".join(own for own, other in texts if own != other) or NO_DIFFERENCE
+
+
+def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
+    run, reshard = plan.run, plan.reshard_after_forward
+    kept = f" (kept over {reshard} after forward)" if type(reshard) is int else ""
+    over = "" if plan.shard_degree == 1 else f" over {plan.shard_degree:,}"
+    yield f"{plan.strategy}{over}{kept}"
+    yield f"microbatch {plan.microbatch}"
+    yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
+    every = f" {run.recompute.block_period}" if run.recompute.mode == "every" else ""
+    yield f"recompute {run.recompute.mode_text}{every}"
+    yield f"prefetch {run.prefetch.mode}" + (
+        f" {run.prefetch.forward}" if run.prefetch.mode == "explicit" else ""
+    )
+    yield "compiled" if run.run.compile is True else "not compiled"
+    yield f"offload {run.offload.tier}"
+    yield f"tensor parallel {plan.tensor_parallel}"
+
+
+def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> Lever | None:
+    """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
+
+    Tried are: each pinned setting left to the planner, compiled blocks, a batch twice as large, and twice as
+    many ranks. A loss that takes much memory is named if nothing else gains more.
+    """
+    best = _loss_lever(plan)
+    own = require_prediction(plan).tokens_per_second / plan.world_size
+    tiers = (cast("Tier", plan.run.offload.tier),)
+    for change, other, machine in _iterate_changes(plan, hardware, run=run):
+        try:
+            found = search(spec, machine, other, tiers=tiers).best
+        except PlanError:
+            continue  # impossible on these ranks, or not traced
+        if found is None:
+            continue
+        rate = require_prediction(found).tokens_per_second / found.world_size
+        gain = rate / own - 1
+        if gain >= NOTABLE and (best is None or gain > best.gain):
+            text = f"{change} ({format_difference(found, plan)}): {100 * gain:.0f} % more tokens/s per rank"
+            best = Lever(change=change, plan=found, gain=gain, text=text)
+    return best
+
+
+def _loss_lever(plan: Plan) -> Lever | None:
+    prediction = require_prediction(plan)
+    logits, needed = prediction.memory.loss, prediction.required_device_bytes
+    tight = needed > prediction.capacity_bytes / 2
+    if plan.run.train.loss_chunk != 0 or not tight or logits < 4 * NOTABLE * needed:
+        return None
+    share = f"{100 * logits / needed:.0f} % of the memory ({format_bytes(logits)})"
+    change, text = 'train.loss_chunk = "auto"', f"the logits are {share}"
+    if plan.run.train.loss is not None:
+        change = "fullshard.chunked_cross_entropy in train.loss"
+        text = f"{text} as its operations run eagerly; a compiled or fused loss holds fewer"
+    return Lever(change=change, gain=logits / needed, text=f"{change}: {text}")
+
+
+def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tuple[str, Run, Hardware]]:
+    """Yields (change as text, run, hardware) for each change to try."""
+    for change, freed in unpin_one_setting_at_a_time(run):
+        yield change, freed, hardware
+    if run.run.compile is False and plan.device == "cuda":
+        yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
+    # Prefetch and compiling as chosen: they hardly depend on these, and there are ten times fewer candidates.
+    settings = {"prefetch": plan.run.prefetch.model_dump(), "run": {"compile": plan.run.run.compile}}
+    batch = {"global_batch": 2 * run.train.global_batch}
+    twice = run_with_settings(run, {"train": batch, **settings})
+    yield f"{2 * run.tokens_per_step:,} tokens a step, twice as many", twice, hardware
+    if plan.device == "cuda" and (hardware.across is not None or hardware.nodes == 1):
+        spread = hardware.across is not None
+        more = hardware.with_rank_counts(
+            nodes=hardware.nodes * (2 if spread else 1),
+            ranks_per_node=hardware.ranks_per_node * (1 if spread else 2),
+        )
+        yield f"{more.world_size:,} GPUs, each with as many tokens a step as now", twice, more
