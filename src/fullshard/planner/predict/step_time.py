@@ -42,10 +42,9 @@ from fullshard.planner.predict.schedule import build_schedule
 from fullshard.planner.predict.simulate import (
     EventOrderSettings,
     MicrobatchWork,
-    StepSimulation,
     simulate_second_step,
 )
-from fullshard.planner.predict.streams import StreamClocks
+from fullshard.planner.predict.streams import RecordedWork, StreamClocks
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
@@ -107,16 +106,11 @@ WorkKey = tuple[int, int, bool]
 
 @dataclass
 class StepTimePredictor:
-    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`.
-
-    clocks, simulation: classes that simulate a step; `planner.spans` has some that record it
-    """
+    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`."""
 
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
-    clocks: type[StreamClocks] = StreamClocks
-    simulation: type[StepSimulation] = StepSimulation
     _work: dict[WorkKey, MicrobatchWork] = field(default_factory=dict[WorkKey, MicrobatchWork])
     _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
 
@@ -165,9 +159,21 @@ class StepTimePredictor:
         turns = self._microbatch_work(plan, trace, adds=False).program.repeats
         return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
-    def simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
-        """Returns the streams at the end of a step's last backward. `moves_nothing`: no activations."""
-        streams = self.clocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
+    def simulate_streams(
+        self,
+        plan: Plan,
+        *,
+        units: UnitCosts,
+        moves_nothing: bool = False,
+        recorded: list[RecordedWork] | None = None,
+    ) -> StreamClocks:
+        """Returns the streams at the end of a step's last backward.
+
+        moves_nothing: no activations are copied
+        recorded: a list to which all work is added; only without skipping
+        """
+        blocking = 1 - self.hardware.overlap
+        streams = StreamClocks(self._serial, blocking, recorded, disk=-units.ahead)
         policy = EventOrderSettings(
             prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,
@@ -181,8 +187,7 @@ class StepTimePredictor:
         works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        again, kind = plan.accumulation, self.simulation
-        simulate_second_step(streams, units.costs, policy, works=works, accumulation=again, simulation=kind)
+        simulate_second_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
