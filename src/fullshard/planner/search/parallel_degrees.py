@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
-from fullshard.planner.search.explain import NOTABLE
 from fullshard.planner.search.candidate_costs import require_prediction, step_seconds_with_startup
 from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.explain import NOTABLE
 from fullshard.planner.search.search import (
     SearchResult,
     least_seconds_that_may_fit,
