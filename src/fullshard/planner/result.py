@@ -13,7 +13,7 @@ from fullshard.planner.predict.spans import predict_step_spans
 from fullshard.planner.search.candidates import run_with_settings
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
-from fullshard.planner.search.search import SearchResult, no_plan_fits_error, search
+from fullshard.planner.search.search import SearchResult, require_best, search
 from fullshard.planner.target import PlanTarget, choose_global_batch, choose_hardware, resolve_plan_target
 from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
@@ -258,14 +258,15 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
 
 def fastest_plan(question: PlanRequest) -> Plan:
     """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
-    return _require_best_plan(_search_degrees(question, with_front=False).found, question)
+    found = _search_degrees(question, with_front=False).found
+    return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
 
 
 def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
     searched = _search_degrees(question, with_front=True)
     run, spec, found = searched
-    best = _require_best_plan(found, question)
+    best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run)
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
@@ -278,14 +279,6 @@ def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
         hardware=hardware,
         with_front=with_front,
     )
-
-
-def _require_best_plan(found: SearchResult, question: PlanRequest) -> Plan:
-    if found.best is None:
-        assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        spec, hardware, run = question.spec, question.hardware, question.asked
-        raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
-    return found.best
 
 
 def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:

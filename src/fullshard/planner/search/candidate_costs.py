@@ -52,13 +52,11 @@ class CandidateCosts:
         """Lists the candidates of `run` with their bounds on time. Raises PlanError if there are none."""
         if run.train.loss_chunk == "auto":  # a plan says what was traced
             run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
-        if run.sharding.context_parallel == "auto":
-            traced = {"context_parallel": spec.context_parallel, "context_method": spec.context_method}
-            run = run_with_settings(run, {"sharding": traced})
-        if run.sharding.tensor_parallel == "auto":
-            run = run_with_settings(run, {"sharding": {"tensor_parallel": spec.tensor_parallel}})
-        if run.sharding.expert_parallel == "auto":
-            run = run_with_settings(run, {"sharding": {"expert_parallel": spec.expert_parallel}})
+        axes = ("context_parallel", "tensor_parallel", "expert_parallel")
+        traced = {axis: getattr(spec, axis) for axis in axes if getattr(run.sharding, axis) == "auto"}
+        if "context_parallel" in traced:
+            traced["context_method"] = spec.context_method
+        run = run_with_settings(run, {"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = usable_bytes(hardware, run)

@@ -9,7 +9,7 @@ from typing import Literal, cast
 from fullshard.errors import PlanError
 from fullshard.planner.search.candidate_costs import require_prediction
 from fullshard.planner.search.candidates import run_with_settings
-from fullshard.planner.search.search import SearchResult, search, unpin_one_setting_at_a_time
+from fullshard.planner.search.search import SearchResult, iterate_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -269,8 +269,7 @@ def _loss_lever(plan: Plan) -> Lever | None:
 
 def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tuple[str, Run, Hardware]]:
     """Yields (change as text, run, hardware) for each change to try."""
-    for change, freed in unpin_one_setting_at_a_time(run):
-        yield change, freed, hardware
+    yield from iterate_unpinned(run, hardware)
     if run.run.compile is False and plan.device == "cuda":
         yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
     # Prefetch and compiling as chosen: they hardly depend on these, and there are ten times fewer candidates.
