@@ -33,7 +33,7 @@ from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model
 from fullshard.parallel.precision import replace_buffers_by_id
 from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
-from fullshard.planner.describe.kernels import OpCall, run_on_fake_tensors, transient_kernel_bytes
+from fullshard.planner.describe.operations import OpCall, run_on_fake_tensors, transient_kernel_bytes
 from fullshard.planner.describe.trace import disable_packing_detection
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.torch_private.tensors import storage_address, tree_leaves

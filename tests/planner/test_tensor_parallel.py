@@ -4,7 +4,6 @@ import pytest
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import (
-    PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
@@ -113,14 +112,14 @@ def test_bounds_hold(mode: str, prefetch: str) -> None:
     assert seconds.model_parallel > 0
     least = timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan), inline=inline)
     assert least <= seconds.total
-    traits = PeakLowerBoundSettings(
+    traits = dict(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=not inline,
     )
     bound = peak_lower_bound(
-        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), **traits
     )
     assert bound <= peak_bytes(spec, plan).total
 

@@ -9,8 +9,7 @@ from collections.abc import Container, Sequence
 from itertools import groupby
 
 from fullshard.parallel.host_copy import Way
-from fullshard.planner.describe.allocations import PhaseRecord
-from fullshard.planner.describe.kernels import KernelLaunch
+from fullshard.planner.describe.operations import KernelLaunch, PhaseRecord
 from fullshard.spec.model import Kernel, KernelIndexAndCount, LinearInMicrobatch, LiveTensorBytes, TracePhase
 
 Recording = Sequence[PhaseRecord]

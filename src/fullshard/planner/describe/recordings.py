@@ -23,9 +23,8 @@ from fullshard.parallel.units import (
     find_recompute_blocks,
     find_units,
 )
-from fullshard.planner.describe.allocations import PhaseRecord
 from fullshard.planner.describe.compiled_blocks import CompiledBlocks, CompiledPrograms
-from fullshard.planner.describe.kernels import distinct_storage_bytes, list_tensors
+from fullshard.planner.describe.operations import PhaseRecord, distinct_storage_bytes, list_tensors
 from fullshard.planner.describe.phases import (
     KernelIndex,
     can_extrapolate_to_smaller,

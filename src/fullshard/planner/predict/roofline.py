@@ -56,7 +56,7 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
     that tensor cores cannot load in vectors, or a factor for the width of attention's heads. Elementwise
     launches count bytes only, in half precision at a part of the rate. See [Note: grouped matmul] for the
     rate of experts.
-    Of collectives, only the copies around them count here: see `planner.model_parallel`.
+    Of collectives, only the copies around them count here: see `planner.collectives`.
     """
     if kernel.axis is not None:
         return memory_seconds(_copied_bytes(kernel, microbatch), rates.memory)

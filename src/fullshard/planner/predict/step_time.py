@@ -20,8 +20,12 @@ from math import ceil
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.collectives import collective_seconds, shard_group_layout
-from fullshard.planner.predict.model_parallel import fullest_rank_factor, model_parallel_ticks
+from fullshard.planner.predict.collectives import (
+    collective_seconds,
+    fullest_rank_factor,
+    model_parallel_seconds,
+    shard_group_layout,
+)
 from fullshard.planner.predict.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -56,14 +60,6 @@ from fullshard.spec.settings.train_section import RecomputeSection
 
 _ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole ticks
 _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
-
-
-def predict_terms(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:  # signature: as `predict`
-    """Returns the predicted seconds of one optimizer step, term by term.
-
-    Raises PlanError if `spec` lacks the trace, or `hardware` a rate, that `plan` needs.
-    """
-    return StepTimePredictor(spec, hardware).predict_time(plan)
 
 
 class UnitCosts(NamedTuple):
@@ -273,7 +269,8 @@ class StepTimePredictor:
             kernels, received = self.spec.kernels, fullest_rank_factor(self.spec, plan)
             costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
-            sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
+            among = model_parallel_seconds(self.spec, phases, plan=plan, hardware=self.hardware)
+            sent = tuple(map(to_ticks, among))
             lengths = tuple(
                 (to_ticks(cost.seconds) + own, to_ticks(cost.launches * rates.launch_seconds))
                 for cost, own in zip(costs, sent, strict=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import (
     MeshDependentBytes,
-    PeakLowerBoundSettings,
     TraceDependentPeakBytes,
     mesh_dependent_bytes,
     peak_lower_bound,
@@ -87,13 +86,14 @@ class CandidateCosts:
             self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
         if own not in self._bounds:
             self._bounds[own] = trace_dependent_peak_bytes(self.spec, self._build_plan(candidate))
-        traits = PeakLowerBoundSettings(
+        bound = peak_lower_bound(
+            self._bounds[own],
+            self._meshes[mesh],
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "every_microbatch",
             keeps=not candidate.mesh.frees_parameters_after_forward,
             prefetches=candidate.prefetch.mode != "none",
         )
-        bound = peak_lower_bound(self._bounds[own], self._meshes[mesh], traits=traits)
         return bound + self.hardware.context_bytes
 
     def needed_bytes(self, index: int) -> int:
