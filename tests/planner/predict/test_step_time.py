@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.planner.predict.fsdp_time import TICKS
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.predict.unit_costs import TICKS
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import cpu_of, hardware_of

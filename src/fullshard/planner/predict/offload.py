@@ -65,14 +65,14 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, cast
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.roofline import memory_seconds
+from fullshard.planner.predict.fsdp_time import TICKS, UnitCost, to_ticks
+from fullshard.planner.predict.phases import memory_seconds
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
     padded_numel,
     rounding_temporary_bytes,
     unpadded_shard_numel,
 )
-from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks
 from fullshard.spec.groups import (
     UNIT_BUFFERS,
     OffloadGroup,

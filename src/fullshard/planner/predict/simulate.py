@@ -1,4 +1,4 @@
-"""Simulation of a step on the streams, event by event. See [Note: FSDP2's order] in `planner.streams`.
+"""Simulation of a step on the streams, event by event. See [Note: FSDP2's order] in `planner.fsdp_time`.
 
 [Note: skipping]
 A step consists of similar turns: blocks in forward and in backward, and microbatches. A turn's effect on the
@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from fullshard.planner.predict.offload import ActivationIoTicks
-from fullshard.planner.predict.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
-from fullshard.planner.predict.streams import (
+from fullshard.planner.predict.fsdp_time import (
     BufferedUnits,
     StreamClocks,
+    UnitCost,
     simulate_gradient_offload,
     simulate_shard_fetch,
     touch_lru_buffer,
     wait_for_offloaded_gradients,
 )
-from fullshard.planner.predict.unit_costs import UnitCost
+from fullshard.planner.predict.offload import ActivationIoTicks
+from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 

@@ -4,9 +4,8 @@ These are of a simulation that skips no turn. Contention and stragglers are fact
 are spans after its end.
 """
 
+from fullshard.planner.predict.fsdp_time import TICKS, RecordedWork
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.predict.streams import RecordedWork
-from fullshard.planner.predict.unit_costs import TICKS
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan

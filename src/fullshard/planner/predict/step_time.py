@@ -3,7 +3,7 @@
     total = (streams + contention + optimizer + offload) * (1 + stragglers)
 
 streams      when the compute stream finishes all microbatches: see [Note: FSDP2's order] in
-             `planner.streams`. The time is spent computing, copying, or waiting for a kind of collective.
+             `planner.fsdp_time`. The time is spent computing, copying, or waiting for a kind of collective.
 contention   hardware.contention * overlapped: the seconds of collectives that overlap the compute stream,
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
@@ -26,6 +26,14 @@ from fullshard.planner.predict.collectives import (
     model_parallel_seconds,
     shard_group_layout,
 )
+from fullshard.planner.predict.fsdp_time import (
+    TICKS,
+    RecordedWork,
+    StreamClocks,
+    UnitCost,
+    to_ticks,
+    unit_cost,
+)
 from fullshard.planner.predict.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -41,16 +49,13 @@ from fullshard.planner.predict.offload import (
     slot_bytes_at_update_start,
     state_bytes_of_each_group,
 )
-from fullshard.planner.predict.roofline import memory_seconds, phase_costs
-from fullshard.planner.predict.schedule import build_schedule
+from fullshard.planner.predict.phases import build_schedule, memory_seconds, phase_costs
 from fullshard.planner.predict.simulate import (
     EventOrderSettings,
     MicrobatchWork,
     simulate_second_step,
 )
-from fullshard.planner.predict.streams import RecordedWork, StreamClocks
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
-from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.machine.hardware import Hardware, Rates, interpolate_rate
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
