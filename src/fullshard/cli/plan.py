@@ -24,41 +24,33 @@ Model = Annotated[
 On = Annotated[
     str | None,
     typer.Option(
-        "--on",
         metavar="HARDWARE",
         help="4xH100, 32x8xH100 (32 nodes of 8), or a hardware.toml; without it, this machine.",
     ),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Use this many ranks of the hardware.")]
+Ranks = Annotated[int | None, typer.Option(min=1, help="Use this many ranks of the hardware.")]
 DriveRate = Annotated[
     str | None,
     typer.Option(
-        "--drive-rate",
         metavar="BYTES/S",
         help="Rate of the drive for one rank while all ranks use it, reads and writes together: 3.5G.",
     ),
 ]
-Length = Annotated[
-    int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS", help="Tokens of a sequence: 8192.")
-]
+Length = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of a sequence: 8192.")]
 Tokens = Annotated[
     str | None,
-    typer.Option("--tokens-per-step", metavar="TOKENS", help="Tokens of a step, over all ranks: 4M, 524288."),
+    typer.Option(metavar="TOKENS", help="Tokens of a step, over all ranks: 4M, 524288."),
 ]
 PrecisionOption = Annotated[
     str | None,
-    typer.Option(
-        "--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, bf16_pure, fp16, fp8, fp8_rowwise."
-    ),
+    typer.Option(metavar="MODE", help="fp32, bf16, bf16_reduce, bf16_pure, fp16, fp8, fp8_rowwise."),
 ]
 BudgetOption = Annotated[
-    str | None, typer.Option("--budget", metavar="TOKENS", help="Show how long this many tokens take: 15T.")
+    str | None, typer.Option(metavar="TOKENS", help="Show how long this many tokens take: 15T.")
 ]
 Price = Annotated[
     float | None,
-    typer.Option(
-        "--price", metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."
-    ),
+    typer.Option(metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 Ladder = Annotated[
@@ -66,12 +58,11 @@ Ladder = Annotated[
     typer.Option("--ladder", help="Show what each faster setting gains: compile, chunked loss, fp8, …"),
 ]
 Save = Annotated[
-    Path | None, typer.Option("--save", metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
+    Path | None, typer.Option(metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
 ]
 SaveTrace = Annotated[
     Path | None,
     typer.Option(
-        "--trace",
         metavar="TRACE.json",
         help="Save the planned step as a trace for https://ui.perfetto.dev; TRACE.json.gz is smaller.",
     ),
@@ -79,16 +70,15 @@ SaveTrace = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Let --save and --trace replace any file.")]
 Largest = Annotated[
     Literal["microbatch", "sequence"] | None,
-    typer.Option("--largest", help="Find the largest microbatch or sequence that fits."),
+    typer.Option(help="Find the largest microbatch or sequence that fits."),
 ]
 Scaling = Annotated[
     str | None,
-    typer.Option("--scaling", metavar="RANKS", help="Show the speed on several numbers of ranks: 8,64,512."),
+    typer.Option(metavar="RANKS", help="Show the speed on several numbers of ranks: 8,64,512."),
 ]
 Machines = Annotated[
     str | None,
     typer.Option(
-        "--machines",
         metavar="LIST",
         help="Plan on several machines side by side, with dollars per GPU hour: '8xH100@2.5, 8xH200@3.2'.",
     ),

@@ -157,7 +157,13 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
                 f"which {ranks // shared} or more of the {ranks:,} ranks share"
             )
     if tokens is None:
-        return sequences, _large_step_note(sequences * length, ranks=ranks)
+        if sequences * length <= most:
+            return sequences, None
+        return sequences, (
+            f"one sequence for each of {ranks:,} ranks is {format_count(sequences * length)} tokens a step; "
+            "large runs take up to 16M (Llama 3 405B), and more may train worse: plan fewer ranks, shorter "
+            "sequences, or sharding.tensor_parallel"
+        )
     if sequences * length > 2 * tokens:
         raise PlanError(
             f"{format_count(tokens)} tokens a step are too few for {ranks:,} ranks.",
@@ -170,17 +176,6 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
     return sequences, (
         f"{tokens:,} tokens a step are {tokens / length:,.2f} sequences of {length:,}; "
         f"planned with {sequences:,} = {sequences * length:,} tokens, which {ranks:,} ranks can share evenly"
-    )
-
-
-def _large_step_note(tokens: int, *, ranks: int) -> str | None:
-    """Returns a note for the user if the ranks alone make a step larger than those of large runs."""
-    if tokens <= LARGEST_COMMON_TOKENS:
-        return None
-    return (
-        f"one sequence for each of {ranks:,} ranks is {format_count(tokens)} tokens a step; large runs take "
-        "up to 16M (Llama 3 405B), and more may train worse: plan fewer ranks, shorter sequences, or "
-        "sharding.tensor_parallel"
     )
 
 
