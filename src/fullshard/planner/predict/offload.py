@@ -256,20 +256,6 @@ def host_busy_ticks(
     return HostBusyTicks(max(0, disk), update + norm, into, out)
 
 
-def least_shard_bytes_read(plan: Plan, units: Sequence[tuple[UnitCost, int, int]]) -> int:
-    """Returns a lower bound on the bytes of shards that the drive reads per step.
-
-    The first gather of an updated unit needs no read. Each pass over the units starts with those that the
-    previous pass left in memory. `units`: as `costs` in `host_busy_ticks`.
-    """
-    there = 2 * plan.accumulation * UNIT_BUFFERS  # units left in memory before a pass, over all passes
-    largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
-    again = sum(max(0, gathers - count) * cost.shards_on_disk for cost, count, gathers in units)
-    largest_frozen = max((cost.frozen_on_disk for cost, *_ in units), default=0)
-    frozen = sum(gathers * cost.frozen_on_disk for cost, _, gathers in units)
-    return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
-
-
 class SlotBytesAtUpdateStart(NamedTuple):
     """Bytes of offloaded state in the three slots when an update begins."""
 
