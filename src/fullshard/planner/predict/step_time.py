@@ -326,7 +326,7 @@ class StepTimePredictor:
         return max(0, longer) * plan.accumulation
 
     def _host_busy_ticks(self, plan: Plan, *, shards_read: int = 0) -> HostBusyTicks:
-        """Returns the busy ticks of the host's streams. `shards_read`: bytes that the drive reads of shards."""
+        """Returns the busy ticks of the host's streams. `shards_read`: bytes that the drive reads."""
         units = self.unit_costs(plan)
         reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
         gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)

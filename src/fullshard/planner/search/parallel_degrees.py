@@ -81,9 +81,9 @@ class _DegreeSearcher(NamedTuple):
         if run.sharding.expert_parallel != "auto" or not degrees:
             return self._search_spec(run, spec)
         least_seconds_that_may_fit(spec, hardware, run)  # raises, if the batch cannot be divided
-        questions = {1: (_with_degree(run, "expert_parallel", 1), spec)} | self._describe_expert_degrees(
-            run, degrees
-        )
+        questions = {
+            1: (_with_degree(run, "expert_parallel", degree=1), spec)
+        } | self._describe_expert_degrees(run, degrees)
         # By choice, plans offload only if none fits without.
         targets = list_offload_targets(hardware, run) if run.offload.tier == "auto" else ()
         for tiers in ((), targets) if targets else ((),):
@@ -99,7 +99,7 @@ class _DegreeSearcher(NamedTuple):
             return None
         return None if searched.found.best is None else searched
 
-    def _search_spec(self, run: Run, spec: ModelSpec, tiers: Sequence[Tier] = ()) -> DegreeSearch:
+    def _search_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
         found = search(spec, self.hardware, run, tiers=tiers, with_front=self.with_front)
         return DegreeSearch(run, spec, found)
 
@@ -107,7 +107,7 @@ class _DegreeSearcher(NamedTuple):
         """Returns the run and the spec for each number of ranks over 1 that can divide the experts."""
         found: dict[int, tuple[Run, ModelSpec]] = {}
         for degree in degrees:
-            own = _with_degree(run, "expert_parallel", degree)
+            own = _with_degree(run, "expert_parallel", degree=degree)
             try:
                 spec = self.describe(own)
             except PlanError:
@@ -136,7 +136,7 @@ class _DegreeSearcher(NamedTuple):
             run, spec = questions[degree]
             if not tiers and run.offload.tier == "auto":
                 run = run_with_settings(run, {"offload": {"tier": "none"}})
-            searched = self._search_spec(run, spec, tiers)
+            searched = self._search_spec(run, spec, tiers=tiers)
             if searched.found.best is not None:
                 found[degree] = searched._replace(run=questions[degree][0])
         return choose_fastest([found[degree] for degree in sorted(found)], questions[1][0]) if found else None
@@ -167,7 +167,7 @@ def search_parallel_degrees(
     else:
         fitting += _iterate_context_searches(searcher, run)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
-        fitting += _iterate_tensor_searches(searcher, run, tensor)
+        fitting += _iterate_tensor_searches(searcher, run, tensor=tensor)
     if fitting:
         return choose_fastest(fitting, run)
     if whole is None:
@@ -196,7 +196,7 @@ def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[D
     """
     with suppress(ShardError, TraceError):  # no number of ranks can divide the sequences of this model
         for degree in iterate_context_degrees(searcher.hardware, run):
-            searched = searcher.search_fitting(_with_degree(run, "context_parallel", degree))
+            searched = searcher.search_fitting(_with_degree(run, "context_parallel", degree=degree))
             if searched is not None:
                 yield searched
                 best = _fitting_plan(searched)
@@ -204,14 +204,15 @@ def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[D
                     return
 
 
-def _iterate_tensor_searches(searcher: _DegreeSearcher, run: Run, tensor: int) -> Iterator[DegreeSearch]:
+def _iterate_tensor_searches(searcher: _DegreeSearcher, run: Run, *, tensor: int) -> Iterator[DegreeSearch]:
     """Yields the first search that finds a plan for this number of ranks that share matmuls, if any.
 
     Sequences are whole, unless no plan with whole ones fits, or ranks outnumber the sequences of the batch.
     """
-    own = _with_degree(run, "tensor_parallel", tensor)
+    own = _with_degree(run, "tensor_parallel", degree=tensor)
     longer = (
-        _with_degree(own, "context_parallel", d) for d in iterate_context_degrees(searcher.hardware, own)
+        _with_degree(own, "context_parallel", degree=d)
+        for d in iterate_context_degrees(searcher.hardware, own)
     )
     with suppress(ShardError, TraceError):  # this many ranks cannot divide the matmuls of this model
         for one in (own, *longer):
@@ -239,7 +240,7 @@ def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearc
     return bound < fastest or (degree < chosen and bound <= (1 + NOTABLE) * fastest)
 
 
-def _with_degree(run: Run, axis: str, degree: int) -> Run:
+def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
     return run_with_settings(run, {"sharding": {axis: degree}})
 
 
