@@ -15,7 +15,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.memory import peak_bytes
-from fullshard.planner.predict.step_time import predict_terms
+from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.planner.search.candidate_costs import add_workspace_bytes, allocator_reserve_bytes
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.machine.hardware_text import hardware_on
@@ -59,7 +59,7 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
             errors.append(terms.total / seen["bytes"] - 1)
         seconds = ""
         if hardware is not None:
-            time = predict_terms(spec, plan, hardware)
+            time = StepTimePredictor(spec, hardware).predict_time(plan)
             times.append(abs(time.total / row["seconds"] - 1))
             parts = " ".join(f"{n} {1000 * s:.0f}" for n, s in time.terms().items() if s > 0.0005)
             seconds = f", predicted {time.total:.4f} ({percent(time.total, row['seconds'])}): ms {parts}"

@@ -25,8 +25,7 @@ from fullshard.models.chunked_loss import AUTO_ROWS
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import Loss, next_token_loss
 from fullshard.planner.describe.describe import describe
-from fullshard.planner.predict.roofline import phase_costs
-from fullshard.planner.predict.schedule import build_schedule
+from fullshard.planner.predict.phases import build_schedule, phase_costs
 from fullshard.planner.search.search import predict
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
 from fullshard.spec.machine.certainty import speed_certainty

@@ -8,7 +8,7 @@ import pytest
 
 from fullshard.jobs.for_run import request_with_plan
 from fullshard.launch.request import LaunchRequest
-from fullshard.planner.describe.spec_cache import SHIPPED_FILE, read_shipped_specs, version_without_build
+from fullshard.planner.describe.describe_run import SHIPPED_FILE, read_shipped_specs, version_without_build
 from fullshard.spec.run import Run
 from tests.planner.describe.test_describe_run import gpt2
 

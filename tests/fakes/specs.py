@@ -5,6 +5,8 @@ Only the order of phases, the shapes of parameters and the largest terms are lik
 
 from dataclasses import dataclass
 
+from fullshard.planner.predict.step_time import StepTimePredictor
+from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import (
     Event,
     Kernel,
@@ -19,6 +21,7 @@ from fullshard.spec.model import (
     UnitSpec,
 )
 from fullshard.spec.plan import Dtype, Plan, Precision
+from fullshard.spec.prediction import TimeTerms
 from fullshard.spec.run import PrecisionMode, Run
 from fullshard.spec.settings.train_section import RecomputeSection
 
@@ -249,3 +252,7 @@ class _Tracer:
                 work=tuple(KernelIndexAndCount(*one) for one in work),
             )
         )
+
+
+def predict_terms(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:
+    return StepTimePredictor(spec, hardware).predict_time(plan)

@@ -23,8 +23,8 @@ from fullshard.models.document_attention import (
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.parallel.recompute import apply_recompute
-from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
 from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.settings.train_section import RecomputeSection

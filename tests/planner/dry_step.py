@@ -1,7 +1,7 @@
 """A step of training on fake ranks and fake tensors: the bytes that one rank holds, counted by operation.
 
 The code is that of training. Tests compare it with real ranks on the CPU, and the planner with it where there
-are no real ranks: 64 of them, and CUDA, whose kernels are emulated (`tracing.cuda_kernels`).
+are no real ranks: 64 of them, and CUDA, whose kernels are emulated (`describe.emulation`).
 """
 
 import weakref
@@ -32,8 +32,8 @@ from fullshard.parallel.apply import apply_recompute_and_fsdp, finish_sharding, 
 from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model
 from fullshard.parallel.precision import replace_buffers_by_id
-from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
-from fullshard.planner.describe.kernels import OpCall, run_on_fake_tensors, transient_kernel_bytes
+from fullshard.planner.describe.emulation import emulate_cuda_kernels
+from fullshard.planner.describe.operations import OpCall, run_on_fake_tensors, transient_kernel_bytes
 from fullshard.planner.describe.trace import disable_packing_detection
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.torch_private.tensors import storage_address, tree_leaves

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
+from fullshard.planner.predict.fsdp_time import StreamClocks
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.offload import ActivationIoTicks
-from fullshard.planner.predict.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
+from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.predict.streams import StreamClocks
 from fullshard.planner.search.candidates import iterate_candidates
 from fullshard.planner.search.explain import explain_plan
 from fullshard.planner.search.search import plan as plan_best

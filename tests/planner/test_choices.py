@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from fullshard.planner.describe.spec_cache import SHIPPED_FILE, build_spec_key
+from fullshard.planner.describe.describe_run import SHIPPED_FILE, build_spec_key
 from fullshard.planner.search.candidate_costs import require_prediction
 from fullshard.planner.search.search import search
 from fullshard.planner.target import resolve_plan_target

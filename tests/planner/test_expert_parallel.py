@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.errors import PlanError
 from fullshard.models.loss import next_token_loss
 from fullshard.planner.describe.describe import describe
-from fullshard.planner.predict.collectives import CollectiveLayout, all_to_all_seconds
-from fullshard.planner.predict.model_parallel import fullest_rank_excess
+from fullshard.planner.predict.collectives import CollectiveLayout, all_to_all_seconds, fullest_rank_excess
 from fullshard.planner.predict.unit_bytes import unit_bytes
 from fullshard.planner.search.parallel_degrees import (
     DegreeSearch,

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.planner.predict.memory import (
-    PeakLowerBoundSettings,
     mesh_dependent_bytes,
     peak_bytes,
     peak_lower_bound,
@@ -26,14 +25,14 @@ SHAPES = st.builds(
 
 
 def bound_of(spec: ModelSpec, plan: Plan) -> int:
-    traits = PeakLowerBoundSettings(
+    traits = dict(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
     return peak_lower_bound(
-        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
+        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), **traits
     )
 
 

@@ -7,16 +7,16 @@ import pytest
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.planner.plan_tables import (
     LADDER,
-    Machine,
+    PlanRow,
     check_rungs_are_open,
     efficiencies,
-    machines_record,
+    ladder_table,
+    machines_table,
     parse_machines,
     parse_rank_counts,
     plan_ladder,
     plan_machines,
     plan_scaling,
-    show_machines,
 )
 from fullshard.planner.result import PlanRequest
 from fullshard.planner.search.search import search
@@ -27,6 +27,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.run import Run
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
+from tests.report.plans import predicted
 
 SPEC = decoder_spec(LLAMA_8B)
 RESIDENT = run_for(LLAMA_8B, "train.global_batch=16", "offload.tier=none")
@@ -37,7 +38,7 @@ MACHINES = {
 }
 
 
-def build(name: str) -> PlanRequest:
+def ask(name: str) -> PlanRequest:
     return PlanRequest(PlanTarget("8B"), RESIDENT, MACHINES[name], spec=SPEC)
 
 
@@ -46,26 +47,21 @@ def budget(hardware: Hardware, price: float | None) -> TrainingBudget:
 
 
 def test_each_row_is_the_best_plan_at_its_own_price_or_a_reason(capsys: pytest.CaptureFixture[str]):
-    rows = plan_machines(parse_machines("large@2.5, twice@$1, small"), build, budget=budget)
+    rows = plan_machines(parse_machines("large@2.5, twice@$1, small"), ask, budget=budget)
     assert [row.plan for row in rows] == [search(SPEC, MACHINES[name], RESIDENT).best for name in MACHINES]
     assert [row.budget and row.budget.price_per_hour for row in rows] == [2.5, 1, None]
-    record = machines_record(rows)
-    assert [bool(one.get("plan")) for one in record] == [True, True, False]
-    assert "no plan fits" in str(record[2]["reason"])
-    show_machines(rows)
+    table = machines_table(rows)
+    assert [bool(one.get("plan")) for one in table.record] == [True, True, False]
+    assert "no plan fits" in str(table.record[2]["reason"])
+    table.show()
     lines = capsys.readouterr().out.splitlines()
-    costs = {
-        name: one["budget"]["dollars"] for name, one in zip(MACHINES, record, strict=True) if one.get("plan")
-    }  # type: ignore[index]
+    costs = {str(one["machine"]): one["budget"]["dollars"] for one in table.record if one.get("plan")}  # type: ignore[index]
     assert f"cheapest  {min(costs, key=lambda name: costs[name])}" in lines
-    assert any(line.startswith("small") and line.endswith("nothing fits") for line in lines)
+    assert any(line.startswith("small") and line.endswith("no plan") for line in lines)
 
 
 def test_a_name_keeps_its_blanks_and_counts():
-    assert parse_machines(" 2x8xH100 @ 2.5,, my.toml ") == (
-        Machine("2x8xH100", 2.5),
-        Machine("my.toml", None),
-    )
+    assert parse_machines(" 2x8xH100 @ 2.5,, my.toml ") == (("2x8xH100", 2.5), ("my.toml", None))
 
 
 @pytest.mark.parametrize("text", ["", " , ", "8xH100@", "8xH100@free", "8xH100@-1", "8xH100@nan"])
@@ -158,9 +154,35 @@ def test_a_ladder_on_which_nothing_fits_has_reasons_only() -> None:
     assert "more per rank" in rungs[0].reason
 
 
-def test_a_saved_spec_has_no_ladder() -> None:
-    with pytest.raises(SpecError, match="needs the model itself"):
-        plan_ladder(PlanRequest(PlanTarget("saved", spec=SPEC), RUN, hardware_of(), spec=SPEC))
+GAINS = [
+    PlanRow("eager", predicted(seconds=2.0)),
+    PlanRow("compile", predicted(seconds=1.6)),
+    PlanRow("chunked loss", reason="the catalog has none"),
+    PlanRow("fp8", predicted(seconds=1.0)),
+]
+
+
+def test_a_gain_is_over_the_last_rung_that_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    paid = TrainingBudget(tokens=10**12, price_per_hour=2.5)
+    table = ladder_table([row._replace(budget=paid) for row in GAINS], question=QUESTION)
+    gains = [one.get("gain") for one in table.record]
+    assert [gain and gain["speed"] for gain in gains] == pytest.approx([None, 1.25, None, 1.6])  # type: ignore[index]
+    table.show()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert {"time", "dollars"} <= set(table.header)
+    assert any("the catalog has none" in line for line in lines)
+    assert lines[-2].endswith("tokens/s +100.0 %, bytes per rank -, from eager to fp8")
+    assert {"time", "dollars"}.isdisjoint(ladder_table(GAINS, question=QUESTION).header)
+
+
+def test_bytes_that_a_rung_frees_are_negative() -> None:
+    small = predicted()
+    assert small.prediction is not None
+    memory = small.prediction.memory.model_copy(update={"loss": 0})
+    lighter = small.model_copy(update={"prediction": small.prediction.model_copy(update={"memory": memory})})
+    table = ladder_table([PlanRow("eager", small), PlanRow("compile", lighter)], question=QUESTION)
+    assert (table.rows[1][2], table.rows[1][5]) == ("-", "-6.00 GiB")
 
 
 @pytest.mark.parametrize("setting", [one for rung in LADDER[:-1] for one in rung.settings])

@@ -1,34 +1,59 @@
-"""A deadline: the batch grows only if the user gave none, and no further than the deadline needs."""
+"""The largest microbatch and sequence: each with the next one failing."""
+
+from dataclasses import dataclass, replace
 
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.result import PlanRequest, fewest_gpus_request
-from fullshard.planner.search.capacity import fewest_ranks_for_deadline
+from fullshard.planner import result
+from fullshard.planner.result import PlanRequest, plan_largest_input
+from fullshard.planner.search.search import search
 from fullshard.planner.target import PlanTarget
-from fullshard.report.plan import TrainingBudget
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.run import Run
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 
-SPEC = decoder_spec(LLAMA_8B)
-BUDGET = TrainingBudget(tokens=10**11)
-DAYS = 4
+
+@dataclass(frozen=True)
+class DecoderTarget(PlanTarget):
+    """A target that needs no trace."""
+
+    def describe_model(self, run: Run, hardware: Hardware) -> ModelSpec:
+        return decoder_spec(replace(LLAMA_8B, sequence=run.data.sequence_length))
 
 
-def test_a_deadline_raises_a_batch_that_nobody_gave_as_far_as_it_needs(capsys: pytest.CaptureFixture[str]):
-    run = run_for(LLAMA_8B, "train.global_batch=16")
-    question = PlanRequest(PlanTarget("8B"), run, hardware_of(1, 8), spec=SPEC)
-    with pytest.raises(PlanError, match="no number of ranks"):
-        fewest_gpus_request(question, days=DAYS, budget=BUDGET)
+def question(*settings: str, gib: int = 80) -> PlanRequest:
+    hardware = hardware_of(1, 8, gib=gib).model_copy(update={"host_bytes_per_second": 2e10})
+    return PlanRequest(DecoderTarget("8B"), run_for(LLAMA_8B, *settings), hardware, decoder_spec(LLAMA_8B))
 
-    raised = fewest_gpus_request(question, days=DAYS, budget=BUDGET, may_raise_batch=True)
-    assert "the deadline needs larger steps" in capsys.readouterr().err
-    batch = raised.asked.train.global_batch
-    assert batch > 16
-    found = fewest_ranks_for_deadline(
-        SPEC, hardware_of(1, 8), run=raised.asked, tokens=BUDGET.tokens, days=DAYS
-    )
-    assert (found.days <= DAYS, found.nodes * found.ranks_per_node) == (True, raised.hardware.world_size)
-    half = run_for(LLAMA_8B, f"train.global_batch={batch // 2}")
-    with pytest.raises(PlanError, match="no number of ranks"):
-        fewest_ranks_for_deadline(SPEC, hardware_of(1, 8), run=half, tokens=BUDGET.tokens, days=DAYS)
+
+@pytest.mark.parametrize("pin", ["offload.tier=auto", "offload.tier=params+optimizer:cpu"])
+def test_the_largest_microbatch_fits_without_offload_by_choice_and_the_next_does_not(pin: str):
+    asked = question("train.global_batch=512", pin)
+    found = plan_largest_input(asked, "microbatch")
+    assert found.largest == ("microbatch", found.best.microbatch)
+    assert found.best.run.offload.offloads_optimizer == (pin != "offload.tier=auto")
+    run, next_one = found.best.run, 2 * found.best.microbatch
+    if next_one <= 512 // 8:
+        train = run.train.model_copy(update={"microbatch": next_one, "gradient_sync": "auto"})
+        pinned = asked.asked.model_copy(update={"train": train, "offload": run.offload})
+        assert search(asked.spec, asked.hardware, pinned).best is None
+
+
+def test_the_largest_sequence_fits_and_the_next_does_not():
+    asked = question("train.global_batch=8", "offload.tier=none")
+    found = plan_largest_input(asked, "sequence")
+    size = found.best.run.data.sequence_length
+    assert found.largest == ("sequence", size)
+    longer = result.LENGTHS[result.LENGTHS.index(size) + 1]
+    settings = ("train.global_batch=8", "offload.tier=none", f"data.sequence_length={longer}")
+    run = run_for(replace(LLAMA_8B, sequence=longer), *settings)
+    assert search(asked.subject.describe_model(run, asked.hardware), asked.hardware, run).best is None
+
+
+@pytest.mark.parametrize("what", ["microbatch", "sequence"])
+def test_a_model_that_never_fits_has_no_largest_input(what: str):
+    with pytest.raises(PlanError, match=f"no {what} fits"):
+        plan_largest_input(question("train.global_batch=8", gib=4), what)  # type: ignore[arg-type]

@@ -4,11 +4,7 @@ import pytest
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import (
-    PeakLowerBoundSettings,
-    mesh_dependent_bytes,
     peak_bytes,
-    peak_lower_bound,
-    trace_dependent_peak_bytes,
 )
 from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.planner.search.search import predict
@@ -19,6 +15,7 @@ from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import described, measured, meta_model, plan_of, predicted
 from tests.planner.search.test_search import prediction_of
 from tests.planner.test_context_parallel import sent_bytes
+from tests.planner.test_memory_bound import bound_of
 
 LAYERS, RANKS, LENGTH = 2, 4, 256
 
@@ -113,16 +110,7 @@ def test_bounds_hold(mode: str, prefetch: str) -> None:
     assert seconds.model_parallel > 0
     least = timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan), inline=inline)
     assert least <= seconds.total
-    traits = PeakLowerBoundSettings(
-        accumulates=plan.accumulation > 1,
-        syncs=plan.sync_each_microbatch,
-        keeps=plan.reshard_after_forward is False,
-        prefetches=not inline,
-    )
-    bound = peak_lower_bound(
-        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
-    )
-    assert bound <= peak_bytes(spec, plan).total
+    assert bound_of(spec, plan) <= peak_bytes(spec, plan).total
 
 
 def test_a_spec_of_another_division_is_refused() -> None:

@@ -24,7 +24,7 @@ from fullshard.planner.search.parallel_degrees import (
     may_pay_to_share_matmuls,
     search_parallel_degrees,
 )
-from fullshard.planner.search.search import no_plan_fits_error, predict, search
+from fullshard.planner.search.search import no_plan_fits_error, predict, require_best, search
 from fullshard.quantities import format_bytes
 from fullshard.report.plan import differing_settings
 from fullshard.spec.machine.hardware import Hardware
@@ -200,10 +200,8 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         return _PlanChoice(chosen or plain)
     for left_out in spec.untraced:
         _print_note_on_rank_0(str(left_out))
-    if found.best is None:
-        assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
-    return _PlanChoice(found.best, spec, hardware)
+    best = require_best(found, spec=spec, hardware=hardware, run=run)
+    return _PlanChoice(best, spec, hardware)
 
 
 def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
@@ -321,10 +319,9 @@ def choose_fitting_settings(
     capacity = min(available_bytes(prediction, one) for one in failures)
     found = search(spec, hardware, run, capacity_bytes=capacity)
     if found.best is None:
-        assert found.closest is not None, "a search that considered something has a best plan or a closest"
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity})
         limited = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
-        error = no_plan_fits_error(found.closest, spec=spec, hardware=limited, run=run)
+        error = no_plan_fits_error(found, spec=spec, hardware=limited, run=run)
         return f"no plan of this run fits into the {format_bytes(capacity)} that the rank had; {error.fix}"
     best, needed = found.best, found.best.prediction
     assert needed is not None, "the search predicts its plans"

@@ -4,8 +4,9 @@ The ladder has settings that make a step faster or smaller, each on top of the o
 --ladder` predicts the rungs for any model and hardware, `python -m bench.gpu` measures them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from fullshard.errors import FullshardError, MissingExtraError, PlanError, SpecError, TraceError
@@ -15,7 +16,6 @@ from fullshard.planner.search.candidates import run_with_settings
 from fullshard.planner.search.search import search
 from fullshard.planner.target import hardware_with_ranks
 from fullshard.quantities import format_bytes, format_count
-from fullshard.report.ladder import PlannedRung
 from fullshard.report.plan import (
     TrainingBudget,
     format_dollars,
@@ -27,197 +27,212 @@ from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
 from fullshard.spec.machine.certainty import certainty_of
 from fullshard.spec.machine.hardware import Hardware
-from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
-
-class Machine(NamedTuple):
-    """A machine that the user names: `8xH100`, or `8xH100@2.5` with dollars per GPU hour."""
-
-    name: str
-    price_per_hour: float | None
+_SAME_SPEED, _SAME_BYTES = 5e-4, 1 << 20  # differences between rungs that are not shown
 
 
-class MachinePlan(NamedTuple):
-    """The best plan on a machine, or the reason why no plan fits.
+class PlanRow(NamedTuple):
+    """The best plan of a case, or the reason why there is none.
 
-    question: what was planned; None if the batch cannot be divided over the machine's ranks
-    budget: the tokens to train on, at this machine's price; None if the user gave no tokens
+    budget: the tokens to train on, at the price of the case; None if the user gave no tokens
+    question: what was planned on a machine; None if the batch cannot be divided over its ranks
     """
 
-    machine: Machine
-    question: PlanRequest | None = None
+    name: str
     plan: Plan | None = None
-    budget: TrainingBudget | None = None
     reason: str = ""
+    budget: TrainingBudget | None = None
+    question: PlanRequest | None = None
 
 
-def parse_machines(text: str) -> tuple[Machine, ...]:
-    """Returns the machines of `8xH100@2.5, 4x8xH200`. Raises SpecError for an empty list or a price."""
+class PlansTable(NamedTuple):
+    """A table of several plans, as text and as JSON values.
+
+    kind: key of the record in JSON
+    above, below: (label, text) lines around the table
+    """
+
+    kind: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    below: Sequence[tuple[str, str]]
+    record: Sequence[Mapping[str, object]]
+    above: Sequence[tuple[str, str]] = ()
+
+    def show(self) -> None:
+        """Prints the table with the lines around it."""
+        if self.above:
+            show_labelled_lines([*self.above, ("", "")])
+        show_table(self.header, self.rows)
+        show_labelled_lines([("", ""), *self.below])
+
+
+def _cells(rows: Sequence[PlanRow], more: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """Yields the cells of each row. `more`: its cells before MFU and before the budget, which vary."""
+    columns = _budget_columns(rows)
+    for row, (before, after) in zip(rows, more, strict=True):
+        if row.plan is None:
+            yield (row.name, *("-" * (5 + len(columns))), "no plan")
+            continue
+        prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-")
+        if row.budget is not None:
+            dollars = row.budget.cost_dollars(row.plan, prediction)
+            cells["time"] = format_duration(row.budget.training_seconds(prediction))
+            cells |= {"dollars": format_dollars(dollars)} if dollars is not None else {}
+        yield (
+            row.name,
+            format_count(prediction.tokens_per_second),
+            before,
+            "-" if prediction.mfu is None else f"{100 * prediction.mfu:.1f} %",
+            format_bytes(prediction.required_device_bytes),
+            after,
+            *cells.values(),
+            f"{row.plan.strategy} {row.plan.microbatch}×{row.plan.accumulation} "
+            + recompute_text(row.plan.run).removesuffix(" block"),
+        )
+
+
+_PLAN_NOTE = ("plan", "strategy, sequences of a microbatch × microbatches of a step, recompute")
+
+
+def _budget_columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    budgets = [row.budget for row in rows if row.budget is not None]
+    known = {"time": bool(budgets), "dollars": any(budget.price_per_hour for budget in budgets)}
+    return tuple(name for name, shown in known.items() if shown)
+
+
+def _record(row: PlanRow, figures: Mapping[str, object]) -> dict[str, object]:
+    if row.plan is None:
+        return {"reason": row.reason}
+    prediction = require_prediction(row.plan)
+    return {
+        "reason": row.reason or None,
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
+        "seconds_per_step": prediction.time.total,
+        "bytes_per_rank": prediction.required_device_bytes,
+        **figures,
+        **({} if row.budget is None else {"budget": row.budget.record(row.plan, prediction)}),
+        "plan": row.plan.model_dump(mode="json"),
+    }
+
+
+# Machines #
+def parse_machines(text: str) -> tuple[tuple[str, float | None], ...]:
+    """Returns (name, dollars per GPU hour) of each machine of `8xH100@2.5, 4x8xH200`.
+
+    Raises SpecError for an empty list or a price.
+    """
     machines = tuple(_parse_machine(part.strip()) for part in text.split(",") if part.strip())
     if not machines:
         raise SpecError("--machines names none.", got=repr(text), fix="--machines '8xH100, 8xH200'")
     return machines
 
 
-def _parse_machine(text: str) -> Machine:
+def _parse_machine(text: str) -> tuple[str, float | None]:
     name, at, price = (part.strip() for part in text.partition("@"))
     if not at:
-        return Machine(name, None)
+        return name, None
     try:
         dollars = float(price.removeprefix("$"))
     except ValueError:
         dollars = 0.0
     if not 0 < dollars < float("inf"):
         raise SpecError("the price of a machine is not a positive number.", got=text, fix=f"{name}@2.5")
-    return Machine(name, dollars)
+    return name, dollars
 
 
 def plan_machines(
-    machines: Sequence[Machine],
-    build: Callable[[str], PlanRequest],
+    machines: Sequence[tuple[str, float | None]],
+    ask: Callable[[str], PlanRequest],
     *,
     budget: Callable[[Hardware, float | None], TrainingBudget | None],
-) -> list[MachinePlan]:
-    """Plans on each machine. A machine on which nothing fits has a reason instead of a plan.
+) -> list[PlanRow]:
+    """Returns a row for each (name, price per hour). Where nothing fits, it has a reason instead of a plan.
 
-    build: returns the question on the hardware of a name
+    ask: returns the question on the hardware of a name
     budget: returns the tokens at a price per hour on a hardware, if the user gave tokens
 
     Raises SpecError for a name that is no hardware.
     """
-    return [_plan_machine(one, build, budget=budget) for one in machines]
+    rows: list[PlanRow] = []
+    for name, price in machines:
+        question = None
+        try:
+            question = ask(name)
+            best = fastest_plan(question)
+        except PlanError as error:
+            rows.append(PlanRow(name, reason=" ".join(str(error).split()), question=question))
+        else:
+            rows.append(PlanRow(name, best, budget=budget(question.hardware, price), question=question))
+    return rows
 
 
-def _plan_machine(
-    machine: Machine,
-    build: Callable[[str], PlanRequest],
-    *,
-    budget: Callable[[Hardware, float | None], TrainingBudget | None],
-) -> MachinePlan:
-    question = None
-    try:
-        question = build(machine.name)
-        best = fastest_plan(question)
-    except PlanError as error:
-        return MachinePlan(machine, question, reason=" ".join(str(error).split()))
-    return MachinePlan(machine, question, best, budget(question.hardware, machine.price_per_hour))
-
-
-def show_machines(plans: Sequence[MachinePlan]) -> None:
-    """Prints a table with a row for each machine, then what the figures rest on, and why nothing fits."""
-    question = next((one.question for one in plans if one.question is not None), None)
-    if question is not None:
-        show_labelled_lines([("model", question.model_summary), ("", "")])
-    columns = _budget_columns(plans)
-    header = ("", "tokens/s", "per rank", "MFU", "memory", "of", *columns, "plan")
-    show_table(header, [_row(one, columns) for one in plans])
-    show_labelled_lines([("", ""), *_notes(plans)])
-
-
-def machines_record(plans: Sequence[MachinePlan]) -> list[dict[str, object]]:
-    """Returns the rows as JSON values."""
-    return [_record(one) for one in plans]
-
-
-def _record(one: MachinePlan) -> dict[str, object]:
-    record: dict[str, object] = {"machine": one.machine.name, "reason": one.reason or None}
-    if one.plan is None or one.question is None:
-        return record
-    prediction, hardware = require_prediction(one.plan), one.question.hardware
-    certainty = certainty_of(one.question.spec, hardware)
-    record |= {
-        "ranks": one.plan.world_size,
-        "source": hardware.source,
-        "tokens_per_second": prediction.tokens_per_second,
-        "mfu": prediction.mfu,
-        "bytes_per_rank": prediction.required_device_bytes,
-        "capacity_bytes": prediction.capacity_bytes,
-        "certainty": certainty and certainty._asdict(),
-    }
-    if one.budget is not None:
-        record["budget"] = one.budget.record(one.plan, prediction)
-    return record | {"plan": one.plan.model_dump(mode="json")}
-
-
-def _budget_columns(plans: Sequence[MachinePlan]) -> tuple[str, ...]:
-    budgets = [one.budget for one in plans if one.budget is not None]
-    known = {
-        "time": bool(budgets),
-        "dollars": any(budget.price_per_hour for budget in budgets),
-    }
-    return tuple(name for name, shown in known.items() if shown)
-
-
-def _row(one: MachinePlan, columns: Sequence[str]) -> tuple[str, ...]:
-    if one.plan is None:
-        return (one.machine.name, *("-" * (5 + len(columns))), "nothing fits")
-    prediction = require_prediction(one.plan)
-    cells = dict.fromkeys(columns, "-")
-    if one.budget is not None:
-        dollars = one.budget.cost_dollars(one.plan, prediction)
-        cells["time"] = format_duration(one.budget.training_seconds(prediction))
-        cells |= {"dollars": format_dollars(dollars)} if dollars is not None else {}
-    return (
-        one.machine.name,
-        format_count(prediction.tokens_per_second),
-        format_count(prediction.tokens_per_second / one.plan.world_size),
-        "-" if prediction.mfu is None else f"{100 * prediction.mfu:.1f} %",
-        format_bytes(prediction.required_device_bytes),
-        format_bytes(prediction.capacity_bytes),
-        *cells.values(),
-        f"{one.plan.strategy} {one.plan.microbatch}×{one.plan.accumulation} "
-        + recompute_text(one.plan.run).removesuffix(" block"),
+def machines_table(rows: Sequence[PlanRow]) -> PlansTable:
+    """Returns a table with a row for each machine, what the figures rest on, and why nothing fits."""
+    question = next((row.question for row in rows if row.question is not None), None)
+    more, records = list[tuple[str, str]](), list[dict[str, object]]()
+    for row in rows:
+        figures: dict[str, object] = {}
+        more.append(("", ""))
+        if row.plan is not None and row.question is not None:
+            prediction, hardware = require_prediction(row.plan), row.question.hardware
+            certainty = certainty_of(row.question.spec, hardware)
+            each = format_count(prediction.tokens_per_second / row.plan.world_size)
+            more[-1] = each, format_bytes(prediction.capacity_bytes)
+            figures = {"ranks": row.plan.world_size, "source": hardware.source}
+            figures["capacity_bytes"] = prediction.capacity_bytes
+            figures["certainty"] = certainty and certainty._asdict()
+        records.append({"machine": row.name, **_record(row, figures)})
+    return PlansTable(
+        "machines",
+        ("", "tokens/s", "per rank", "MFU", "memory", "of", *_budget_columns(rows), "plan"),
+        list(_cells(rows, more)),
+        [*_best_machines(rows), *chain.from_iterable(map(_machine_notes, rows)), _PLAN_NOTE],
+        records,
+        above=[("model", question.model_summary)] if question is not None else [],
     )
 
 
-def _notes(plans: Sequence[MachinePlan]) -> Iterator[tuple[str, str]]:
-    yield from _best_rows(plans)
-    for one in plans:
-        if one.plan is None or one.question is None:
-            yield one.machine.name, one.reason
-            continue
-        hardware, tokens = one.question.hardware, format_count(one.plan.run.tokens_per_step)
-        tier = one.plan.run.offload.tier
-        offload = "" if tier == "none" else f", offload {tier}"
-        yield one.machine.name, f"{mesh_text(one.plan)}{offload}, {tokens} tokens a step"
-        certainty = certainty_of(one.question.spec, hardware)
-        if certainty is not None:
-            yield "", certainty.text
-        yield "", _rates_text(hardware)
-    yield "plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"
-
-
-def _rates_text(hardware: Hardware) -> str:
-    if hardware.calibration != "none":
-        return "rates measured on such a machine"
+def _machine_notes(row: PlanRow) -> Iterator[tuple[str, str]]:
+    if row.plan is None or row.question is None:
+        yield row.name, row.reason
+        return
+    tier, hardware = row.plan.run.offload.tier, row.question.hardware
+    offload = "" if tier == "none" else f", offload {tier}"
+    tokens = format_count(row.plan.run.tokens_per_step)
+    yield row.name, f"{mesh_text(row.plan)}{offload}, {tokens} tokens a step"
+    if (certainty := certainty_of(row.question.spec, hardware)) is not None:
+        yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)
-    runs = entry.matmul_runs_of if entry is not None else ""
-    if not runs:
-        return "rates of the catalog, not fitted to any run"
-    return f"rates fitted to runs of {runs}: runs of other years may differ by their software alone"
+    if hardware.calibration != "none":
+        yield "", "rates measured on such a machine"
+    elif entry is None or not entry.matmul_runs_of:
+        yield "", "rates of the catalog, not fitted to any run"
+    else:
+        runs = f"rates fitted to runs of {entry.matmul_runs_of}"
+        yield "", f"{runs}: runs of other years may differ by their software alone"
 
 
-def _best_rows(plans: Sequence[MachinePlan]) -> Iterator[tuple[str, str]]:
+def _best_machines(rows: Sequence[PlanRow]) -> Iterator[tuple[str, str]]:
     """Yields the machines that are fastest and cheapest, if there is a choice."""
-    fitting = [(one, one.plan, require_prediction(one.plan)) for one in plans if one.plan is not None]
+    fitting = [(row, row.plan, require_prediction(row.plan)) for row in rows if row.plan is not None]
     if len(fitting) < 2:
         return
-    yield "fastest", max(fitting, key=lambda row: row[2].tokens_per_second)[0].machine.name
+    yield "fastest", max(fitting, key=lambda one: one[2].tokens_per_second)[0].name
     priced = [
-        (cost, one.machine.name)
-        for one, plan, prediction in fitting
-        if one.budget is not None and (cost := one.budget.cost_dollars(plan, prediction)) is not None
+        (cost, row.name)
+        for row, plan, prediction in fitting
+        if row.budget is not None and (cost := row.budget.cost_dollars(plan, prediction)) is not None
     ]
     if len(priced) > 1:
         missing = len(fitting) - len(priced)
         yield "cheapest", min(priced)[1] + (f", of the {len(priced)} with a price" if missing else "")
 
 
-HEADER = ("ranks", "strong", "efficiency", "weak", "efficiency", "plan of the weak")
-
-
+# Numbers of ranks #
 class ScalingPoint(NamedTuple):
     """The best plans on a number of ranks; None where nothing fits, or the batch cannot be divided.
 
@@ -242,24 +257,21 @@ def parse_rank_counts(text: str) -> tuple[int, ...]:
 
 def plan_scaling(question: PlanRequest, counts: Sequence[int]) -> tuple[ScalingPoint, ...]:
     """Returns a point for each number of ranks. Raises SpecError for ranks that do not fill whole nodes."""
-    run, fewest = question.asked, min(counts)
-    each = max(1, run.train.global_batch // fewest)
-    points: list[ScalingPoint] = []
-    for count in counts:
-        hardware = hardware_with_ranks(question.hardware, count)
-        strong, weak = (
-            _best_plan(question, hardware, batch=batch) for batch in (run.train.global_batch, each * count)
-        )
-        points.append(ScalingPoint(count, strong, weak))
-    return tuple(points)
+    batch, fewest = question.asked.train.global_batch, min(counts)
+    each = max(1, batch // fewest)
 
+    def best_plan(hardware: Hardware, own: int) -> Plan | None:
+        run = run_with_settings(question.asked, {"train": {"global_batch": own}})
+        try:
+            return search(question.spec, hardware, run).best
+        except PlanError:
+            return None  # the batch cannot be divided over these ranks
 
-def _best_plan(question: PlanRequest, hardware: Hardware, *, batch: int) -> Plan | None:
-    run = run_with_settings(question.asked, {"train": {"global_batch": batch}})
-    try:
-        return search(question.spec, hardware, run).best
-    except PlanError:
-        return None  # the batch cannot be divided over these ranks
+    machines = [(count, hardware_with_ranks(question.hardware, count)) for count in counts]
+    return tuple(
+        ScalingPoint(count, best_plan(hardware, batch), best_plan(hardware, each * count))
+        for count, hardware in machines
+    )
 
 
 def efficiencies(plans: Sequence[Plan | None]) -> list[float | None]:
@@ -269,42 +281,42 @@ def efficiencies(plans: Sequence[Plan | None]) -> list[float | None]:
     return [rate and first and rate / first for rate in rates]
 
 
-def show_scaling(points: Sequence[ScalingPoint]) -> None:
-    """Prints the points as a table, with tokens/s of all ranks."""
-    show_table(HEADER, list(_rows(points)))
-    notes = (
+def scaling_table(points: Sequence[ScalingPoint], budget: TrainingBudget | None = None) -> PlansTable:
+    """Returns a table of the points, with tokens/s of all ranks. `budget`: tokens whose time is shown."""
+    time = () if budget is None else ("time",)
+    rows = [[f"{point.ranks:,}"] for point in points]
+    for plans in ([point.strong for point in points], [point.weak for point in points]):
+        for row, plan, part in zip(rows, plans, efficiencies(plans), strict=True):
+            row.append("-" if plan is None else format_count(require_prediction(plan).tokens_per_second))
+            row.append("-" if part is None else f"{100 * part:.0f} %")
+            if budget is not None:
+                seconds = plan and budget.training_seconds(require_prediction(plan))
+                row.append("-" if seconds is None else format_duration(seconds))
+    for row, point in zip(rows, points, strict=True):
+        weak = point.weak
+        row.append(f"{mesh_text(weak)}, recompute {recompute_text(weak.run)}" if weak is not None else "-")
+    notes = [
         "strong: the same tokens a step on all; weak: as many per rank as on the fewest",
         "tokens/s are of all ranks; efficiency: those per rank over those of the first row",
         "-: nothing fits, or the sequences of a step cannot be divided over these ranks",
-    )
-    show_labelled_lines([("", ""), *(("", note) for note in notes)])
-
-
-def scaling_record(points: Sequence[ScalingPoint]) -> list[dict[str, object]]:
-    """Returns the points as JSON values."""
-    return [
-        {
-            "ranks": point.ranks,
-            "strong": point.strong and point.strong.model_dump(mode="json"),
-            "weak": point.weak and point.weak.model_dump(mode="json"),
-        }
-        for point in points
     ]
+    if budget is not None:
+        notes.append(f"time: of {format_count(budget.tokens)} tokens")
+    kinds = {"strong": [point.strong for point in points], "weak": [point.weak for point in points]}
+    dumped = {kind: [one and one.model_dump(mode="json") for one in plans] for kind, plans in kinds.items()}
+    return PlansTable(
+        "scaling",
+        ("ranks", "strong", "efficiency", *time, "weak", "efficiency", *time, "plan of the weak"),
+        rows,
+        [("", note) for note in notes],
+        [
+            {"ranks": point.ranks, "strong": strong, "weak": weak}
+            for point, strong, weak in zip(points, dumped["strong"], dumped["weak"], strict=True)
+        ],
+    )
 
 
-def _rows(points: Sequence[ScalingPoint]) -> Iterator[tuple[str, ...]]:
-    kinds = [point.strong for point in points], [point.weak for point in points]
-    parts = [efficiencies(plans) for plans in kinds]
-    for index, point in enumerate(points):
-        cells = [f"{point.ranks:,}"]
-        for plan, part in zip((point.strong, point.weak), (one[index] for one in parts), strict=True):
-            cells.append("-" if plan is None else format_count(require_prediction(plan).tokens_per_second))
-            cells.append("-" if part is None else f"{100 * part:.0f} %")
-        chosen = point.weak
-        text = "-" if chosen is None else f"{mesh_text(chosen)}, recompute {recompute_text(chosen.run)}"
-        yield (*cells, text)
-
-
+# The ladder #
 @dataclass(frozen=True)
 class Rung:
     """A step of the ladder.
@@ -338,32 +350,32 @@ LADDER = (
 )
 
 
-def plan_ladder(question: PlanRequest) -> list[PlannedRung]:
+def plan_ladder(question: PlanRequest, budget: TrainingBudget | None = None) -> list[PlanRow]:
     """Plans every rung: the fastest plan that fits with its settings and those of the rungs below it.
 
     A rung that the model, the hardware or this installation cannot climb has a reason instead of a plan, and
-    the rungs above it do without. Raises SpecError if the question is about a saved spec.
+    the rungs above it do without.
     """
-    subject, hardware = question.subject, question.hardware
-    if subject.spec is not None:
-        raise SpecError(
-            "--ladder needs the model itself.",
-            got=subject.name,
-            why="a saved spec holds for the loss and the precision that it was traced with",
-            fix="a preset, a config.json or a run.toml",
-        )
-    rungs, run, below = list[PlannedRung](), question.asked, None
+    rows, run, below = list[PlanRow](), question.asked, None
     for rung in LADDER:
         try:
-            wanted = _run_on_rung(rung, run, hardware=hardware)
-            plan = _fastest_plan(subject.describe_model(wanted, hardware), hardware, run=wanted)
+            wanted = _run_on_rung(rung, run, hardware=question.hardware)
+            spec = question.subject.describe_model(wanted, question.hardware)
+            found = search(spec, question.hardware, wanted)
         except (SpecError, PlanError, TraceError, MissingExtraError) as error:
-            rungs.append(PlannedRung(rung.name, rung.what, reason=_reason_text(error)))
+            rows.append(PlanRow(rung.name, reason=_reason_text(error), budget=budget))
             continue
-        same = below is not None and below.prediction == plan.prediction
-        rungs.append(PlannedRung(rung.name, rung.what, plan, rung.unpredicted if same else ""))
-        run, below = wanted, plan
-    return rungs
+        if found.best is None:
+            assert found.closest is not None, "a search has a best plan or a closest"
+            prediction = require_prediction(found.closest)
+            over = format_bytes(max(0, prediction.required_device_bytes - prediction.capacity_bytes))
+            reason = f"no plan fits, the closest needs {over} more per rank"
+            rows.append(PlanRow(rung.name, reason=reason, budget=budget))
+            continue
+        same = below is not None and below.prediction == found.best.prediction
+        rows.append(PlanRow(rung.name, found.best, rung.unpredicted if same else "", budget))
+        run, below = wanted, found.best
+    return rows
 
 
 def check_rungs_are_open(overridden: Sequence[str]) -> None:
@@ -391,17 +403,59 @@ def _run_on_rung(rung: Rung, run: Run, *, hardware: Hardware) -> Run:
     return wanted
 
 
-def _fastest_plan(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Plan:
-    """Returns the fastest plan that fits. Raises PlanError, without looking for changes that would fit."""
-    found = search(spec, hardware, run)
-    if found.best is not None:
-        return found.best
-    assert found.closest is not None, "a search that considered something has a best plan or a closest"
-    prediction = require_prediction(found.closest)
-    over = prediction.required_device_bytes - prediction.capacity_bytes
-    raise PlanError(f"no plan fits, the closest needs {format_bytes(max(0, over))} more per rank.")
-
-
 def _reason_text(error: FullshardError) -> str:
     """Returns the error as one line without its full stop."""
     return " ".join(error.what.split()).removesuffix(".") + (f" (got {error.got})" if error.got else "")
+
+
+class RungGain(NamedTuple):
+    """Effect of a rung: tokens/s as a factor, and more bytes needed on the fullest rank."""
+
+    speed: float
+    added_bytes: int
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Changes of tokens/s and of bytes, such as `+12.3 %` and `-11.74 GiB`; `-` if nothing changes."""
+        speed = f"{100 * (self.speed - 1):+.1f} %" if abs(self.speed - 1) >= _SAME_SPEED else "-"
+        size = f"{'-' if self.added_bytes < 0 else '+'}{format_bytes(abs(self.added_bytes))}"
+        return speed, size if abs(self.added_bytes) >= _SAME_BYTES else "-"
+
+
+def _gain(plan: Plan, below: Plan) -> RungGain:
+    own, other = require_prediction(plan), require_prediction(below)
+    added = own.required_device_bytes - other.required_device_bytes
+    return RungGain(own.tokens_per_second / other.tokens_per_second, added)
+
+
+def ladder_table(rows: Sequence[PlanRow], *, question: PlanRequest) -> PlansTable:
+    """Returns a table of the rungs, each with its gain over the last one below it that has a plan."""
+    gains, planned = list[RungGain | None](), list[PlanRow]()
+    for row in rows:
+        below = planned[-1].plan if planned else None
+        gains.append(None if row.plan is None or below is None else _gain(row.plan, below))
+        planned += [row] if row.plan is not None else []
+    what = {rung.name: rung.what for rung in LADDER}
+    notes = [(row.name, f"{what[row.name]}{': ' if row.reason else ''}{row.reason}") for row in rows]
+    if len(planned) > 1 and (last := planned[-1].plan) and (first := planned[0].plan):
+        speed, size = _gain(last, first).texts
+        ends = f"from {planned[0].name} to {planned[-1].name}"
+        notes.append(("in all", f"tokens/s {speed}, bytes per rank {size}, {ends}"))
+    more = [gain.texts if gain is not None else ("", "") for gain in gains]
+    records = [
+        {"rung": row.name, "what": what[row.name], **_record(row, {"gain": gain and gain._asdict()})}
+        for row, gain in zip(rows, gains, strict=True)
+    ]
+    header = ("", "tokens/s", "gain", "MFU", "per rank", "change", *_budget_columns(rows), "plan")
+    return PlansTable(
+        "ladder",
+        header,
+        list(_cells(rows, more)),
+        [*notes, _PLAN_NOTE],
+        records,
+        above=[
+            ("model", question.model_summary),
+            ("hardware", question.hardware_summary),
+            ("  rates", question.hardware.source),
+        ],
+    )

@@ -1,35 +1,34 @@
-"""The answer of `fullshard plan`: the plan, the reasons, and the alternatives; as a page or as JSON."""
+"""A planning question, and its answer: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
 import sys
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-import typer
+from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError, SpecError
+from fullshard.planner.predict.spans import predict_step_spans
 from fullshard.planner.search.candidates import run_with_settings
-from fullshard.planner.search.capacity import (
-    fewest_ranks_for_deadline,
-    largest_fitting_microbatch,
-    largest_fitting_sequence_length,
-)
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
-from fullshard.planner.search.search import SearchResult, no_plan_fits_error
-from fullshard.planner.target import PlanTarget
-from fullshard.quantities import format_bytes, format_count
+from fullshard.planner.search.search import SearchResult, require_best, search
+from fullshard.planner.target import PlanTarget, choose_global_batch, choose_hardware, resolve_plan_target
+from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
+from fullshard.report.step_traces import check_is_trace, save_trace
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.machine.certainty import certainty_of
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig
+from fullshard.spec.settings.run_checks import divisors
+from fullshard.system.targets import build_can_load_predicate, check_output_file
+from fullshard.system.terminal import escape_control_characters
 
-# The most tokens of a step that --fewest-gpus-in-days chooses by itself: larger ones are rare in pretraining.
-MOST_TOKENS = 2**26
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
 LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
 
@@ -42,11 +41,6 @@ class PlanRequest:
     asked: Run
     hardware: Hardware
     spec: ModelSpec
-
-    def plan_unusable_by_train_note(self, path: Path) -> str | None:
-        if self.subject.spec is None:
-            return None
-        return f"{path} is for fs.shard in your own loop: fullshard train has no model to a saved spec"
 
     @property
     def model_summary(self) -> str:
@@ -67,6 +61,81 @@ class PlanRequest:
         return f"{h.world_size:,} × {h.chip.name} of {format_bytes(h.chip.memory_bytes)}{where}{joined}"
 
 
+class PlanOptions(NamedTuple):
+    """Options of `fullshard plan` that hold for every machine that it plans on."""
+
+    model: str | None
+    pinned: tuple[str, ...]
+    ranks: int | None = None
+    drive_rate: str | None = None
+    tokens_per_step: str | None = None
+    budget: str | None = None
+    price: float | None = None
+
+    def ask(self, machine: str | None) -> PlanRequest:
+        """Returns the planning question on a machine; None is this one. Only a model itself needs torch."""
+        subject, pinned = resolve_plan_target(self.model), [*self.pinned]
+        asked, ranks = subject.load_run(pinned), self.ranks
+        if machine is not None:  # ranks in a run.toml are of another machine; those of --set count
+            ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
+            pinned += ["run.ranks=0", "run.device=auto"]
+            asked = subject.load_run(pinned)
+        hardware = _with_drive_rate(choose_hardware(machine, ranks=ranks, run=asked), self.drive_rate)
+        if asked.precision.mode == "auto":
+            pinned.append(f"precision.mode={'bf16' if hardware.device == 'cuda' else 'fp32'}")
+            asked = subject.load_run(pinned)
+        is_open = subject.chosen_here and not _is_key_overridden("train.global_batch", pinned)
+        if self.tokens_per_step is not None or is_open:
+            sequences, note = choose_global_batch(
+                asked,
+                tokens=parse_count(self.tokens_per_step) if self.tokens_per_step else None,
+                ranks=max(1, hardware.world_size // asked.sharding.ranks_per_sequence),
+                per_node=hardware.ranks_per_node,
+            )
+            _print_note(note)
+            asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
+        for text in subject.differs:
+            _print_note(f"planned as the reference decoder: {text}")
+        return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
+
+    def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
+        """Returns the tokens to train on, at the machine's own `price` or that of --price."""
+        price = price or self.price
+        if self.budget is None:
+            if price is not None:
+                got = f"--price {price:g}"
+                raise SpecError("--price needs a number of tokens.", got=got, fix="--budget 15T")
+            return None
+        per_hour = hardware.price_per_hour if price is None else price
+        figures = {"tokens": parse_count(self.budget), "price_per_hour": per_hour}
+        return TrainingBudget.parse(figures, source="--budget and --price")
+
+
+def _with_drive_rate(hardware: Hardware, text: str | None) -> Hardware:
+    """Returns the hardware with a drive rate per rank, parsed from `text` in bytes/s: `6e9`, `3.5G`."""
+    if text is None:
+        return hardware
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = float(parse_count(text))
+    if not 0 < rate < float("inf"):
+        got = f"--drive-rate {text}"
+        raise SpecError("the drive's rate is not a positive number.", got=got, fix="--drive-rate 3.5G")
+    source = f"{hardware.source}; drive: {format_count(rate)}B/s per rank, from --drive-rate"
+    return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
+
+
+def _is_key_overridden(key: str, overrides: Sequence[str]) -> bool:
+    return any(text.partition("=")[0].strip() == key for text in overrides)
+
+
+def _print_note(text: str | None) -> None:
+    """Prints a note to standard error."""
+    if text:
+        print(f"note: {escape_control_characters(text)}", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """The answer to a planning question.
@@ -83,7 +152,7 @@ class PlanResult:
     largest: tuple[str, int] | None = None
 
     def print_page(self, budget: TrainingBudget | None, *, compare: bool) -> None:
-        """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
+        """Prints the page. With `compare`, adds the other strategies."""
         if self.largest is not None:
             what, size = self.largest
             show_labelled_lines([(f"largest {what}", f"{size:,}"), ("", "")])
@@ -106,11 +175,28 @@ class PlanResult:
             )
         )
         if compare and self.found is not None:
-            typer.echo("")
+            print()
             show_plan_table(self.best, self.found.by_strategy.values())
-            typer.echo("")
-            rules = self.explanation.rules if self.explanation else ()
-            show_labelled_lines(("", line) for rule in rules for line in rule.format_lines())
+
+    def save(self, plan: Path | None, trace: Path | None) -> None:
+        """Saves the best plan, and its predicted step as a trace, to paths that are not None.
+
+        Raises SpecError for a file that cannot be written.
+        """
+        question = self.question
+        if plan is not None:
+            with _convert_write_errors(plan):
+                self.best.save(plan)
+        if trace is None:
+            return
+        spans = predict_step_spans(question.spec, self.best, hardware=question.hardware)
+        about = {
+            "model": question.model_summary,
+            "hardware": question.hardware_summary,
+            "rates": question.hardware.source,
+        }
+        with _convert_write_errors(trace):
+            save_trace(trace, {f"predicted: one of {self.best.world_size:,} ranks": spans}, about=about)
 
     def json_record(self, budget: TrainingBudget | None) -> dict[str, object]:
         """Returns the result as JSON values. `best` is the plan that --save writes."""
@@ -137,6 +223,26 @@ class PlanResult:
         return data
 
 
+def check_outputs_replaceable(plan: Path | None, trace: Path | None, *, force: bool) -> None:
+    """Raises SpecError if an output file must not be replaced, or has no directory.
+
+    This is checked before anything is planned.
+    """
+    for path, load in ((plan, Plan.load), (trace, check_is_trace)):
+        if path is not None:
+            with _convert_write_errors(path):
+                path.parent.stat()
+            check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
+
+
+@contextmanager
+def _convert_write_errors(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
+
+
 def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str, object]:
     prediction = plan.prediction
     assert prediction is not None, "the chosen plan is predicted"
@@ -152,14 +258,15 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
 
 def fastest_plan(question: PlanRequest) -> Plan:
     """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
-    return _require_best_plan(_search_degrees(question, with_front=False).found, question)
+    found = _search_degrees(question, with_front=False).found
+    return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
 
 
 def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
     searched = _search_degrees(question, with_front=True)
     run, spec, found = searched
-    best = _require_best_plan(found, question)
+    best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run)
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
@@ -174,60 +281,35 @@ def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
     )
 
 
-def _require_best_plan(found: SearchResult, question: PlanRequest) -> Plan:
-    if found.best is None:
-        assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        spec, hardware, run = question.spec, question.hardware, question.asked
-        raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
-    return found.best
-
-
 def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
-    """Searches for the largest microbatch or sequence that fits. Raises PlanError if none does."""
-    spec, hardware, run = question.spec, question.hardware, question.asked
-    if what == "microbatch":
-        found = largest_fitting_microbatch(spec, hardware, run=run)
-        return PlanResult(question, found.plan, largest=(what, found.size))
-    if question.subject.spec is not None:
-        raise SpecError(
-            "--largest sequence needs the model itself.",
-            got=question.subject.name,
-            why="a saved spec holds for the sequences that it was traced with",
-            fix="a preset, a config.json or a run.toml",
-        )
-    found = largest_fitting_sequence_length(
-        lambda longer: question.subject.describe_model(longer, hardware), hardware, run=run, lengths=LENGTHS
-    )
-    longer = question.subject.describe_model(found.plan.run, hardware)
-    return PlanResult(replace(question, spec=longer), found.plan, largest=("sequence", found.size))
+    """Searches for the largest microbatch or sequence that fits. Raises PlanError if none does.
 
-
-def fewest_gpus_request(
-    question: PlanRequest, *, days: float, budget: TrainingBudget | None, may_raise_batch: bool = False
-) -> PlanRequest:
-    """Returns `question` for the fewest GPUs that process the budget's tokens in `days`.
-
-    may_raise_batch: whether the tokens of a step, which the user did not give, may be doubled for more GPUs
-
-    Raises PlanError if no number of GPUs does, SpecError without a budget.
+    Nothing is offloaded, unless the run pins an offload target.
     """
-    if budget is None:
-        raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
-    hardware, run = question.hardware, question.asked
-    tokens, largest = budget.tokens, MOST_TOKENS if may_raise_batch else 0
-    while True:
-        try:
-            fleet = fewest_ranks_for_deadline(question.spec, hardware, run=run, tokens=tokens, days=days)
-            break
-        except PlanError:
-            if 2 * run.tokens_per_step > largest:
-                raise
-            run = run_with_settings(run, {"train": {"global_batch": 2 * run.train.global_batch}})
-    if run != question.asked:
-        more = format_count(run.tokens_per_step)
-        print(f"note: the deadline needs larger steps, planned with {more} tokens each", file=sys.stderr)
-    hardware = hardware.with_rank_counts(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
-    return replace(question, hardware=hardware, asked=run)
+    run, hardware = question.asked, question.hardware
+    if run.offload.tier == "auto":
+        run = run_with_settings(run, {"offload": {"tier": "none"}})
+    each_rank = run.train.global_batch // (hardware.world_size // run.sharding.ranks_per_sequence or 1)
+    sizes = divisors(each_rank) if what == "microbatch" else LENGTHS
+    found: dict[int, PlanResult] = {}
+
+    def does_not_fit(size: int) -> bool:
+        if what == "microbatch":
+            own, spec = run_with_settings(run, {"train": {"microbatch": size}}), question.spec
+        else:
+            settings = {"data": {"sequence_length": size}}
+            if isinstance(run.model, DecoderConfig):
+                settings["model"] = {"max_sequence": max(size, run.model.max_sequence)}
+            own = run_with_settings(run, settings)
+            spec = question.subject.describe_model(own, hardware)
+        if (best := search(spec, hardware, own).best) is not None:
+            found[size] = PlanResult(replace(question, spec=spec), best, largest=(what, size))
+        return best is None
+
+    fitting = bisect_left(sizes, True, key=does_not_fit)
+    if not fitting:
+        raise PlanError(f"no {what} fits.", got=f"tried: {sizes}", fix="more ranks, or a smaller model")
+    return found[sizes[fitting - 1]]
 
 
 def _format_parameter_count(count: int) -> str:

@@ -1,12 +1,10 @@
 """The target of `fullshard plan`: a model by name or file, the run around it, and its spec."""
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.launch.detect import detect_hardware
@@ -20,7 +18,6 @@ from fullshard.quantities import format_count
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.plan import Precision
 from fullshard.spec.pretrained import (
     CONFIG_NAME,
     approximate_by_decoder,
@@ -31,7 +28,7 @@ from fullshard.spec.pretrained import (
     read_config,
     similar_preset_names,
 )
-from fullshard.spec.run import PrecisionMode, Run
+from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 
 # Default if neither the user nor a run.toml sets it: a usual sequence length in pretraining.
@@ -48,7 +45,6 @@ class PlanTarget:
 
     settings: the model as `--set` arguments, which those of the user override
     run_path: a run.toml that defines the model
-    spec: a saved spec, which replaces the run's own [model]
     chosen_here: whether the user named only a model, so that its run has no batch size and no length of the
         user's: its steps are LONG_RUN_STEPS, which share the time of compiling
     differs: differences of the reference decoder from the named model
@@ -57,7 +53,6 @@ class PlanTarget:
     name: str
     settings: tuple[str, ...] = ()
     run_path: Path | None = None
-    spec: ModelSpec | None = None
     chosen_here: bool = True
     differs: tuple[str, ...] = ()
 
@@ -68,8 +63,6 @@ class PlanTarget:
 
     def describe_model(self, run: Run, hardware: Hardware) -> ModelSpec:
         """Returns the spec of the model as `run` trains it on `hardware`, from the cache if possible."""
-        if self.spec is not None:
-            return self.spec
         with disable_gc():
             return describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
 
@@ -99,7 +92,7 @@ def resolve_plan_target(name: str | None) -> PlanTarget:
     raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
-        fix=f"{', '.join(similar_preset_names(name))}; or the path of a config.json, spec or run.toml",
+        fix=f"{', '.join(similar_preset_names(name))}; or the path of a config.json or run.toml",
     )
 
 
@@ -110,8 +103,6 @@ def _target_from_file(path: Path) -> PlanTarget:
         return _target_from_hf_config(path / CONFIG_NAME, name=path.resolve().name)
     if path.suffix == ".toml":
         return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
-    if "traces" in read_config(path):
-        return _target_from_saved_spec(path)
     return _target_from_hf_config(path, name=str(path))
 
 
@@ -120,9 +111,9 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     check_config_limits(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
         raise SpecError(
-            f"{path} is not a config.json of a model, and not a saved spec.",
+            f"{path} is not a config.json of a model.",
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
-            why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
+            why="a model's has model_type, a text",
         )
     if find_decoder_incompatibility(config) is None:
         found = approximate_by_decoder(config, source=str(path))
@@ -133,31 +124,6 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
     return PlanTarget(name=name, settings=settings)
-
-
-def _target_from_saved_spec(path: Path) -> PlanTarget:
-    spec = ModelSpec.load(path)
-    length = spec.sequence_length
-    settings = (
-        f"data.sequence_length={length}",
-        f"model.max_sequence={length}",
-        f"precision.mode={_precision_mode_of_spec(spec)}",
-        f"sharding.tensor_parallel={spec.tensor_parallel}",
-        f"sharding.expert_parallel={spec.expert_parallel}",
-    )
-    if spec.precision.fp8 is not None:
-        settings += (f"precision.fp8_min_features={spec.precision.fp8.min_features}",)
-    return PlanTarget(name=str(path), settings=settings, spec=spec)
-
-
-def _precision_mode_of_spec(spec: ModelSpec) -> str:
-    own, scaling = spec.precision, spec.precision.fp8 and spec.precision.fp8.scaling
-    for mode in get_args(PrecisionMode):
-        named = Precision.from_mode(mode)
-        same = (own.param, own.reduce, own.master) == (named.param, named.reduce, named.master)
-        if same and scaling == (named.fp8 and named.fp8.scaling):
-            return mode
-    raise AssertionError(f"no precision mode has {own}")
 
 
 def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:
@@ -191,7 +157,13 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
                 f"which {ranks // shared} or more of the {ranks:,} ranks share"
             )
     if tokens is None:
-        return sequences, _large_step_note(sequences * length, ranks=ranks)
+        if sequences * length <= most:
+            return sequences, None
+        return sequences, (
+            f"one sequence for each of {ranks:,} ranks is {format_count(sequences * length)} tokens a step; "
+            "large runs take up to 16M (Llama 3 405B), and more may train worse: plan fewer ranks, shorter "
+            "sequences, or sharding.tensor_parallel"
+        )
     if sequences * length > 2 * tokens:
         raise PlanError(
             f"{format_count(tokens)} tokens a step are too few for {ranks:,} ranks.",
@@ -205,25 +177,6 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
         f"{tokens:,} tokens a step are {tokens / length:,.2f} sequences of {length:,}; "
         f"planned with {sequences:,} = {sequences * length:,} tokens, which {ranks:,} ranks can share evenly"
     )
-
-
-def _large_step_note(tokens: int, *, ranks: int) -> str | None:
-    """Returns a note for the user if the ranks alone make a step larger than those of large runs."""
-    if tokens <= LARGEST_COMMON_TOKENS:
-        return None
-    return (
-        f"one sequence for each of {ranks:,} ranks is {format_count(tokens)} tokens a step; large runs take "
-        "up to 16M (Llama 3 405B), and more may train worse: plan fewer ranks, shorter sequences, or "
-        "sharding.tensor_parallel"
-    )
-
-
-def choose_global_batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | None]:
-    """Returns (sequences per step, note for the user): a power of two, which suits many numbers of ranks."""
-    wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
-    sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
-    total = sequences * run.data.sequence_length
-    return sequences, f"planned with {sequences:,} sequences = {total:,} tokens a step"
 
 
 def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:

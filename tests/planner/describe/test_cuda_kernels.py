@@ -10,9 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
-from fullshard.planner.describe.describe_run import describe_run
-from fullshard.planner.describe.spec_cache import build_spec_key
+from fullshard.planner.describe.describe_run import build_spec_key, describe_run
+from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.run import Run
 

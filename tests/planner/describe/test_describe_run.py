@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.planner.describe.describe_run import describe_run
-from fullshard.planner.describe.spec_cache import (
+from fullshard.planner.describe.describe_run import (
     SHIPPED_FILE,
     build_spec_key,
+    describe_run,
     read_shipped_specs,
     version_without_build,
     write_cached_spec,

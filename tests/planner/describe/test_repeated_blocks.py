@@ -12,7 +12,7 @@ from fullshard.models.loss import next_token_loss
 from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.describe.describe_run import describe_run
-from fullshard.planner.describe.repeated_blocks import BlockTruncation, truncate_repeated_blocks
+from fullshard.planner.describe.extrapolation import BlockTruncation, truncate_repeated_blocks
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.spec.model import ModelSpec

@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import (
-    PeakLowerBoundSettings,
-    mesh_dependent_bytes,
     peak_bytes,
-    peak_lower_bound,
-    trace_dependent_peak_bytes,
 )
 from fullshard.planner.predict.offload import TIERS, device_update_buffer_bytes, with_infinitely_fast_drive
-from fullshard.planner.predict.step_time import StepTimePredictor, predict_terms
+from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.planner.search.candidates import build_plan, iterate_candidates
 from fullshard.planner.search.search import SAME_SPEED, WORTH_MORE_OFFLOAD, predict, search
 from fullshard.planner.search.search import plan as plan_best
@@ -25,8 +21,9 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.spec.run import Tier
 from tests.fakes.hardware import cpu_of, hardware_of
-from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
+from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, predict_terms, run_for
 from tests.planner.search.test_search import prediction_of
+from tests.planner.test_memory_bound import bound_of
 
 SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 STRATEGIES = (
@@ -153,16 +150,7 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
     plan, spec = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), decoder_spec(shape)
-    traits = PeakLowerBoundSettings(
-        accumulates=plan.accumulation > 1,
-        syncs=plan.sync_each_microbatch,
-        keeps=plan.reshard_after_forward is False,
-        prefetches=plan.run.prefetch.mode != "none",
-    )
-    bound = peak_lower_bound(
-        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), traits=traits
-    )
-    assert bound <= peak_bytes(spec, plan).total
+    assert bound_of(spec, plan) <= peak_bytes(spec, plan).total
 
 
 def plan_8b(tier: Tier, *overrides: str) -> Plan:

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.roofline import (
+from fullshard.planner.predict.phases import (
     count_pieces,
     kernel_seconds,
     nearest_dtype_rate_curve,

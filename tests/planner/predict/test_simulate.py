@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from fullshard.planner.predict.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
+from fullshard.planner.predict.fsdp_time import StreamClocks, UnitCost
+from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
-from fullshard.planner.predict.streams import StreamClocks
-from fullshard.planner.predict.unit_costs import UnitCost
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 

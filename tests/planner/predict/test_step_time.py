@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.planner.predict.step_time import StepTimePredictor, predict_terms
-from fullshard.planner.predict.unit_costs import TICKS
+from fullshard.planner.predict.fsdp_time import TICKS
+from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import cpu_of, hardware_of
-from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, plan_for
+from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, plan_for, predict_terms
 
 STRATEGIES = (
     ("sharding.strategy=full_shard",),

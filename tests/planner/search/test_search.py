@@ -62,7 +62,7 @@ def brute_force(spec: ModelSpec, hardware: Hardware, run: Run) -> list[Known]:
         one = predict(spec, build_plan(c, run, hardware=hardware), hardware)
         needed = prediction_of(one).required_device_bytes
         seconds = step_seconds_with_startup(one)
-        known.append(Known(one, c.mesh.strategy_or_hpz_name, c.is_duplicate, seconds, needed, index))
+        known.append(Known(one, c.strategy_label, c.is_duplicate, seconds, needed, index))
     return known
 
 

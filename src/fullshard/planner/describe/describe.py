@@ -9,10 +9,10 @@ The record is cut into phases at the points where FSDP2 acts (a unit's forward a
 - A tensor moved to the host is no longer counted if the device is a GPU. On the CPU, device memory is host
   memory, and the copy counts.
 
-Only a few of the repeated blocks are traced (`planner.describe.repeated_blocks`), and traces of two
-microbatch sizes predict all others (`planner.describe.phases`). A model whose trace changes structure
+Only a few of the repeated blocks are traced (`planner.describe.extrapolation`), and traces of two
+microbatch sizes predict all others (`planner.describe.extrapolation`). A model whose trace changes structure
 between them is traced whole, for the plan's own microbatch. Compiled blocks run as the graphs that the
-compiler would make of them (`planner.describe.compiled_blocks`).
+compiler would make of them (`planner.describe.emulation`).
 """
 
 from collections import defaultdict
@@ -30,9 +30,8 @@ from fullshard.models.build import gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.recompute import check_recomputed_blocks
 from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
-from fullshard.planner.describe.compiled_blocks import CompiledPrograms
-from fullshard.planner.describe.cuda_kernels import emulate_cuda_kernels
-from fullshard.planner.describe.phases import KernelIndex
+from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
+from fullshard.planner.describe.extrapolation import KernelIndex
 from fullshard.planner.describe.recordings import (
     NEEDS_VALUES,
     SettingRecording,

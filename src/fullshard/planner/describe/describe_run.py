@@ -1,20 +1,63 @@
-"""describe_run(plan, device): the ModelSpec of the model that a run trains, from the cache if possible."""
+"""describe_run(plan, device): the ModelSpec of the model that a run trains, from the cache if possible.
 
+[Note: the cache]
+An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`; FULLSHARD_CACHE replaces XDG_CACHE_HOME. Its name is
+the digest of its key. Its first line is the digest of the rest, which is the spec as JSON. An entry that does
+not match its digest is ignored, and written anew.
+
+The specs of presets are shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes,
+as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
+length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
+file is LZMA over lines of UTF-8: the version of torch, then for each preset its `SpecKey.settings` and its
+spec.
+"""
+
+import hashlib
+import json
 import os
+import platform
+import re
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.planner.describe.spec_cache import build_spec_key, read_cached_spec, write_cached_spec
+from pydantic import ValidationError
+
+from fullshard.errors import SpecError
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
+from fullshard.spec.value import FrozenModel
+from fullshard.system.files import write_file_atomically
+from fullshard.system.small_files import VALUE_BYTES, read_bytes
 from fullshard.system.terminal import escape_to_single_line, is_live_terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+SHIPPED_FILE = Path(__file__).with_name("preset_specs.xz")
+VARIABLE = "FULLSHARD_CACHE"
+OFF = "off"
+MOST_BYTES = 64 << 20
+"""Limit of the size of the whole cache, in bytes. The least recently used entries are removed first."""
+
+_ENTRY = re.compile(r"[0-9a-f]{32}\.json|\.[0-9a-f]{32}\.json\.tmp-[0-9a-f]+")  # or the draft of one
+_OF_MIXTURES = {
+    *("experts", "experts_per_token", "expert_d_ff", "shared_experts", "balance_loss", "balance_bias_rate"),
+}
+# Packages that change the modules that transformers builds, or that some of its models need.
+_LIBRARIES = (
+    *("transformers", "peft", "kernels", "timm", "flash-attn", "flash-linear-attention"),
+    *("causal-conv1d", "mamba-ssm"),
+)
 # Heads with one label per sequence or image.
 _ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
 
@@ -149,3 +192,187 @@ def _find_image_shape(config: Any) -> tuple[int, int, int] | None:
     if isinstance(size, int):
         return channels, size, size
     return (channels, *size) if isinstance(size, (list, tuple)) and len(size) == 2 else None
+
+
+class SpecKey(FrozenModel):
+    """Everything that a ModelSpec depends on.
+
+    settings: settings of the run or plan that `describe` and the building of the model read, as JSON
+    torch: version of torch
+    made_by: versions of other packages, a digest of fullshard's sources, and the kind of processor
+    """
+
+    settings: str
+    torch: str
+    made_by: dict[str, str]
+
+    @property
+    def file_name(self) -> str:
+        """The name of the cache entry's file."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32] + ".json"
+
+
+def build_spec_key(
+    plan: Plan | Run, device: DeviceType, *, attention_kernel: AttentionKernel = "flash"
+) -> SpecKey | None:
+    """Returns the cache key of the spec of the model of `plan` with the kernels of `device`.
+
+    attention_kernel: as for `describe`. Only masked attention leaves another trace, so it is in the key only
+        of models that may mask: those of transformers.
+
+    The key is None if the model, data or loss is other code than this package and transformers, because such
+    code can change undetected. Raises SpecError if the model's config.json cannot be read.
+    """
+    run = plan.run if isinstance(plan, Plan) else plan
+    outside = run.train.loss is not None or run.data.source == "python"
+    torch = _installed_version("torch")
+    if outside or torch is None or not isinstance(run.model, DecoderConfig | HuggingFaceModel):
+        return None
+    made_by = {
+        "fullshard": _installed_version("fullshard") or "",
+        "sources": _digest_of_own_sources(),
+        "machine": platform.machine(),
+    }
+    if isinstance(run.model, HuggingFaceModel) or run.adapter.rank:
+        if isinstance(run.model, HuggingFaceModel) and run.model.trust_remote_code:
+            return None
+        made_by |= {name: _installed_version(name) or "" for name in _LIBRARIES}
+    settings = {
+        "device": device,
+        "model": _model_key(run.model),
+        "adapter": run.adapter.model_dump(mode="json"),
+        "data": run.data.model_dump(mode="json", include={"sequence_length", "document_mask"}),
+        "microbatch": run.train.microbatch,
+        "loss_chunk": run.train.loss_chunk,
+        "units": run.sharding.units.model_dump(mode="json"),
+        "precision": run.precision.model_dump(mode="json"),
+        "recompute": run.recompute.model_dump(mode="json"),
+        "compiled": run.compile_choices(device),
+    }
+    if (ranks := run.sharding.context_degree) > 1:
+        settings["context"] = {"ranks": ranks, "method": run.sharding.context_method}
+    if run.sharding.tensor_degree > 1:
+        settings["tensor"] = {
+            "ranks": run.sharding.tensor_degree,
+            "styles": run.sharding.tensor_parallel_styles,
+        }
+    if (experts := run.sharding.expert_parallel) not in (1, "auto"):
+        settings["experts"] = experts
+    if device == "cuda" and isinstance(run.model, HuggingFaceModel):
+        settings["attention_kernel"] = attention_kernel
+    if isinstance(plan, Plan):
+        settings["plan"] = plan.model_dump(mode="json", exclude={"run", "prediction"})
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return SpecKey(settings=text, torch=torch, made_by=made_by)
+
+
+def read_cached_spec(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+    """Returns the shipped or cached spec of `key`; None if neither exists or the cache is off."""
+    if key is None or environment.get(VARIABLE) == OFF:
+        return None
+    shipped = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(key.torch)).get(key.settings)
+    if shipped is not None:
+        return ModelSpec.model_validate_json(shipped)
+    directory = cache_directory(environment)
+    if directory is None:
+        return None
+    path = directory / key.file_name
+    try:
+        first, _, text = read_bytes(path, most_bytes=VALUE_BYTES).partition(b"\n")
+        if first != hashlib.sha256(text).hexdigest().encode():
+            return None
+        spec = ModelSpec.model_validate_json(text)
+    except (OSError, ValidationError):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # the least recently used entries are removed first
+    return spec
+
+
+def write_cached_spec(
+    key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Writes `spec` into the cache atomically. Does nothing if the cache is off or not writable."""
+    directory = cache_directory(environment)
+    if key is None or directory is None:
+        return
+    text = spec.model_dump_json()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if len(digest) + len(text) >= VALUE_BYTES:
+        return
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(directory / key.file_name, f"{digest}\n{text}")
+        trim_cache(directory)
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Returns the directory of the cache's entries, or None if the cache is off or has no valid path."""
+    named = environment.get(VARIABLE, "")
+    if named == OFF:
+        return None
+    root = environment.get("XDG_CACHE_HOME", "")
+    base = named or (root if os.path.isabs(root) else "~/.cache")
+    path = Path(os.path.expanduser(base), "fullshard", "specs")
+    return path if path.is_absolute() else None
+
+
+def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
+    """Removes the least recently used entries, and drafts of them, until the rest take `most_bytes`."""
+    room = most_bytes
+    found = [(path.stat(), path) for path in directory.iterdir() if _ENTRY.fullmatch(path.name)]
+    for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
+        room -= status.st_size
+        if room < 0:
+            path.unlink(missing_ok=True)
+
+
+def _model_key(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
+    """Returns the model's part of a key: its sizes, or a digest of its config.json and the options."""
+    if isinstance(
+        section, DecoderConfig
+    ):  # a setting of mixtures leaves the keys of dense models as they are
+        sizes = section.model_dump(mode="json")
+        return sizes if section.is_mixture else {k: v for k, v in sizes.items() if k not in _OF_MIXTURES}
+    path = locate_config_file(section.hf)
+    try:
+        config = read_bytes(path, most_bytes=VALUE_BYTES)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read.", got=error.strerror) from error
+    chosen = section.model_dump(mode="json", include={"architecture", "attention", "options"})
+    return {"config": hashlib.sha256(config).hexdigest(), **chosen}
+
+
+@cache
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _digest_of_own_sources() -> str:
+    """Returns a digest of this package's sources, which change without the version during development."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@cache
+def read_shipped_specs(path: Path, *, torch: str) -> Mapping[str, str]:
+    """Reads shipped specs, as JSON by `SpecKey.settings`; none if they are for another version of torch."""
+    try:
+        import lzma  # Python may be built without it
+
+        data = read_bytes(path, most_bytes=VALUE_BYTES)
+    except (ImportError, OSError):
+        return {}
+    made_with, *lines = lzma.decompress(data).decode().splitlines()
+    return dict(zip(lines[::2], lines[1::2], strict=True)) if made_with == torch else {}
+
+
+def version_without_build(version: str) -> str:
+    """Returns the version without its build: `2.13.0` for `2.13.0+cpu`."""
+    return version.partition("+")[0]

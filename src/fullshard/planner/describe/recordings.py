@@ -23,16 +23,16 @@ from fullshard.parallel.units import (
     find_recompute_blocks,
     find_units,
 )
-from fullshard.planner.describe.allocations import PhaseRecord
-from fullshard.planner.describe.compiled_blocks import CompiledBlocks, CompiledPrograms
-from fullshard.planner.describe.kernels import distinct_storage_bytes, list_tensors
-from fullshard.planner.describe.phases import (
+from fullshard.planner.describe.emulation import CompiledBlocks, CompiledPrograms
+from fullshard.planner.describe.extrapolation import (
+    BlockTruncation,
     KernelIndex,
     can_extrapolate_to_smaller,
     has_same_structure,
     merge_recordings,
+    truncate_repeated_blocks,
 )
-from fullshard.planner.describe.repeated_blocks import BlockTruncation, truncate_repeated_blocks
+from fullshard.planner.describe.operations import PhaseRecord, distinct_storage_bytes, list_tensors
 from fullshard.planner.describe.trace import (
     LossFunction,
     MicrobatchTracer,

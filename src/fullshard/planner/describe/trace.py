@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.models.chunked_loss import trace_one_chunk
 from fullshard.parallel.precision import TORCH_DTYPE
 from fullshard.parallel.units import Unit
-from fullshard.planner.describe.allocations import AllocationRecorder, PhaseRecord
-from fullshard.planner.describe.kernels import list_tensors
+from fullshard.planner.describe.operations import AllocationRecorder, PhaseRecord, list_tensors
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.torch_private.fake_tensors import (
     FakeTensor,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from fullshard.planner.predict.schedule import split_by_repeat
+from fullshard.planner.predict.phases import split_by_repeat
 from fullshard.planner.predict.unit_bytes import UnitBytes
 from fullshard.spec.model import Event, LiveTensorBytes, MicrobatchTrace, ModelSpec, RepeatedUnits, TracePhase
 from fullshard.spec.plan import Plan

@@ -26,9 +26,11 @@ Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's a
 CPU) is not counted.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
+from fullshard.planner.predict.collectives import uneven_rows_bytes
 from fullshard.planner.predict.fsdp_memory import (
     GradientMemoryReplay,
     LiveBytes,
@@ -37,7 +39,6 @@ from fullshard.planner.predict.fsdp_memory import (
     UnshardMemoryReplay,
     memory_trace,
 )
-from fullshard.planner.predict.model_parallel import uneven_rows_bytes
 from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
@@ -189,19 +190,12 @@ class _StepMemoryReplay:
                 pass
 
 
-class UnitBackwardPeakByNeighbours(NamedTuple):
-    """Most bytes alive in the backward of a unit of one kind, between units of two other kinds."""
-
-    kind: int  # kind of the unit
-    behind: int  # kind of the unit whose backward ran before; -1 for the first
-    ahead: int  # kind of the unit whose backward runs next; -1 for the last
-    live: int  # bytes
-
-
 class TraceDependentPeakBytes(NamedTuple):
     """Inputs of `peak_lower_bound` that depend only on the trace and the microbatch."""
 
-    peaks: tuple[UnitBackwardPeakByNeighbours, ...]  # peaks in backward, by kinds of neighbouring units
+    # most bytes alive in the backward of a unit, by its kind and those of the units whose backward ran before
+    # and runs next; -1 for none
+    peaks: Mapping[tuple[int, int, int], int]
     loss: int  # bytes alive when the loss is computed
     highest: int  # the most bytes alive at any moment
     batch: int  # bytes of the batch
@@ -232,7 +226,7 @@ def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPea
         peaks[key] = max(peaks.get(key, 0), phase.peak.total)
     ends = [phase.peak.total for phase in found.phases if phase.event == "end_forward"]
     return TraceDependentPeakBytes(
-        tuple(UnitBackwardPeakByNeighbours(*key, live) for key, live in peaks.items()),
+        peaks,
         loss=ends[0] if ends else 0,
         highest=max(phase.peak.total for phase in found.phases),
         batch=round(trace.batch_bytes.value_at(plan.microbatch)),
@@ -260,38 +254,40 @@ def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
     )
 
 
-class PeakLowerBoundSettings(NamedTuple):
-    """Settings of a plan that `peak_lower_bound` needs beside its mesh and its trace."""
-
-    accumulates: bool  # more than one microbatch per step
-    syncs: bool  # gradients are reduced after each microbatch
-    keeps: bool  # parameters stay unsharded between microbatches
-    prefetches: bool  # units are gathered ahead of their use
-
-
 def peak_lower_bound(
-    bound: TraceDependentPeakBytes, mesh: MeshDependentBytes, *, traits: PeakLowerBoundSettings
+    bound: TraceDependentPeakBytes,
+    mesh: MeshDependentBytes,
+    *,
+    accumulates: bool,
+    syncs: bool,
+    keeps: bool,
+    prefetches: bool,
 ) -> int:
     """Returns a lower bound on the peak memory of a step, in bytes.
+
+    accumulates: a step has more than one microbatch
+    syncs: gradients are reduced after each microbatch
+    keeps: parameters stay unsharded between microbatches
+    prefetches: units are gathered ahead of their use
 
     The bound is the maximum over three moments: the end of backward, the loss, and each unit's backward,
     while the previous unit is reduced and the next is gathered.
     """
     kept = 0
-    if traits.accumulates:
-        kept = min(mesh.gradients, mesh.chunks) if traits.syncs else mesh.whole
-    unsharded = mesh.unsharded if traits.keeps else 0
+    if accumulates:
+        kept = min(mesh.gradients, mesh.chunks) if syncs else mesh.whole
+    unsharded = mesh.unsharded if keeps else 0
     backward = bound.highest
-    for kind, behind, ahead, live in bound.peaks:
+    for (kind, behind, ahead), live in bound.peaks.items():
         size = mesh.sizes[kind]
         bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
         if behind >= 0:
             bytes_ += mesh.sizes[behind].reduce_input
-        if traits.prefetches and ahead >= 0:
+        if prefetches and ahead >= 0:
             next_one = mesh.sizes[ahead]
             gathers = next_one.reshards and next_one.gathers_in_backward and next_one.shard_degree > 1
             bytes_ += next_one.gathered if gathers else 0
         backward = max(backward, bytes_)
-    if traits.accumulates and traits.syncs:
+    if accumulates and syncs:
         backward += kept
     return mesh.static + bound.batch + max(backward, bound.loss + unsharded + kept, mesh.gradients)

@@ -1,4 +1,4 @@
-"""Simulation of a step on the streams, event by event. See [Note: FSDP2's order] in `planner.streams`.
+"""Simulation of a step on the streams, event by event. See [Note: FSDP2's order] in `planner.fsdp_time`.
 
 [Note: skipping]
 A step consists of similar turns: blocks in forward and in backward, and microbatches. A turn's effect on the
@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from fullshard.planner.predict.offload import ActivationIoTicks
-from fullshard.planner.predict.schedule import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
-from fullshard.planner.predict.streams import (
+from fullshard.planner.predict.fsdp_time import (
     BufferedUnits,
     StreamClocks,
+    UnitCost,
     simulate_gradient_offload,
     simulate_shard_fetch,
     touch_lru_buffer,
     wait_for_offloaded_gradients,
 )
-from fullshard.planner.predict.unit_costs import UnitCost
+from fullshard.planner.predict.offload import ActivationIoTicks
+from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
@@ -56,7 +56,9 @@ _GATHER_CLOCKS = (
 )
 # All clocks and sums. A skipped turn adds to each as much as the turn before it.
 _CLOCKS_AND_SUMS = tuple(
-    part.name for part in fields(StreamClocks) if part.name not in ("serial", "blocking", "slack")
+    part.name
+    for part in fields(StreamClocks)
+    if part.name not in ("serial", "blocking", "slack", "recorded", "purpose")
 )
 _LONGEST_CYCLE = 4
 
@@ -111,6 +113,7 @@ class StepSimulation:
     in_buffers: BufferedUnits = field(default_factory=BufferedUnits)  # units in the host's buffers
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
+    microbatch: int = 0  # number of the current microbatch, from 1
     is_first: bool = False  # this is the step's first microbatch
     is_last: bool = False  # this is the step's last microbatch
 
@@ -134,6 +137,7 @@ class StepSimulation:
     def _simulate_microbatch(self, work: MicrobatchWork) -> None:
         self.uses.clear()
         self.in_backward = False
+        self.microbatch += 1
         for segment in work.program.segments:
             self._simulate_segment(segment, work)
 
@@ -163,6 +167,7 @@ class StepSimulation:
     def _simulate_phases(self, steps: Sequence[ScheduledPhase], work: MicrobatchWork, *, shift: int) -> None:
         streams, lengths, program = self.streams, work.lengths, work.program
         for event, unit, traced, phase in steps:
+            streams.purpose = (event, unit + shift if unit >= 0 else -1, self.microbatch)
             if unit < 0:
                 self._end_forward_or_backward(event)
             elif (cost := self.costs[traced]).has_parameters:
@@ -266,7 +271,8 @@ class StepSimulation:
         if self.in_backward and not cost.gathers_in_backward:
             return
         again = self.in_backward and cost.reshards
-        there = 0
+        there, purpose = 0, self.streams.purpose
+        self.streams.purpose = (purpose[0], unit, self.microbatch)
         # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
         if not (again and cost.resharded):
             updates = self.is_first and not self.in_backward
@@ -275,15 +281,15 @@ class StepSimulation:
             there = simulate_shard_fetch(
                 self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
             )
-        if not cost.is_sharded:
-            self.pending[unit] = there
-            return
-        self.pending[unit] = self.streams.start_all_gather(
-            cost,
-            again=again,
-            inline=self.policy.prefetch.mode == "none",
-            after=max(self.put_back.pop(unit, 0), there),
-        )
+        if cost.is_sharded:
+            there = self.streams.start_all_gather(
+                cost,
+                again=again,
+                inline=self.policy.prefetch.mode == "none",
+                after=max(self.put_back.pop(unit, 0), there),
+            )
+        self.pending[unit] = there
+        self.streams.purpose = purpose
 
     def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
         """Waits for a unit's all-gather, and copies its parameters out."""
@@ -321,21 +327,19 @@ def simulate_second_step(  # signature: as `StepSimulation`
     *,
     works: tuple[MicrobatchWork, MicrobatchWork],
     accumulation: int,
-    simulation: type[StepSimulation] = StepSimulation,
 ) -> None:
     """Simulates a step after an equal one, so that frozen shards are still in the host's buffers.
 
     The update has dropped the trained ones.
 
     works: the work of the first microbatch, and of each later one
-    simulation: the class that simulates the step
     """
     found = BufferedUnits()
     if any(cost.frozen_on_disk for cost in costs):
-        before = StepSimulation(replace(streams), costs, policy)
+        before = StepSimulation(replace(streams, recorded=None), costs, policy)
         before.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
         found.frozen += before.in_buffers.frozen
-    last = simulation(streams, costs, policy, in_buffers=found)
+    last = StepSimulation(streams, costs, policy, in_buffers=found)
     last.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
 
 

@@ -3,7 +3,7 @@
     total = (streams + contention + optimizer + offload) * (1 + stragglers)
 
 streams      when the compute stream finishes all microbatches: see [Note: FSDP2's order] in
-             `planner.streams`. The time is spent computing, copying, or waiting for a kind of collective.
+             `planner.fsdp_time`. The time is spent computing, copying, or waiting for a kind of collective.
 contention   hardware.contention * overlapped: the seconds of collectives that overlap the compute stream,
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
@@ -20,8 +20,20 @@ from math import ceil
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.collectives import collective_seconds, shard_group_layout
-from fullshard.planner.predict.model_parallel import fullest_rank_factor, model_parallel_ticks
+from fullshard.planner.predict.collectives import (
+    collective_seconds,
+    fullest_rank_factor,
+    model_parallel_seconds,
+    shard_group_layout,
+)
+from fullshard.planner.predict.fsdp_time import (
+    TICKS,
+    RecordedWork,
+    StreamClocks,
+    UnitCost,
+    to_ticks,
+    unit_cost,
+)
 from fullshard.planner.predict.offload import (
     HostBusyTicks,
     activation_copy_ticks,
@@ -30,24 +42,19 @@ from fullshard.planner.predict.offload import (
     has_activation_copies,
     host_busy_ticks,
     host_norm_ticks,
-    least_shard_bytes_read,
     offload_time_per_byte,
     predict_activation_offload_terms,
     predict_offload_terms,
     slot_bytes_at_update_start,
     state_bytes_of_each_group,
 )
-from fullshard.planner.predict.roofline import memory_seconds, phase_costs
-from fullshard.planner.predict.schedule import build_schedule
+from fullshard.planner.predict.phases import build_schedule, memory_seconds, phase_costs
 from fullshard.planner.predict.simulate import (
     EventOrderSettings,
     MicrobatchWork,
-    StepSimulation,
     simulate_second_step,
 )
-from fullshard.planner.predict.streams import StreamClocks
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
-from fullshard.planner.predict.unit_costs import TICKS, UnitCost, to_ticks, unit_cost
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.machine.hardware import Hardware, Rates
 from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
@@ -57,14 +64,6 @@ from fullshard.spec.settings.train_section import RecomputeSection
 
 _ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole ticks
 _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
-
-
-def predict_terms(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:  # signature: as `predict`
-    """Returns the predicted seconds of one optimizer step, term by term.
-
-    Raises PlanError if `spec` lacks the trace, or `hardware` a rate, that `plan` needs.
-    """
-    return StepTimePredictor(spec, hardware).predict_time(plan)
 
 
 class UnitCosts(NamedTuple):
@@ -107,16 +106,11 @@ WorkKey = tuple[int, int, bool]
 
 @dataclass
 class StepTimePredictor:
-    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`.
-
-    clocks, simulation: classes that simulate a step; `planner.spans` has some that record it
-    """
+    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`."""
 
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
-    clocks: type[StreamClocks] = StreamClocks
-    simulation: type[StepSimulation] = StepSimulation
     _work: dict[WorkKey, MicrobatchWork] = field(default_factory=dict[WorkKey, MicrobatchWork])
     _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
 
@@ -165,9 +159,21 @@ class StepTimePredictor:
         turns = self._microbatch_work(plan, trace, adds=False).program.repeats
         return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
-    def simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
-        """Returns the streams at the end of a step's last backward. `moves_nothing`: no activations."""
-        streams = self.clocks(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
+    def simulate_streams(
+        self,
+        plan: Plan,
+        *,
+        units: UnitCosts,
+        moves_nothing: bool = False,
+        recorded: list[RecordedWork] | None = None,
+    ) -> StreamClocks:
+        """Returns the streams at the end of a step's last backward.
+
+        moves_nothing: no activations are copied
+        recorded: a list to which all work is added; only without skipping
+        """
+        blocking = 1 - self.hardware.overlap
+        streams = StreamClocks(self._serial, blocking, recorded, disk=-units.ahead)
         policy = EventOrderSettings(
             prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,
@@ -181,8 +187,7 @@ class StepTimePredictor:
         works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        again, kind = plan.accumulation, self.simulation
-        simulate_second_step(streams, units.costs, policy, works=works, accumulation=again, simulation=kind)
+        simulate_second_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
@@ -268,7 +273,8 @@ class StepTimePredictor:
             kernels, received = self.spec.kernels, fullest_rank_factor(self.spec, plan)
             costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
-            sent = model_parallel_ticks(self.spec, phases, plan=plan, hardware=self.hardware)
+            among = model_parallel_seconds(self.spec, phases, plan=plan, hardware=self.hardware)
+            sent = tuple(map(to_ticks, among))
             lengths = tuple(
                 (to_ticks(cost.seconds) + own, to_ticks(cost.launches * rates.launch_seconds))
                 for cost, own in zip(costs, sent, strict=True)
@@ -319,14 +325,13 @@ class StepTimePredictor:
         longer = _sum_compute_ticks(own, serial=self._serial) - _sum_compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 
-    def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
-        """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
+    def _host_busy_ticks(self, plan: Plan, *, shards_read: int = 0) -> HostBusyTicks:
+        """Returns the busy ticks of the host's streams. `shards_read`: bytes that the drive reads."""
         units = self.unit_costs(plan)
         reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
         gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
-        read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
-        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
+        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * shards_read) - units.spared
         return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
     def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:

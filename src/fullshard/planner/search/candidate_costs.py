@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import (
     MeshDependentBytes,
-    PeakLowerBoundSettings,
     TraceDependentPeakBytes,
     mesh_dependent_bytes,
     peak_lower_bound,
@@ -52,13 +51,11 @@ class CandidateCosts:
         """Lists the candidates of `run` with their bounds on time. Raises PlanError if there are none."""
         if run.train.loss_chunk == "auto":  # a plan says what was traced
             run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
-        if run.sharding.context_parallel == "auto":
-            traced = {"context_parallel": spec.context_parallel, "context_method": spec.context_method}
-            run = run_with_settings(run, {"sharding": traced})
-        if run.sharding.tensor_parallel == "auto":
-            run = run_with_settings(run, {"sharding": {"tensor_parallel": spec.tensor_parallel}})
-        if run.sharding.expert_parallel == "auto":
-            run = run_with_settings(run, {"sharding": {"expert_parallel": spec.expert_parallel}})
+        axes = ("context_parallel", "tensor_parallel", "expert_parallel")
+        traced = {axis: getattr(spec, axis) for axis in axes if getattr(run.sharding, axis) == "auto"}
+        if "context_parallel" in traced:
+            traced["context_method"] = spec.context_method
+        run = run_with_settings(run, {"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = usable_bytes(hardware, run)
@@ -89,13 +86,14 @@ class CandidateCosts:
             self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
         if own not in self._bounds:
             self._bounds[own] = trace_dependent_peak_bytes(self.spec, self._build_plan(candidate))
-        traits = PeakLowerBoundSettings(
+        bound = peak_lower_bound(
+            self._bounds[own],
+            self._meshes[mesh],
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "every_microbatch",
             keeps=not candidate.mesh.frees_parameters_after_forward,
             prefetches=candidate.prefetch.mode != "none",
         )
-        bound = peak_lower_bound(self._bounds[own], self._meshes[mesh], traits=traits)
         return bound + self.hardware.context_bytes
 
     def needed_bytes(self, index: int) -> int:

@@ -46,13 +46,6 @@ class ShardingChoice(NamedTuple):
     reshard_after_forward: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
-    def strategy_or_hpz_name(self) -> str:
-        """Name of the strategy. With resharding to fewer ranks, `hpz` (full_shard) or ending in `_hpz`."""
-        if self.reshard_after_forward is None:
-            return str(self.strategy)
-        return "hpz" if self.strategy is Strategy.FULL_SHARD else f"{self.strategy}_hpz"
-
-    @property
     def frees_parameters_after_forward(self) -> bool:
         """True if unsharded parameters are freed after forward, by the rule of `Plan.from_run`."""
         freeing = (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
@@ -80,8 +73,14 @@ class Candidate(NamedTuple):
 
     @property
     def strategy_label(self) -> str:
-        """Label under which a search reports its best plan: strategy and offload target."""
-        return self.mesh.strategy_or_hpz_name + (f" {self.tier}" if self.tier != "none" else "")
+        """Label under which a search reports its best plan: strategy and offload target.
+
+        With resharding to fewer ranks, the strategy is `hpz` (full_shard), or ends in `_hpz`.
+        """
+        name = str(self.mesh.strategy)
+        if self.mesh.reshard_after_forward is not None:
+            name = "hpz" if self.mesh.strategy is Strategy.FULL_SHARD else f"{name}_hpz"
+        return name if self.tier == "none" else f"{name} {self.tier}"
 
 
 def iterate_candidates(

@@ -1,28 +1,29 @@
-"""Explanation of a search's result: what limits the plan, the cost of other plans, and the rules of thumb."""
+"""Explanation of a search's result: what limits the plan, other plans with their price, and what gains most.
+
+The alternatives are from the front of speed and memory: no plan is both faster and smaller than any of them.
+"""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast
 
-from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.predict.unit_costs import TICKS
-from fullshard.planner.search.advice import (
-    NOTABLE,
-    Lever,
-    RunnerUpPlan,
-    choose_runners_up,
-    find_largest_lever,
-    format_difference,
-)
+from fullshard.errors import PlanError
 from fullshard.planner.search.candidate_costs import require_prediction
-from fullshard.planner.search.search import SearchResult, format_plan
+from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.search import SearchResult, iterate_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.plan import ITEMSIZE, Plan
+from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run import Run, Strategy
+from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel
 
+# Fraction of the step from which a difference is reported: it would be noticeable.
+NOTABLE = 0.03
+NO_DIFFERENCE = "the same settings"
+# Fractions of the chosen plan's memory that smaller alternatives may need.
+_SMALLER = (0.85, 0.6)
+_SLOWEST = 1.5  # times the chosen plan's step: nobody waits longer to save memory that is there
 Binding = Literal["memory", "links", "host", "computing"]
 _LIMITS: dict[Binding, str] = {
     "memory": "memory is the limit",
@@ -30,34 +31,38 @@ _LIMITS: dict[Binding, str] = {
     "host": "the host is the limit",
     "computing": "computing is the limit",
 }
-_LARGEST = 3
-# The rules of thumb are compared with the choice, and never used for it: docs/design/rules-of-thumb.md.
-_ROOM = 0.5  # fraction of the device for state kept between steps; activations take the other half
-_FAST = 4.0  # ratio of link rates, within to across nodes, from which shards stay within a node
-_BUCKET = 25 * 2**20  # bytes; default bucket of DistributedDataParallel (`bucket_cap_mb`)
 
 
-class MemoryTermBytes(FrozenModel):
-    """Name of a memory term of a prediction, and `count`, its bytes."""
+class RunnerUpPlan(FrozenModel):
+    """A plan that was not chosen, compared with the chosen one."""
 
-    name: str
-    count: int
+    plan: Plan
+    seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
+    speedup: float  # extra tokens/s over the chosen plan, as a fraction; negative if it is slower
+    needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
+    lacks_bytes: int = 0  # bytes by which it does not fit the device; 0 if it fits
+    margin_bytes: int = 0  # bytes of the margin that it would use; 0 if it leaves the margin free
+
+    def text(self, chosen: Plan) -> str:
+        """Returns the plan and its price in one line: what differs from `chosen`, memory and speed."""
+        size = format_bytes(abs(self.needed_bytes))
+        if self.lacks_bytes:
+            memory = f"does not fit by {format_bytes(self.lacks_bytes)}"
+        elif self.margin_bytes:
+            memory = f"{size} more, {format_bytes(self.margin_bytes)} of it from the margin"
+        else:
+            memory = f"{size} {'more' if self.needed_bytes > 0 else 'less'}"
+        speed = f"{100 * abs(self.speedup):.1f} % {'faster' if self.speedup > 0 else 'slower'}"
+        return f"instead: {format_difference(self.plan, chosen)}: {memory}, {speed}"
 
 
-class RuleOfThumb(FrozenModel):
-    """A rule of thumb, its advice for this case, and the planner's choice."""
+class Lever(FrozenModel):
+    """A change of the run or of the machine, and what it gains."""
 
-    name: str  # short name of the rule
-    says: str  # its text
-    figures: str  # figures of this case that it depends on
-    advises: str  # the choice that the rule recommends
-    chosen: str  # the planner's choice
-    agrees: bool  # whether both are the same
-
-    def format_lines(self) -> tuple[str, str]:
-        """Returns the rule, its figures and its advice as two lines of text."""
-        verdict = "as planned" if self.agrees else f"planned: {self.chosen}"
-        return (f"rule of thumb, {self.name}: {self.says}", f"  {self.figures} -> {self.advises}; {verdict}")
+    change: str
+    plan: Plan | None = None  # the best plan after the change; None if the gain is in memory alone
+    gain: float  # extra tokens/s per rank, as a fraction; or the fraction of memory that it saves
+    text: str
 
 
 class PlanExplanation(FrozenModel):
@@ -76,10 +81,8 @@ class PlanExplanation(FrozenModel):
     fits: bool
     binds: Binding
     because: str  # reason for `binds`, as text
-    largest: tuple[MemoryTermBytes, ...]  # the largest memory terms
     runners_up: tuple[RunnerUpPlan, ...]  # other plans of the front of speed and memory
     lever: Lever | None  # the change that gains most, if any is notable
-    rules: tuple[RuleOfThumb, ...]
 
     def advice_lines(self) -> tuple[str, ...]:
         """Returns what binds, the largest lever, and the alternatives, a sentence or two each."""
@@ -89,16 +92,6 @@ class PlanExplanation(FrozenModel):
         others = [one for one in self.runners_up if not (named and one.lacks_bytes)]
         return (*lines, *(one.text(self.plan) for one in others))
 
-    def format_lines(self) -> tuple[str, ...]:
-        """Returns the explanation as lines of text."""
-        largest = (f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest)
-        return (
-            f"{'chosen' if self.fits else 'closest'}: {format_plan(self.plan)}",
-            *self.advice_lines(),
-            f"largest: {', '.join(largest)}",
-            *(line for rule in self.rules for line in rule.format_lines()),
-        )
-
 
 def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanExplanation:
     """Returns the explanation of `found`, the result of a search of `run` with its front."""
@@ -107,16 +100,13 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
     prediction = require_prediction(plan)
     runners_up = choose_runners_up(found, plan)
     binds, because = _binding_limit_and_reason(plan, found, runners_up=runners_up)
-    terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])[:_LARGEST]
     return PlanExplanation(
         plan=plan,
         fits=prediction.fits_in_memory,
         binds=binds,
         because=because,
-        largest=tuple(MemoryTermBytes(name=name, count=count) for name, count in terms),
         runners_up=runners_up,
         lever=find_largest_lever(plan, hardware, spec=spec, run=run) if found.best else None,
-        rules=_rule_of_thumb_verdicts(plan, hardware, spec=spec),
     )
 
 
@@ -170,102 +160,127 @@ def _notable_limits(
         yield share, "host", f"FSDP2's own copies and hooks are {100 * share:.0f} % of the step"
 
 
-def _rule_of_thumb_verdicts(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[RuleOfThumb, ...]:
-    """Returns all rules of thumb, each with its advice for this model and hardware."""
-    rules = [_strategy_rule(plan, hardware, numel=spec.numel)]
-    rules += [_offload_rule(plan, hardware, numel=spec.numel), _precision_rule(plan, hardware)]
-    if plan.world_size > 1:
-        timer = StepTimePredictor(spec, hardware)
-        rules += [_prefetch_rule(plan, timer), _bucket_size_rule(plan, timer)]
-    return tuple(rules)
+def choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, ...]:
+    """Returns plans of the front that are worth a look, the fastest first.
 
-
-def _strategy_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb:
-    """Rule for the strategy: shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and
-    only over fast links (MiCS, arXiv:2205.00119).
+    These are the nearest that is notably faster and does not fit (if twice the memory is enough), the
+    fastest that only the margin excludes, and, if memory is not plentiful, the fastest of those that need
+    notably less.
     """
-    capacity, ranks = hardware.device_bytes_limit, plan.world_size
-    master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
-    whole = 4 * master * numel
-    across = hardware.across if hardware.nodes > 1 else None
-    ratio = hardware.within.bytes_per_second / across.bytes_per_second if across else None
-    node = min(hardware.ranks_per_node, ranks)
-    if whole <= _ROOM * capacity:
-        advice = (Strategy.NO_SHARD,)
-    elif compute * numel + whole / ranks <= _ROOM * capacity:
-        advice = (Strategy.SHARD_GRAD_OP, Strategy.ZERO1)
-    elif ratio is not None and ratio >= _FAST and whole / node <= _ROOM * capacity:
-        advice = (Strategy.HYBRID_SHARD,)
-    else:
-        advice = (Strategy.FULL_SHARD,)
-    links = f", links {ratio:.1f} : 1 within and across nodes" if ratio else ""
-    sharded = f"{whole / ranks / capacity:.2f} × sharded"
-    return RuleOfThumb(
-        name="strategy",
-        says="shard only what takes over half of the memory, and within a node where links there are faster",
-        figures=f"state {whole / capacity:.2f} × one device's memory, {sharded}{links}",
-        advises=str(advice[0]),
-        chosen=str(plan.strategy),
-        agrees=plan.strategy in advice or ranks == 1,
+    ours = require_prediction(chosen)
+    own, needed, capacity = ours.time.total, ours.required_device_bytes, ours.capacity_bytes
+    known = [(one, require_prediction(one)) for one in found.front]
+    picked: list[Plan] = []
+    faster = [
+        one
+        for one, p in known
+        if p.time.total * (1 + NOTABLE) <= own and capacity < p.required_device_bytes <= 2 * capacity
+    ]
+    picked += faster[-1:]  # the front's last has the least memory
+    tight = [
+        one
+        for one, p in known
+        if p.time.total < 0.995 * own and found.limit_bytes < p.required_device_bytes <= capacity
+    ]
+    picked += tight[:1]
+    for part in _SMALLER if needed > capacity / 4 else ():
+        quick = (
+            one
+            for one, p in known
+            if p.required_device_bytes <= part * needed and p.time.total <= _SLOWEST * own
+        )
+        picked += [one for one in [next(quick, None)] if one is not None and one not in picked]
+    return tuple(_compare(one, chosen, limit_bytes=found.limit_bytes) for one in picked)
+
+
+def _compare(plan: Plan, chosen: Plan, *, limit_bytes: int) -> RunnerUpPlan:
+    theirs, ours = require_prediction(plan), require_prediction(chosen)
+    lacks = max(0, theirs.required_device_bytes - theirs.capacity_bytes)
+    return RunnerUpPlan(
+        plan=plan,
+        seconds=theirs.time.total - ours.time.total,
+        speedup=theirs.tokens_per_second / ours.tokens_per_second - 1,
+        needed_bytes=theirs.required_device_bytes - ours.required_device_bytes,
+        lacks_bytes=lacks,
+        margin_bytes=0 if lacks else max(0, theirs.required_device_bytes - limit_bytes),
     )
 
 
-def _offload_rule(plan: Plan, hardware: Hardware, *, numel: int) -> RuleOfThumb:
-    """Rule for offload: only state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
-    state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
-    share, has_tier = state / hardware.device_bytes_limit, plan.run.offload.offloads_optimizer
-    return RuleOfThumb(
-        name="offload",
-        says="keep the optimizer on the host if sharded state takes over four fifths of the memory",
-        figures=f"{format_bytes(state)} of {format_bytes(hardware.device_bytes_limit)}, {100 * share:.0f} %",
-        advises="offload the optimizer" if share > 0.8 else "keep all on the device",
-        chosen=f"{plan.run.offload.tier} outside" if has_tier else "all on the device",
-        agrees=(share > 0.8) == has_tier,
+def format_difference(plan: Plan, chosen: Plan) -> str:
+    """Returns the settings of `plan` in which it differs from `chosen`, as text."""
+    texts = zip(_iterate_setting_texts(plan), _iterate_setting_texts(chosen), strict=True)
+    return ", ".join(own for own, other in texts if own != other) or NO_DIFFERENCE
+
+
+def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
+    run, reshard = plan.run, plan.reshard_after_forward
+    kept = f" (kept over {reshard} after forward)" if type(reshard) is int else ""
+    over = "" if plan.shard_degree == 1 else f" over {plan.shard_degree:,}"
+    yield f"{plan.strategy}{over}{kept}"
+    yield f"microbatch {plan.microbatch}"
+    yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
+    every = f" {run.recompute.block_period}" if run.recompute.mode == "every" else ""
+    yield f"recompute {run.recompute.mode_text}{every}"
+    yield f"prefetch {run.prefetch.mode}" + (
+        f" {run.prefetch.forward}" if run.prefetch.mode == "explicit" else ""
     )
+    yield "compiled" if run.run.compile is True else "not compiled"
+    yield f"offload {run.offload.tier}"
+    yield f"tensor parallel {plan.tensor_parallel}"
 
 
-def _precision_rule(plan: Plan, hardware: Hardware) -> RuleOfThumb:
-    """Rule for the compute dtype: bf16 if the chip has it, else fp16 with a loss scale; never fp8."""
-    peaks = hardware.chip.flops_per_second
-    best = next((dtype for dtype in ("bf16", "fp16") if dtype in peaks), "fp32")
-    gain = peaks[best] / peaks["fp32"] if best in peaks and "fp32" in peaks else None  # type: ignore[index]
-    times = f", {gain:.1f} × the arithmetic of fp32" if gain else ""
-    return RuleOfThumb(
-        name="precision",
-        says="compute in bf16 from Ampere on, in fp16 before, with fp32 masters",
-        figures=f"{hardware.chip.name}: {', '.join(peaks) or 'no peaks known'}{times}",
-        advises=best,
-        chosen=plan.precision.param,
-        agrees=plan.precision.param == best,
-    )
+def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> Lever | None:
+    """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
+
+    Tried are: each pinned setting left to the planner, compiled blocks, a batch twice as large, and twice as
+    many ranks. A loss that takes much memory is named if nothing else gains more.
+    """
+    best = _loss_lever(plan)
+    own = require_prediction(plan).tokens_per_second / plan.world_size
+    tiers = (cast("Tier", plan.run.offload.tier),)
+    for change, other, machine in _iterate_changes(plan, hardware, run=run):
+        try:
+            found = search(spec, machine, other, tiers=tiers).best
+        except PlanError:
+            continue  # impossible on these ranks, or not traced
+        if found is None:
+            continue
+        rate = require_prediction(found).tokens_per_second / found.world_size
+        gain = rate / own - 1
+        if gain >= NOTABLE and (best is None or gain > best.gain):
+            text = f"{change} ({format_difference(found, plan)}): {100 * gain:.0f} % more tokens/s per rank"
+            best = Lever(change=change, plan=found, gain=gain, text=text)
+    return best
 
 
-def _prefetch_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
-    """Rule for prefetch: deeper if communication is longer than computing (FSDP, arXiv:2304.11277, 3.3)."""
-    demand, computing = timer.stream_minima(plan), timer.compute_ticks(plan)
-    sent = (demand.network + demand.apart + demand.replicas) / TICKS
-    ratio = computing.device / TICKS / sent if sent else float("inf")
-    explicit, mode = ratio < 1, plan.run.prefetch.mode
-    return RuleOfThumb(
-        name="prefetch",
-        says="FSDP2's own prefetch, if there is more computing than communication; else prefetch deeper",
-        figures=f"{ratio:.2f} seconds of computing a second of communication",
-        advises="explicit" if explicit else "implicit",
-        chosen=mode,
-        agrees=(mode == "explicit") == explicit and mode != "none",
-    )
+def _loss_lever(plan: Plan) -> Lever | None:
+    prediction = require_prediction(plan)
+    logits, needed = prediction.memory.loss, prediction.required_device_bytes
+    tight = needed > prediction.capacity_bytes / 2
+    if plan.run.train.loss_chunk != 0 or not tight or logits < 4 * NOTABLE * needed:
+        return None
+    share = f"{100 * logits / needed:.0f} % of the memory ({format_bytes(logits)})"
+    change, text = 'train.loss_chunk = "auto"', f"the logits are {share}"
+    if plan.run.train.loss is not None:
+        change = "fullshard.chunked_cross_entropy in train.loss"
+        text = f"{text} as its operations run eagerly; a compiled or fused loss holds fewer"
+    return Lever(change=change, gain=logits / needed, text=f"{change}: {text}")
 
 
-def _bucket_size_rule(plan: Plan, timer: StepTimePredictor) -> RuleOfThumb:
-    """Rule for unit sizes: collectives take far longer than their latency (DDP, arXiv:2006.15704, 3.2.2)."""
-    sent = [size.gathered for size in timer.unit_costs(plan).sizes if size.gathered]
-    smallest = min(sent, default=0)
-    small = sum(count < _BUCKET for count in sent)
-    return RuleOfThumb(
-        name="bucket size",
-        says="send at least 25 MiB at once",
-        figures=f"the smallest unit is {format_bytes(smallest)}; {small} kinds of {len(sent)} are below",
-        advises="larger units" if small else "these units",
-        chosen="these units",
-        agrees=not small,
-    )
+def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tuple[str, Run, Hardware]]:
+    """Yields (change as text, run, hardware) for each change to try."""
+    yield from iterate_unpinned(run, hardware)
+    if run.run.compile is False and plan.device == "cuda":
+        yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
+    # Prefetch and compiling as chosen: they hardly depend on these, and there are ten times fewer candidates.
+    settings = {"prefetch": plan.run.prefetch.model_dump(), "run": {"compile": plan.run.run.compile}}
+    batch = {"global_batch": 2 * run.train.global_batch}
+    twice = run_with_settings(run, {"train": batch, **settings})
+    yield f"{2 * run.tokens_per_step:,} tokens a step, twice as many", twice, hardware
+    if plan.device == "cuda" and (hardware.across is not None or hardware.nodes == 1):
+        spread = hardware.across is not None
+        more = hardware.with_rank_counts(
+            nodes=hardware.nodes * (2 if spread else 1),
+            ranks_per_node=hardware.ranks_per_node * (1 if spread else 2),
+        )
+        yield f"{more.world_size:,} GPUs, each with as many tokens a step as now", twice, more

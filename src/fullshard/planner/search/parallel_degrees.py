@@ -24,12 +24,13 @@ with the number that is chosen without them, if it has a plan that fits without 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
-from fullshard.planner.search.advice import NOTABLE
 from fullshard.planner.search.candidate_costs import require_prediction, step_seconds_with_startup
 from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.explain import NOTABLE
 from fullshard.planner.search.search import (
     SearchResult,
     least_seconds_that_may_fit,
@@ -59,7 +60,86 @@ class DegreeSearch(NamedTuple):
     found: SearchResult
 
 
-SearchOrError = Callable[[Run], tuple[DegreeSearch | None, PlanError | None]]
+class _DegreeSearcher(NamedTuple):
+    """Searches plans of one model on one hardware, with any numbers of ranks that share work."""
+
+    describe: Describe
+    hardware: Hardware
+    with_front: bool
+
+    def search(self, run: Run) -> DegreeSearch:
+        """Searches over the ranks that divide experts, with the run's division of sequences and matmuls.
+
+        The least number of ranks is chosen that no other is notably faster than: see [Note: bounds of
+        degrees]. Raises PlanError for impossible settings, which are not traced.
+        """
+        hardware, shared = self.hardware, run.sharding.ranks_per_sequence
+        if shared > 1 and run.train.global_batch % max(hardware.world_size // shared, 1):
+            Plan.from_run_for_prediction(run, world_size=hardware.world_size, device=hardware.device)
+        spec = self.describe(run)
+        degrees = list(iterate_expert_degrees(hardware, spec.experts))
+        if run.sharding.expert_parallel != "auto" or not degrees:
+            return self._search_spec(run, spec)
+        least_seconds_that_may_fit(spec, hardware, run)  # raises, if the batch cannot be divided
+        questions = {
+            1: (_with_degree(run, "expert_parallel", degree=1), spec)
+        } | self._describe_expert_degrees(run, degrees)
+        # By choice, plans offload only if none fits without.
+        targets = list_offload_targets(hardware, run) if run.offload.tier == "auto" else ()
+        for tiers in ((), targets) if targets else ((),):
+            if (chosen := self._choose_expert_degree(questions, tiers)) is not None:
+                return chosen
+        return self._search_spec(*questions[1])
+
+    def search_fitting(self, run: Run) -> DegreeSearch | None:
+        """Returns the search of `run`; None if no plan fits, or its settings are impossible."""
+        try:
+            searched = self.search(run)
+        except PlanError:
+            return None
+        return None if searched.found.best is None else searched
+
+    def _search_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
+        found = search(spec, self.hardware, run, tiers=tiers, with_front=self.with_front)
+        return DegreeSearch(run, spec, found)
+
+    def _describe_expert_degrees(self, run: Run, degrees: Sequence[int]) -> dict[int, tuple[Run, ModelSpec]]:
+        """Returns the run and the spec for each number of ranks over 1 that can divide the experts."""
+        found: dict[int, tuple[Run, ModelSpec]] = {}
+        for degree in degrees:
+            own = _with_degree(run, "expert_parallel", degree=degree)
+            try:
+                spec = self.describe(own)
+            except PlanError:
+                continue  # other settings of the run cannot be combined with this number
+            except (ShardError, TraceError):
+                break  # no number of ranks can divide these experts
+            if spec.expert_parallel == degree:  # a given spec holds for one number
+                found[degree] = own, spec
+        return found
+
+    def _choose_expert_degree(
+        self, questions: Mapping[int, tuple[Run, ModelSpec]], tiers: Sequence[Tier]
+    ) -> DegreeSearch | None:
+        """Returns the search of the number of ranks to choose; None if none has a plan that fits.
+
+        tiers: the offload targets to try; without any, nothing is offloaded by choice
+        """
+        bounds: dict[int, float] = {}
+        for degree, (run, spec) in questions.items():
+            with suppress(PlanError):  # other settings of the run cannot be combined with this number
+                bounds[degree] = least_seconds_that_may_fit(spec, self.hardware, run, tiers=tiers)
+        found: dict[int, DegreeSearch] = {}
+        for degree in sorted(bounds, key=lambda one: bounds[one]):
+            if bounds[degree] == float("inf") or not _may_be_chosen(degree, bounds[degree], found=found):
+                continue
+            run, spec = questions[degree]
+            if not tiers and run.offload.tier == "auto":
+                run = run_with_settings(run, {"offload": {"tier": "none"}})
+            searched = self._search_spec(run, spec, tiers=tiers)
+            if searched.found.best is not None:
+                found[degree] = searched._replace(run=questions[degree][0])
+        return choose_fastest([found[degree] for degree in sorted(found)], questions[1][0]) if found else None
 
 
 def search_parallel_degrees(
@@ -73,23 +153,21 @@ def search_parallel_degrees(
     If no plan fits, the result is that of whole sequences, matmuls and experts. Raises PlanError as `search`
     does.
     """
-
-    def search_or_error(own: Run) -> tuple[DegreeSearch | None, PlanError | None]:
-        return _search_or_error(describe, own, hardware=hardware, with_front=with_front)
-
-    whole, error = search_or_error(run)
-    best = None if whole is None else whole.found.best
-    fits = best is not None and not _offloads_by_choice(best, run)
-    if whole is not None and best is not None and fits and not may_pay_to_share_matmuls(best, hardware):
-        return whole
-    fitting = [whole] if whole is not None and best is not None else []
-    if whole is not None and fits:
-        run = whole.run
-    if not fits:
-        fitting += _iterate_context_searches(search_or_error, run, hardware=hardware)
-    for degree in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
-        own = run_with_settings(run, {"sharding": {"tensor_parallel": degree}})
-        fitting += _iterate_tensor_searches(search_or_error, own, hardware=hardware)
+    searcher = _DegreeSearcher(describe, hardware, with_front)
+    whole, error = None, None
+    try:
+        whole = searcher.search(run)
+    except PlanError as caught:  # other numbers of ranks may be possible
+        error = caught
+    fitting = [whole] if whole is not None and whole.found.best is not None else []
+    if fitting and not _offloads_by_choice(_fitting_plan(fitting[0]), run):
+        if not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
+            return fitting[0]
+        run = fitting[0].run
+    else:
+        fitting += _iterate_context_searches(searcher, run)
+    for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
+        fitting += _iterate_tensor_searches(searcher, run, tensor=tensor)
     if fitting:
         return choose_fastest(fitting, run)
     if whole is None:
@@ -111,41 +189,37 @@ def choose_fastest(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
     return next(one for one in searches if step_seconds_of(one) <= (1 + NOTABLE) * fastest)
 
 
-def _iterate_context_searches(
-    search_or_error: SearchOrError, run: Run, *, hardware: Hardware
-) -> Iterator[DegreeSearch]:
+def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[DegreeSearch]:
     """Yields the searches that found a plan, over ranks that share sequences.
 
     Ends after the first that needs neither recompute nor offload: more ranks would only send more.
     """
-    for degree in iterate_context_degrees(hardware, run):
-        try:
-            searched, _ = search_or_error(run_with_settings(run, {"sharding": {"context_parallel": degree}}))
-        except (ShardError, TraceError):
-            return  # no number of ranks can divide the sequences of this model
-        best = None if searched is None else searched.found.best
-        if searched is not None and best is not None:
-            yield searched
-            if best.run.recompute.mode == "none" and not _offloads_by_choice(best, run):
-                return
+    with suppress(ShardError, TraceError):  # no number of ranks can divide the sequences of this model
+        for degree in iterate_context_degrees(searcher.hardware, run):
+            searched = searcher.search_fitting(_with_degree(run, "context_parallel", degree=degree))
+            if searched is not None:
+                yield searched
+                best = _fitting_plan(searched)
+                if best.run.recompute.mode == "none" and not _offloads_by_choice(best, run):
+                    return
 
 
-def _iterate_tensor_searches(
-    search_or_error: SearchOrError, run: Run, *, hardware: Hardware
-) -> Iterator[DegreeSearch]:
+def _iterate_tensor_searches(searcher: _DegreeSearcher, run: Run, *, tensor: int) -> Iterator[DegreeSearch]:
     """Yields the first search that finds a plan for this number of ranks that share matmuls, if any.
 
     Sequences are whole, unless no plan with whole ones fits, or ranks outnumber the sequences of the batch.
     """
-    for degree in (1, *iterate_context_degrees(hardware, run)):
-        own = run_with_settings(run, {"sharding": {"context_parallel": degree}}) if degree > 1 else run
-        try:
-            searched, _ = search_or_error(own)
-        except (ShardError, TraceError):
-            return  # this many ranks cannot divide the matmuls of this model
-        if searched is not None and searched.found.best is not None:
-            yield searched
-            return
+    own = _with_degree(run, "tensor_parallel", degree=tensor)
+    longer = (
+        _with_degree(own, "context_parallel", degree=d)
+        for d in iterate_context_degrees(searcher.hardware, own)
+    )
+    with suppress(ShardError, TraceError):  # this many ranks cannot divide the matmuls of this model
+        for one in (own, *longer):
+            searched = searcher.search_fitting(one)
+            if searched is not None:
+                yield searched
+                return
 
 
 def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
@@ -154,93 +228,6 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
     waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
     is_open = plan.tensor_parallel == 1 and hardware.nodes > 1
     return is_open and waits > EXPOSED * time.total
-
-
-def _search_or_error(
-    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
-) -> tuple[DegreeSearch | None, PlanError | None]:
-    """Returns the search, or the error of impossible settings, which are not traced."""
-    ranks = hardware.world_size // run.sharding.ranks_per_sequence
-    try:
-        if run.sharding.ranks_per_sequence > 1 and run.train.global_batch % max(ranks, 1):
-            Plan.from_run_for_prediction(run, world_size=hardware.world_size, device=hardware.device)
-        return _search_expert_degrees(describe, run, hardware=hardware, with_front=with_front), None
-    except PlanError as error:
-        return None, error
-
-
-def _search_expert_degrees(
-    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool
-) -> DegreeSearch:
-    """Searches over the ranks that divide experts, with the run's division of sequences and matmuls.
-
-    The least number of ranks is chosen that no other is notably faster than. See [Note: bounds of degrees].
-    """
-    spec = describe(run)
-    degrees = list(iterate_expert_degrees(hardware, spec.experts))
-    if run.sharding.expert_parallel != "auto" or not degrees:
-        return DegreeSearch(run, spec, search(spec, hardware, run, with_front=with_front))
-    least_seconds_that_may_fit(spec, hardware, run)  # raises, if the batch cannot be divided
-    questions = {1: (_with_experts(run, 1), spec)} | _describe_expert_degrees(describe, run, degrees=degrees)
-    chosen = _choose_expert_degree(questions, hardware, tiers=(), with_front=with_front)
-    tiers = list_offload_targets(hardware, run) if run.offload.tier == "auto" else ()
-    if chosen is None and tiers:
-        chosen = _choose_expert_degree(questions, hardware, tiers=tiers, with_front=with_front)
-    if chosen is None:
-        chosen = DegreeSearch(*questions[1], search(spec, hardware, questions[1][0], with_front=with_front))
-    return chosen
-
-
-def _describe_expert_degrees(
-    describe: Describe, run: Run, *, degrees: Sequence[int]
-) -> dict[int, tuple[Run, ModelSpec]]:
-    """Returns the run and the spec for each number of ranks over 1 that can divide the experts."""
-    found: dict[int, tuple[Run, ModelSpec]] = {}
-    for degree in degrees:
-        own = _with_experts(run, degree)
-        try:
-            spec = describe(own)
-        except PlanError:
-            continue  # other settings of the run cannot be combined with this number
-        except (ShardError, TraceError):
-            break  # no number of ranks can divide these experts
-        if spec.expert_parallel == degree:  # a saved spec holds for one number
-            found[degree] = own, spec
-    return found
-
-
-def _choose_expert_degree(
-    questions: Mapping[int, tuple[Run, ModelSpec]],
-    hardware: Hardware,
-    *,
-    tiers: Sequence[Tier],
-    with_front: bool,
-) -> DegreeSearch | None:
-    """Returns the search of the number of ranks to choose; None if none has a plan that fits."""
-    bounds: dict[int, float] = {}
-    for degree, (run, spec) in questions.items():
-        try:
-            bounds[degree] = least_seconds_that_may_fit(spec, hardware, run, tiers=tiers)
-        except PlanError:
-            continue  # other settings of the run cannot be combined with this number
-    found: dict[int, DegreeSearch] = {}
-    for degree in sorted((one for one in bounds if bounds[one] < float("inf")), key=lambda one: bounds[one]):
-        if not _may_be_chosen(degree, bounds[degree], found=found):
-            continue
-        run, spec = questions[degree]
-        result = _search_on_device(spec, hardware, run=run, tiers=tiers, with_front=with_front)
-        if result.best is not None:
-            found[degree] = DegreeSearch(run, spec, result)
-    return choose_fastest([found[degree] for degree in sorted(found)], questions[1][0]) if found else None
-
-
-def _search_on_device(
-    spec: ModelSpec, hardware: Hardware, *, run: Run, tiers: Sequence[Tier], with_front: bool
-) -> SearchResult:
-    """Searches with one of `tiers`; without any, without offload by choice."""
-    resident = run_with_settings(run, {"offload": {"tier": "none"}}) if run.offload.tier == "auto" else run
-    own = run if tiers else resident
-    return search(spec, hardware, own, tiers=tiers, with_front=with_front)
 
 
 def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearch]) -> bool:
@@ -253,8 +240,8 @@ def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearc
     return bound < fastest or (degree < chosen and bound <= (1 + NOTABLE) * fastest)
 
 
-def _with_experts(run: Run, degree: int) -> Run:
-    return run_with_settings(run, {"sharding": {"expert_parallel": degree}})
+def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
+    return run_with_settings(run, {"sharding": {axis: degree}})
 
 
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:

@@ -13,6 +13,7 @@ The search is exact: see [Note: exact pruning] in `planner.candidate_costs`.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import peak_bytes
@@ -24,14 +25,13 @@ from fullshard.planner.search.candidate_costs import (
     add_workspace_bytes,
     attach_prediction,
     require_prediction,
-    usable_bytes,
 )
 from fullshard.planner.search.candidates import run_with_settings
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import OffloadTerms, fits_in_host_memory
+from fullshard.spec.prediction import fits_in_host_memory
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 
@@ -39,7 +39,6 @@ SAME_SPEED = 0.01
 SAME_MEMORY = 0.02
 WORTH_MORE_OFFLOAD = 0.05
 _ROUNDED = 1e-3
-_SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
 
 
 class SearchResult(FrozenModel):
@@ -132,11 +131,14 @@ def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: t
     >>> print(plan.strategy, plan.microbatch, plan.prediction.tokens_per_second > 0)
     full_shard 2 True
     """
-    found = search(spec, hardware, run)
-    if found.best is not None:
-        return found.best
-    assert found.closest is not None, "a search that considered something has a best plan or a closest"
-    raise no_plan_fits_error(found.closest, spec=spec, hardware=hardware, run=run)
+    return require_best(search(spec, hardware, run), spec=spec, hardware=hardware, run=run)
+
+
+def require_best(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:
+    """Returns the best plan. Raises PlanError if none fits, with the closest and changes that would fit."""
+    if found.best is None:
+        raise no_plan_fits_error(found, spec=spec, hardware=hardware, run=run)
+    return found.best
 
 
 def _search_candidates(costs: CandidateCosts, *, with_front: bool) -> SearchResult:
@@ -236,41 +238,45 @@ def _pareto_front(costs: CandidateCosts, order: Sequence[int], *, best: int) -> 
     return tuple(costs.plan(index) for *_, index in sorted(front))
 
 
-def no_plan_fits_error(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
+def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
     """Returns the error that no plan of `run` fits, with the closest plan and changes that would fit."""
+    closest = found.closest
+    assert closest is not None, "a search that considered something has a best plan or a closest"
     prediction = require_prediction(closest)
-    limit = usable_bytes(hardware, run)
-    over = prediction.required_device_bytes - limit
+    over = prediction.required_device_bytes - found.limit_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
-        ways = _suggest_host_memory_changes(closest, spec, hardware=hardware)
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
             got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.host_bytes_per_rank)}",
-            fix="; or ".join(ways),
+            fix="; or ".join(_iterate_host_memory_changes(closest)),
         )
-    terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
-    largest, count = terms[0]
-    ways = [_suggest_run_change(spec, hardware, run=run)]
-    ways += [tier] if (tier := _suggest_offload_target(spec, hardware, run=run)) else []
-    if (margin := _suggest_smaller_margin(spec, hardware, run=run)) is not None:
-        ways.insert(0, margin)
+    largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
+    changes = chain(iterate_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
+    no_margin = run_with_settings(run, {"plan": {"memory_margin": 0.0}})
+    ways = [
+        _first_that_fits(
+            spec, [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
+        ),
+        _first_that_fits(spec, changes) or "a shorter data.sequence_length, or a smaller model",
+        _suggest_offload_target(spec, hardware, run=run),
+    ]
     free = f" with {100 * run.memory_margin:g} % of it left free" if run.memory_margin else ""
     return PlanError(
         f"no plan fits {format_bytes(prediction.capacity_bytes)} per rank{free}.",
         got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.required_device_bytes)}"
         f" ({format_bytes(over)} over)",
         why=f"largest: {largest.replace('_', ' ')}, {format_bytes(count)}",
-        fix="; or ".join(ways),
+        fix="; or ".join(way for way in ways if way is not None),
     )
 
 
-def _suggest_smaller_margin(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """Returns, as text, the best plan that fits if no margin is left; None if no plan fits."""
-    if not run.memory_margin:
-        return None
-    best = search(spec, hardware, run_with_settings(run, {"plan": {"memory_margin": 0.0}})).best
-    return None if best is None else f"plan.memory_margin = 0: {_format_plan_cost(best)}"
+def _first_that_fits(spec: ModelSpec, changes: Iterable[tuple[str, Run, Hardware]]) -> str | None:
+    """Returns the first of the (change, run, hardware) on which a plan fits, as text; None if none does."""
+    for change, run, hardware in changes:
+        if (best := search(spec, hardware, run).best) is not None:
+            return f"{change}: {_format_plan_cost(best)}"
+    return None
 
 
 def format_plan(plan: Plan) -> str:
@@ -293,34 +299,18 @@ def format_plan(plan: Plan) -> str:
     )
 
 
-def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
-    """Returns changes, as text, with which `plan` fits host memory; it already fits its device."""
+def _iterate_host_memory_changes(plan: Plan) -> Iterator[str]:
+    """Yields changes, as text, with which `plan`, which fits its device, may fit host memory."""
     prediction, section = require_prediction(plan), plan.run.offload
-    ways: list[str] = []
     if section.host_bytes is not None:
         least = prediction.host_bytes_per_rank
-        ways.append(f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits")
+        yield f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits"
     if prediction.offload is not None:
-        largest = _halve_offload_group_size(plan, prediction.offload, timer=StepTimePredictor(spec, hardware))
-        ways += [f"offload.sub_group_parameters = {largest}"] if largest is not None else []
-        ways.append('offload.tier = "none" or another, or more ranks')
+        if section.is_on_drive:
+            yield f"offload.sub_group_parameters below {section.sub_group_parameters}"
+        yield 'offload.tier = "none" or another, or more ranks'
     if prediction.activations is not None:
-        ways.append('recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch')
-    return ways
-
-
-def _halve_offload_group_size(plan: Plan, terms: OffloadTerms, *, timer: StepTimePredictor) -> int | None:
-    """Returns the first halving of the group size with which `plan` fits the host, or None."""
-    section, capacity = plan.run.offload, terms.host_capacity_bytes
-    beside = require_prediction(plan).host_bytes_per_rank - terms.host_bytes
-    size = section.sub_group_parameters // 2
-    while section.is_on_drive and capacity is not None and size >= _SMALLEST_GROUP:
-        smaller = run_with_settings(plan.run, {"offload": {"sub_group_parameters": size}})
-        found = timer.predict_offload(plan.model_copy(update={"run": smaller}))
-        if found is not None and found.host_bytes + beside <= capacity:
-            return size
-        size //= 2
-    return None
+        yield 'recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch'
 
 
 def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
@@ -347,12 +337,8 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
     return f'offload.tier = "{best.run.offload.tier}" with {held} per rank: {_format_plan_cost(best)}'
 
 
-def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
-    """Returns, as text, one pinned setting to release, or else the smallest multiple of ranks that fits."""
-    for change, freed in unpin_one_setting_at_a_time(run):
-        best = search(spec, hardware, freed).best
-        if best is not None:
-            return f"{change}: {_format_plan_cost(best)}"
+def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
+    """Yields (change as text, run, hardware) for multiples of the ranks, the fewest first."""
     nodes, per_node = hardware.nodes, hardware.ranks_per_node
     for factor in (2, 4, 8, 16, 32, 64):
         more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
@@ -360,26 +346,24 @@ def _suggest_run_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str
             more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)
         ranks = more.world_size // run.sharding.ranks_per_sequence
         batch = -(-run.train.global_batch // ranks) * ranks
-        wider = run_with_settings(run, {"train": {"global_batch": batch}})
-        divides = batch % (ranks * (run.train.microbatch or 1)) == 0
-        best = search(spec, more, wider).best if divides else None
-        if best is not None:
+        if batch % (ranks * (run.train.microbatch or 1)) == 0:
             grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
-            return f"{more.world_size} ranks{grown}: {_format_plan_cost(best)}"
-    return "a shorter data.sequence_length, or a smaller model"
+            wider = run_with_settings(run, {"train": {"global_batch": batch}})
+            yield f"{more.world_size} ranks{grown}", wider, more
 
 
-def unpin_one_setting_at_a_time(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yields (change as text, run with this pinned setting released), the least change first."""
-    if run.prefetch.mode != "auto":
-        yield 'prefetch.mode = "auto"', run_with_settings(run, {"prefetch": {"mode": "auto"}})
-    if run.train.microbatch is not None:
-        yield "train.microbatch left out", run_with_settings(run, {"train": {"microbatch": None}})
-    if run.recompute.mode != "auto":
-        yield 'recompute.mode = "auto"', run_with_settings(run, {"recompute": {"mode": "auto"}})
-    if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
-        free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
-        yield 'sharding.strategy = "auto"', run_with_settings(run, {"sharding": free})
+def iterate_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
+    """Yields (change as text, run with this pinned setting released, hardware), the least change first."""
+    free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
+    is_sharding_pinned = run.sharding.strategy != "auto" or run.sharding.shard_degree is not None
+    for is_pinned, change, settings in (
+        (run.prefetch.mode != "auto", 'prefetch.mode = "auto"', {"prefetch": {"mode": "auto"}}),
+        (run.train.microbatch is not None, "train.microbatch left out", {"train": {"microbatch": None}}),
+        (run.recompute.mode != "auto", 'recompute.mode = "auto"', {"recompute": {"mode": "auto"}}),
+        (is_sharding_pinned, 'sharding.strategy = "auto"', {"sharding": free}),
+    ):
+        if is_pinned:
+            yield change, run_with_settings(run, settings), hardware
 
 
 def _format_plan_cost(plan: Plan) -> str:

@@ -1,4 +1,7 @@
-"""Clocks of one rank's streams, and FSDP2's work on them, in the order in which FSDP2 issues it.
+"""Costs of FSDP2's events, and the clocks of one rank's streams, with FSDP2's work in the order of issue.
+
+Times are whole picoseconds (`TICKS` per second). Their sums are exact, so a simulation can detect that its
+state repeats.
 
 [Note: FSDP2's order]
 This is `torch.distributed.fsdp._fully_shard` (2.11 to 2.13) on CUDA. The host issues everything and never
@@ -33,13 +36,158 @@ On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) w
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from fullshard.planner.predict.unit_costs import UnitCost
+from fullshard.planner.predict.collectives import (
+    CollectiveLayout,
+    collective_seconds,
+    replicate_group_layout,
+    shard_group_layout,
+)
+from fullshard.planner.predict.phases import memory_seconds
+from fullshard.planner.predict.unit_bytes import UnitBytes
 from fullshard.spec.groups import UNIT_BUFFERS
+from fullshard.spec.machine.hardware import Hardware
+
+TICKS = 1_000_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """Ticks of FSDP2's events on one unit, and the properties that decide which events occur."""
+
+    has_parameters: bool
+    is_trained: bool  # it has gradients
+    is_sharded: bool  # its shard degree is above 1
+    is_replicated: bool  # its replicate degree is above 1
+    reshards: bool  # it is resharded after forward
+    gathers_in_backward: bool  # once resharded, it is gathered again for backward
+    resharded: bool  # it is resharded to fewer ranks (hpZ)
+    separate_network: bool  # hpZ's all-gathers use other links, and overlap the shard axis's collectives
+    shares_wires: bool  # the all-reduce uses the same links as the shard axis
+    copy_in: int  # own shard cast and copied into the all-gather buffer
+    gather: int  # the all-gather
+    copy_out: int  # parameters copied out of the buffer
+    again_in: int  # `copy_in` in backward, which may be over fewer ranks
+    backward_gather: int  # `gather` in backward
+    hpz_copy: int  # copy of the part kept over fewer ranks after forward
+    pack: int  # gradients copied into the reduce-scatter buffer
+    scatter: int  # the reduce-scatter; over one rank, a copy
+    cast_gradient: int  # the reduced chunk cast to the master dtype
+    settle_again: int  # the reduced chunk cast, and added to an earlier gradient
+    add_partial: int  # a chunk not yet reduced over replicas, added to an earlier one
+    all_reduce: int  # over replicas
+    keep_unsynced: int  # unsharded gradients cast to the reduce dtype, without sync
+    keep_again: int  # unsharded gradients cast and added to earlier ones, without sync
+    # Costs of an offload target: see [Note: tiers] in `planner.offload`.
+    leave: int = 0  # the reduced chunk copied to the host
+    add: int = 0  # the chunk added to an earlier one on the host
+    update_disk: int = 0  # the group's state read from the drive and written
+    update_in: int = 0  # state and gradients copied in for an update on the device
+    update: int = 0  # the update
+    update_out: int = 0  # state copied out after an update on the device
+    back: int = 0  # updated parameters copied to the device
+    fetch_disk: int = 0  # the own shard read from the drive before an all-gather
+    fetch: int = 0  # the own shard copied from the host before an all-gather
+    shards_on_disk: int = 0  # bytes of the own shard on the drive
+    fetch_frozen: int = 0  # the frozen shard read from the drive
+    frozen_on_disk: int = 0  # bytes of the frozen shard on the drive
+
+
+def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
+    """Returns the costs of one unit, from the bytes that torch's `_fsdp_collectives` moves per event.
+
+    tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
+    """
+    shard, replicate, fewer = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
+
+    def traffic_ticks(*counts: int) -> int:
+        return to_ticks(memory_seconds(sum(counts), hardware.rates.memory))
+
+    part = size.gathered // size.shard_degree
+    sharded, hpz = size.shard_degree > 1, size.reshard_degree > 1
+    cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
+    cast_in += 16 * size.in_fp8  # scaled and limited in fp32, before the cast
+    into = traffic_ticks(cast_in, 2 * part) if sharded else 0
+    again_in = traffic_ticks(4 * size.gathered // size.reshard_degree) if hpz else into
+    gather = to_ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))
+    again = to_ticks(collective_seconds("all_gather", size.gathered, group=fewer, hardware=hardware))
+    reduced, chunk, gradient = size.reduce_input, size.reduce_output, size.gradient
+    scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
+    cast_out = (chunk, gradient) if gradient != chunk else ()
+    same = size.whole == size.whole_reduced
+    # Over one rank, shards are cast one by one and then copied.
+    copy_out = traffic_ticks(0 if sharded else cast_in, 2 * size.gathered + 2 * size.unpacking)
+    pack = traffic_ticks(size.whole, reduced)
+    pack += traffic_ticks(2 * size.unpacking) if size.trained_parameters else 0
+    summed = collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)
+    return UnitCost(
+        has_parameters=size.gathered > 0,
+        is_trained=reduced > 0,
+        is_sharded=sharded,
+        is_replicated=size.replicate_degree > 1,
+        reshards=size.reshards,
+        gathers_in_backward=size.gathers_in_backward,
+        resharded=hpz,
+        separate_network=hpz and (fewer.nodes > 1) != (shard.nodes > 1),
+        shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
+        copy_in=into,
+        gather=gather,
+        copy_out=copy_out,
+        again_in=again_in,
+        backward_gather=again if hpz else gather,
+        hpz_copy=traffic_ticks(2 * size.gathered // size.reshard_degree) if hpz else 0,
+        pack=pack,
+        scatter=scatter if sharded else traffic_ticks(2 * reduced),
+        cast_gradient=traffic_ticks(*cast_out),
+        settle_again=traffic_ticks(*cast_out, 3 * gradient),
+        add_partial=traffic_ticks(3 * chunk),
+        all_reduce=to_ticks(summed),
+        keep_unsynced=0 if same else traffic_ticks(size.whole, size.whole_reduced),
+        keep_again=0 if same else traffic_ticks(size.whole, 2 * size.whole_reduced),
+    )
+
+
+def to_ticks(seconds: float) -> int:
+    """Returns `seconds` as whole picoseconds."""
+    return round(seconds * TICKS)
+
+
+def _group_layouts(
+    size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
+) -> tuple[CollectiveLayout, CollectiveLayout, CollectiveLayout]:
+    per_node, degree = hardware.ranks_per_node, size.shard_degree
+    if tensor > 1:
+        return (
+            replicate_group_layout(degree, tensor, per_node=per_node),
+            replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node),
+            replicate_group_layout(size.reshard_degree, tensor, per_node=per_node),
+        )
+    return (
+        shard_group_layout(degree, per_node=per_node, world_size=world_size),
+        replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
+        shard_group_layout(size.reshard_degree, per_node=per_node, world_size=world_size),
+    )
+
 
 Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 HostStream = Literal["disk", "updating", "host_in", "host_out", "host_sum"]
+
+
+class RecordedWork(NamedTuple):
+    """Work on a stream, or a wait, from tick `begin` to tick `end`.
+
+    kind: the work on that stream; a cause for a wait
+    phase, unit, microbatch: what it is for; unit -1: none
+    """
+
+    stream: str
+    kind: str
+    begin: int
+    end: int
+    phase: str
+    unit: int
+    microbatch: int
 
 
 @dataclass(slots=True)
@@ -51,6 +199,8 @@ class StreamClocks:
 
     serial: bool  # host and device share one timeline
     blocking: float = 0.0  # fraction of a collective that computing always waits for
+    recorded: list[RecordedWork] | None = None  # all work, if it is to be recorded
+    purpose: tuple[str, int, int] = ("", -1, 0)  # event, unit and microbatch that the work is for
     host: int = 0
     compute: int = 0
     copy_in: int = 0
@@ -87,18 +237,23 @@ class StreamClocks:
             self.compute += length + issue
             self.computed += length + issue
             self.host = self.compute
+            self._record("compute", "kernels", length=length + issue, end=self.compute)
             return
         done, issued = self.compute + length, self.host + max(length, issue)
         self.slack = min(self.slack, done - issued)
         end = max(done, issued)
         self.computed += end - self.compute
         self.idle += end - done
+        self._record("compute", "launches", length=end - done, end=end - length)
+        self._record("compute", "kernels", length=length, end=end)
         self.compute = end
         self.host += issue
+        self._record("host", "launches", length=issue, end=self.host)
 
     def run_fsdp_host_work(self, length: int) -> None:
         """Adds `length` ticks of FSDP2's own work on the host."""
         self.host += length
+        self._record("compute" if self.serial else "host", "FSDP2", length=length, end=self.host)
         if self.serial:
             self.compute = self.host
             self.copied += length
@@ -109,6 +264,7 @@ class StreamClocks:
         self._wait_for_host_launch()
         self.compute += length
         self.copied += length
+        self._record("compute", "copies", length=length, end=self.compute)
         if self.serial:
             self.host = self.compute
 
@@ -134,11 +290,14 @@ class StreamClocks:
             ready = max(self.copy_in, after)
             self.slack = min(self.slack, ready - self.host)
             self.copy_in = max(ready, self.host) + into
+            self._record("copy_in", "copies", length=into, end=self.copy_in)
             start = max(self.gather, self.copy_in)
         if again and cost.separate_network:
             end = self.hpz_network = max(start, self.hpz_network) + length
+            self._record("hpz_network", "all_gathers", length=length, end=end)
         else:
             end = self.network = max(start, self.network) + length
+            self._record("gather", "all_gathers", length=length, end=end)
         if not inline:
             self.gather = end
         self.fetched = start if inline else self.copy_in
@@ -160,6 +319,7 @@ class StreamClocks:
         else:
             end = max(self.reduce, self.compute, self.network) + cost.scatter
             self.network = self.reduce = end
+            self._record("reduce", "reduce_scatters", length=cost.scatter, end=end)
             self._add_sent_and_blocked_time(cost.scatter, "reduce_scatter")
         self.reduce_input_free = self.reduce
 
@@ -179,23 +339,30 @@ class StreamClocks:
         """
         end = max(getattr(self, stream), after) + length
         setattr(self, stream, end)
+        self._record(stream, stream, length=length, end=end)
         return end
 
     def copy_on_reduce_stream(self, length: int) -> None:
         """Runs a copy on the reduce-scatter stream, after the compute stream's queued work."""
         if self.serial:
             self.copy_on_compute_stream(length)
-        self.reduce = max(self.reduce, self.compute) + (0 if self.serial else length)
+            length = 0
+        self.reduce = max(self.reduce, self.compute) + length
+        self._record("reduce", "copies", length=length, end=self.reduce)
 
     def start_all_reduce(self, cost: UnitCost, *, settle: int) -> None:
         """Runs the all-reduce over replicas, and then the cast, which takes `settle` ticks."""
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
+        self._record("all_reduce", "all_reduces", length=cost.all_reduce, end=end)
         self._add_sent_and_blocked_time(cost.all_reduce, "all_reduce")
         if self.serial:
             self.copy_on_compute_stream(settle)
-        self.all_reduce = max(end, self.compute) if self.serial else end + settle
+            self.all_reduce = max(end, self.compute)
+        else:
+            self.all_reduce = end + settle
+            self._record("all_reduce", "copies", length=settle, end=self.all_reduce)
 
     def wait_for_reductions(self, *, is_sharded: bool) -> None:
         self.stall_compute_until(self.reduce, "reduce_scatter" if is_sharded else "copy")
@@ -213,6 +380,7 @@ class StreamClocks:
     def _add_waiting_time(self, length: int, cause: Cause) -> None:
         name = "copied" if cause == "copy" else f"waited_{cause}"
         setattr(self, name, getattr(self, name) + length)
+        self._record("compute", cause, length=length, end=self.compute)
 
     def _wait_for_host_launch(self) -> None:
         gap = self.host - self.compute
@@ -221,6 +389,11 @@ class StreamClocks:
             self.compute = self.host
             self.computed += gap
             self.idle += gap
+            self._record("compute", "launches", length=gap, end=self.compute)
+
+    def _record(self, stream: str, kind: str, *, length: int, end: int) -> None:
+        if self.recorded is not None and length > 0:
+            self.recorded.append(RecordedWork(stream, kind, end - length, end, *self.purpose))
 
 
 @dataclass
