@@ -25,7 +25,7 @@ from fullshard.data.readers import (
     open_dataset,
     split_file_into_parts,
 )
-from fullshard.data.token_rows import TOKEN_LIMIT
+from fullshard.data.row_fields import TOKEN_LIMIT
 from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_cached_token_store
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import (
@@ -46,6 +46,11 @@ IN_MEMORY_BYTES = 64 << 20
 
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
+
+# Former settings, with which tokens of earlier versions have the same names.
+_FORMER_SETTINGS = {
+    f"{name}_field": name for name in ("labels", "loss_mask", "attention_mask", "chat_template_kwargs")
+}
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 _LINE_SECONDS = 10.0
@@ -142,7 +147,7 @@ def _check_has_trained_tokens(store: TokenStore, section: DataSection) -> None:
         raise DataError(
             f"no token of {store.name} is trained on.",
             got=f"{len(store.tokens)} tokens, data.train_on = {section.train_on!r}",
-            fix="data with answers to train on, or another data.train_on, data.roles or data.labels_field",
+            fix="data with answers to train on, or another data.train_on or data.roles",
         )
 
 
@@ -281,7 +286,7 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     facts: dict[str, Any] = {
         "version": 4,
-        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
+        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS) | _FORMER_SETTINGS,
         "train_on": settings.train_on if settings.fields.records != "text" else "all",
         "on_error": settings.on_error,
         "eos_token": settings.eos_token,

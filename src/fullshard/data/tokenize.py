@@ -30,13 +30,15 @@ from fullshard.data.readers import (
 )
 from fullshard.data.row_fields import (
     ABSENT,
+    TOKEN_LIMIT,
     UntokenizableRecordError,
     absent_field_error,
+    check_unused_marks,
     look_up_field,
+    read_token_row,
     unused_content_names,
     used_field_names,
 )
-from fullshard.data.token_rows import TOKEN_LIMIT, check_unused_marks, read_token_row
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.settings.data_section import DataSourceFields
@@ -228,10 +230,12 @@ class TaskTokenizer:
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
 
     def _read_tokens(self, record: TextRecord) -> EncodedRecord:
-        fields, known = self.settings.fields, self.settings.tokenizer is not None
-        tokens = self._record_field(record, fields.tokens_field)
-        size = self._tokenizer.vocabulary_size if known else TOKEN_LIMIT
-        return EncodedRecord(*read_token_row(record.value, tokens, fields=fields, vocabulary_size=size))
+        known, name = self.settings.tokenizer is not None, self.settings.fields.tokens_field
+        tokens, size = (
+            self._record_field(record, name),
+            self._tokenizer.vocabulary_size if known else TOKEN_LIMIT,
+        )
+        return EncodedRecord(*read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size))
 
     def _encode_texts_by_record(self, rows: Sequence[tuple[TextRecord, RowText]]) -> Iterator[EncodedRecord]:
         """Yields the tokens of each text, without those that are skipped."""
