@@ -57,7 +57,7 @@ def test_lists_with_nulls_do_not_change_other_rows(tmp_path: Path):
     with pytest.raises(DataError, match="row 1(?s:.)*with other values"):
         store_of(tmp_path, **{**settings, "on_error": "stop"})
     store = store_of(tmp_path, **settings)
-    assert (documents(store), store.skipped) == ([[1, 2]], 3)
+    assert (documents(store), store.notes.skipped) == ([[1, 2]], 3)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_tokens_that_the_tokenizer_does_not_have_are_reported_with_their_row(tmp
     with pytest.raises(DataError, match=r"(?s)(line 2|row 1)\.\n.*token 300; the vocabulary has 289"):
         store_of(tmp_path, **settings)
     store = store_of(tmp_path, **settings, on_error="skip")
-    assert (documents(store), store.skipped) == ([[1]], 1)
+    assert (documents(store), store.notes.skipped) == ([[1]], 1)
 
 
 def test_tokens_and_bytes_do_not_mix(tmp_path: Path):
@@ -188,7 +188,7 @@ def test_every_source_refuses_or_leaves_out_a_row_of_weight_zero(tmp_path: Path,
     settings = write_rows(kind, tmp_path, [{"text": "a", "weight": 1.0}, {"text": "b", "weight": 0.0}])
     with pytest.raises(DataError, match=r"'weight' is 0\.0"):
         store_of(tmp_path, **settings)
-    assert store_of(tmp_path, **settings, on_error="skip").skipped == 1
+    assert store_of(tmp_path, **settings, on_error="skip").notes.skipped == 1
 
 
 def test_flags_of_messages_exclude_them_and_weights_between_are_refused():
