@@ -145,7 +145,7 @@ def test_rows_of_sharegpt_are_reported_with_the_lines_that_read_them(tmp_path: P
         'messages_field = "conversations"',
         'role_field = "from"',
         'content_field = "value"',
-        'roles = { human = "user", gpt = "assistant", observation = "tool" }',
+        'roles = { human = "user", gpt = "assistant", observation = "tool", function_call = "assistant" }',
     ]
     for given in (0, 1, 3):
         with pytest.raises(DataError) as caught:
@@ -167,10 +167,9 @@ def test_settings_of_records_name_the_cache_entry(tmp_path: Path):
     others: list[dict[str, object]] = [
         {"tools_field": "functions"},
         {"chat_template_kwargs": {"brief": True}},
-        {"chat_template_kwargs_field": "variables"},
         {"roles": {"user": "human"}},
     ]
-    assert len({store_of(tmp_path, **given, **other).key for other in [{}, *others]}) == 5
+    assert len({store_of(tmp_path, **given, **other).key for other in [{}, *others]}) == 4
 
 
 def test_conversations_without_an_end_of_turn_are_reported_until_a_template_ends_them(tmp_path: Path):

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.files import SourceFile
 from fullshard.data.readers import FilePart, split_file_into_parts
 from fullshard.data.sources import open_token_stores
-from fullshard.data.token_store import TokenStore
+from fullshard.data.token_store import TokenStore, make_cache_directory, no_heartbeat
 from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
@@ -209,8 +208,8 @@ def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n".join(BAD_LINES))
     store = store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), on_error="skip")
     assert [bytes(tokens) for tokens in documents(store)] == [b"good\0", b"too\0"]
-    assert store.skipped == 3
-    assert [told.split(": ")[0].rpartition(" ")[2] for told in store.skip_messages] == ["2", "3", "4"]
+    assert store.notes.skipped == 3
+    assert [told.split(": ")[0].rpartition(" ")[2] for told in store.notes.skip_messages] == ["2", "3", "4"]
 
 
 ASKS = {"role": "user", "content": "the"}
@@ -239,7 +238,7 @@ def test_every_row_that_cannot_be_tokenized_is_left_out_or_located(
     with pytest.raises(DataError, match=r"rows\.jsonl line [2-5]\."):
         store_of(tmp_path, **settings)
     store = store_of(tmp_path, **settings, on_error="skip")
-    assert (store.document_count, store.skipped) == (2, len(BAD_FIELDS[field]))
+    assert (store.document_count, store.notes.skipped) == (2, len(BAD_FIELDS[field]))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
@@ -254,7 +253,7 @@ def test_a_text_of_arrow_that_is_no_utf8_is_left_out_or_located(tmp_path: Path, 
     with pytest.raises(DataError, match=r"rows\S* (row group 0 )?row 1\.(?s:.)*utf-8"):
         store_of(tmp_path, source=kind, paths=(path,))
     store = store_of(tmp_path, source=kind, paths=(path,), on_error="skip")
-    assert (documents(store), store.skipped) == ([[97, 0], [98, 0]], 1)
+    assert (documents(store), store.notes.skipped) == ([[97, 0], [98, 0]], 1)
 
 
 @pytest.mark.parametrize(

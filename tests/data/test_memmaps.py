@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.memmaps import open_memmap_stores
-from fullshard.data.token_store import TokenStore
+from fullshard.data.token_store import TokenStore, make_cache_directory, no_heartbeat
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
 
@@ -19,7 +18,7 @@ JOINED = [token for document in DOCUMENTS for token in document]
 def stores(tmp_path: Path, pattern: str, **fields: object) -> list[TokenStore]:
     given = DataSourceFields(paths=(f"{tmp_path}/{pattern}",), **fields)
     root = make_cache_directory(str(tmp_path / "cache"))
-    return open_memmap_stores(given, root=root, vocabulary_size=None, alive=no_heartbeat)
+    return open_memmap_stores(given, root=root, alive=no_heartbeat)
 
 
 def documents(store: TokenStore) -> list[list[int]]:

@@ -52,7 +52,7 @@ def test_a_row_whose_text_is_null_is_reported_or_left_out(tmp_path: Path, kind: 
     with pytest.raises(DataError, match=r"(?s)rows\S+ (line 2|row group 0 row 1|row 1).*null"):
         store_of(tmp_path, **settings)
     store = store_of(tmp_path, **settings, on_error="skip")
-    assert (documents(store), store.skipped) == ([[97, 0], [98, 0]], 1)
+    assert (documents(store), store.notes.skipped) == ([[97, 0], [98, 0]], 1)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
-from fullshard.data.cache import make_cache_directory, no_heartbeat
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import Conversation
 from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.row_fields import UntokenizableRecordError
+from fullshard.data.token_store import make_cache_directory, no_heartbeat
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.plan import Plan
@@ -326,7 +326,7 @@ def read_tokens(directory: Path) -> None:
     def stores(name: str) -> None:
         fields = DataSourceFields(paths=(str(directory / name),))
         root = make_cache_directory(str(directory / "cache"))
-        for store in open_memmap_stores(fields, root=root, vocabulary_size=None, alive=no_heartbeat):
+        for store in open_memmap_stores(fields, root=root, alive=no_heartbeat):
             for begin, end in zip(store.begins[:10], store.ends[:10], strict=True):
                 store.tokens[begin:end].sum()
 

@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from fullshard.data.batches import TrainingData
-from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, no_heartbeat, read_manifest
 from fullshard.data.packed import PackedData, ShufflePool
 from fullshard.data.packing import (
     build_rows_from_arrays,
@@ -22,7 +21,17 @@ from fullshard.data.packing import (
     split_training_and_held_out,
 )
 from fullshard.data.sources import open_token_stores
-from fullshard.data.token_store import Integers, TokenStore, TokenStream, memory_map_npy
+from fullshard.data.token_store import (
+    Heartbeat,
+    Integers,
+    TokenStore,
+    TokenStream,
+    cache_key,
+    get_or_build_entry,
+    memory_map_npy,
+    no_heartbeat,
+    read_manifest,
+)
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.run import Run

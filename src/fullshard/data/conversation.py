@@ -13,13 +13,12 @@ from typing import Any, cast
 
 from fullshard.data.row_fields import (
     ABSENT,
+    SHAREGPT_LINES,
     UntokenizableRecordError,
+    is_message_trained,
     is_sharegpt_message,
     look_up_field,
-    role_names,
-    sharegpt_role_lines,
 )
-from fullshard.data.token_rows import is_message_trained
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import parse_json
 
@@ -94,7 +93,7 @@ def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSour
     if not isinstance(rows, list) or not rows:
         raise UntokenizableRecordError(f"no list of messages, but {_type_name(rows)}")
     _reject_unnamed_sharegpt(cast(list[Any], rows), fields)
-    kwargs = _decode_json(_look_up_optional(row, fields.chat_template_kwargs_field), "chat_template_kwargs")
+    kwargs = _decode_json(_look_up_optional(row, "chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UntokenizableRecordError(f"chat_template_kwargs is not an object, but {_type_name(kwargs)}")
     read = [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)]
@@ -126,17 +125,16 @@ def drop_null_members(value: Any) -> Any:
 
 def _reject_unnamed_sharegpt(messages: Sequence[Any], fields: DataSourceFields) -> None:
     """Raises UntokenizableRecordError for names of ShareGPT that the settings do not map."""
-    lines, first = sharegpt_role_lines(messages, role_field=fields.role_field), messages[0]
-    if fields.role_field == "role" and is_sharegpt_message(first):
-        lines = sharegpt_role_lines(messages)
+    if fields.role_field == "role" and is_sharegpt_message(messages[0]):
+        fields_there = ", ".join(messages[0])
         raise UntokenizableRecordError(
-            f"messages with the fields {', '.join(first)}, as in ShareGPT", lines=lines
+            f"messages with the fields {fields_there}, as in ShareGPT", lines=SHAREGPT_LINES
         )
-    unknown = {"human", "gpt"} - fields.roles.keys()
-    for name in role_names(messages, fields.role_field):
-        if name in unknown:
+    for message in messages:
+        role = message.get(fields.role_field) if isinstance(message, dict) else None
+        if role in ("human", "gpt") and role not in fields.roles:
             raise UntokenizableRecordError(
-                f"a message with the role {name!r}, as in ShareGPT", lines=lines[-1:]
+                f"a message with the role {role!r}, as in ShareGPT", lines=SHAREGPT_LINES[-1:]
             )
 
 

@@ -65,7 +65,7 @@ def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
     paths = (str(path) for path in _walk_files(root, skipped=_NOT_LIBRARY) if path.suffix == ".py")
-    files = [file for file in _stat_files(sorted(paths)) if file.size]
+    files = [file for file in stat_files(sorted(paths)) if file.size]
     if not files:
         raise DataError(
             "the standard library has no source to train on.",
@@ -107,7 +107,7 @@ def _list_local_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
     if not files:
         below = [str(path) for directory in paths for path in _walk_files(Path(directory))]
         files = _select_files_of_kind(below, kind, pattern=pattern)
-    return _stat_files(map(os.path.abspath, files))
+    return stat_files(map(os.path.abspath, files))
 
 
 def _existing_path_or_matches(pattern: str) -> list[str]:
@@ -135,17 +135,6 @@ def _list_remote_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
     elif not found:
         raise _no_match_error(pattern)
     return [SourceFile(url, *found[url]) for url in selected]
-
-
-def find_source_file(path: str) -> SourceFile | None:
-    """Returns the file at a path or URL, or None if there is none. Raises DataError if it cannot be read."""
-    if is_remote_url(path):
-        try:
-            found = list_remote_files(path)
-        except OSError as error:
-            raise unreadable_path_error(path, error) from error
-        return SourceFile(path, *found[path]) if path in found else None
-    return _stat_files([path])[0] if os.path.exists(path) else None
 
 
 def is_compressed(path: str) -> bool:
@@ -253,7 +242,7 @@ def _walk_files(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterabl
         yield from (Path(directory, name) for name in files if not name.startswith("."))
 
 
-def _stat_files(paths: Iterable[str]) -> list[SourceFile]:
+def stat_files(paths: Iterable[str]) -> list[SourceFile]:
     """Returns the files with their sizes. Raises DataError for a path that is not a regular file."""
     files: list[SourceFile] = []
     for path in paths:

@@ -1,7 +1,6 @@
 """PackedData: rows of tokens from memory maps, in an order that depends only on the seed and the step."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
-from fullshard.data.cache import cache_key
 from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
-from fullshard.data.token_store import TokenStore, TokenStream
+from fullshard.data.token_store import TokenStore, TokenStream, cache_key
 from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
@@ -171,8 +169,8 @@ class PackedData:
         return {
             "source": " + ".join(store.name for store in self.token_stores),
             "documents": self.document_count,
-            "records left out": sum(store.skipped for store in self.token_stores),
-            "skip_messages": [text for store in self.token_stores for text in store.skip_messages],
+            "records left out": sum(store.notes.skipped for store in self.token_stores),
+            "skip_messages": [text for store in self.token_stores for text in store.notes.skip_messages],
             "warnings": [warning for store in self.token_stores for warning in store.warnings],
             "training tokens": self.training_token_count,
             "training sequences": self.training_sequences,
@@ -232,11 +230,7 @@ def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) ->
         stream, pieces = rows[i]
         return _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
 
-    if any(stream.is_remote for stream, _ in rows):  # rows wait for their downloads together
-        with ThreadPoolExecutor(len(rows), thread_name_prefix="read") as threads:
-            ends = list(threads.map(fill_row, range(len(rows))))
-    else:
-        ends = [fill_row(i) for i in range(len(rows))]
+    ends = [fill_row(i) for i in range(len(rows))]
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     if data.document_mask:
         tensors["document_ends"] = _pad_to_power_of_two(ends, length=data.sequence_length)

@@ -17,15 +17,7 @@ from fullshard.data.files import (
     path_of_content,
     unreadable_path_error,
 )
-from fullshard.data.row_fields import (
-    MEDIA,
-    FieldNames,
-    UntokenizableRecordError,
-    find_arrow_columns,
-    unused_content_names,
-    used_field_names,
-)
-from fullshard.data.token_rows import iterate_list_rows, mark_names
+from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.files import ExplainedOSError
@@ -264,13 +256,12 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         batch = next(file.iter_batches(1), None)
         return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
 
-    names = _read_field_names(fields)
-    paths = find_arrow_columns(file.schema_arrow, names, where=shard.name, first_row=read_first_row)
+    paths = find_arrow_columns(file.schema_arrow, fields, where=shard.name, first_row=read_first_row)
     columns = [".".join(path) for path in paths.values()]
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
-            for value in _iterate_arrow_rows(batch, fields, paths=paths):
-                yield _record_of(value, lambda row=row: f"{place} row {row}")
+            for value in _iterate_arrow_rows(batch, paths if fields.records == "tokens" else None):
+                yield _record_of(value, lambda row=row: f"{place} row {row}", fields)
                 row += 1
     except (ExplainedOSError, FileNotFoundError) as error:  # the store's, not the content's
         raise unreadable_path_error(shard.path, error) from error
@@ -278,76 +269,58 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
 
-def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
-    dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
-    schema, rows = dataset.features.arrow_schema, range(shard.begin, shard.end)
-    names = _read_field_names(fields)
-    paths = find_arrow_columns(schema, names, where=str(name), first_row=lambda: dataset[0])
-    columns = list(dict.fromkeys(path[0] for path in paths.values()))
-    part = dataset.select_columns(columns).select(rows)
-    if fields.records == "tokens":
-        table = part.with_format("arrow")[:]
-        values = (v for batch in table.to_batches() for v in _iterate_arrow_rows(batch, fields, paths=paths))
-    else:  # `datasets` decodes the values of its own types
-        values = (_drop_null_struct_members(value, fields) for value in _iterate_dataset_rows(part))
-    for row, value in zip(rows, values, strict=True):
-        yield _record_of(value, lambda row=row: f"{name} row {row}")
-
-
-def _read_field_names(fields: DataSourceFields) -> FieldNames:
-    """Returns the names of the fields to read: those that are used, and others that are checked."""
-    names = used_field_names(fields)
-    checked = {*mark_names(names.required[0]), *unused_content_names(fields)} - {*MEDIA, *names.required}
-    return FieldNames(names.required, tuple({*names.optional, *checked}))
-
-
-def _record_of(value: _Row, where: Callable[[], str]) -> TextRecord | CorruptRecord:
-    if isinstance(value, UntokenizableRecordError):
-        return CorruptRecord(where, value.what)
-    return TextRecord(value, where)
-
-
-def _iterate_dataset_rows(dataset: Any) -> Iterator[_Row]:
-    """Yields the rows of a `datasets.Dataset`; an error for one with values that cannot be decoded."""
-    at = 0
-    while at < len(dataset):
-        try:
-            with ForeignErrorTranslator(UntokenizableRecordError):
-                for value in dataset.select(range(at, len(dataset))):
-                    at += 1
-                    yield value
-        except UntokenizableRecordError as error:
-            at += 1
-            yield error
-
-
-def _iterate_arrow_rows(
-    batch: Any, fields: DataSourceFields, *, paths: Mapping[str, Sequence[str]]
-) -> Iterator[_Row]:
+def _iterate_arrow_rows(batch: Any, paths: Mapping[str, Sequence[str]] | None) -> Iterator[_Row]:
     """Yields the rows of a pyarrow.RecordBatch; an error for one with values that cannot be decoded.
 
-    paths: paths of its columns
+    paths: if given, the rows have the fields at these paths, by name, and lists of numbers are arrays
     """
-    if fields.records == "tokens":
-        yield from iterate_list_rows(batch, paths)
-        return
     try:
         with ForeignErrorTranslator(UntokenizableRecordError):
-            rows: list[Any] = batch.to_pylist()
-        yield from (_drop_null_struct_members(row, fields) for row in rows)
+            rows: list[Any] = batch.to_pylist() if paths is None else _rows_of_arrays(batch, paths)
+        yield from rows
     except UntokenizableRecordError as error:
         if len(batch) == 1:
             yield error
             return
         for i in range(len(batch)):
-            yield from _iterate_arrow_rows(batch.slice(i, 1), fields, paths=paths)
+            yield from _iterate_arrow_rows(batch.slice(i, 1), paths)
 
 
-def _drop_null_struct_members(row: _Row, fields: DataSourceFields) -> _Row:
-    """Returns `row`; of conversations, without null members of structs."""
-    if isinstance(row, UntokenizableRecordError) or fields.records != "messages":
-        return row
-    return {name: drop_null_members(value) for name, value in row.items()}
+def _rows_of_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -> list[Any]:
+    import pyarrow.compute
+
+    kinds, columns = (pyarrow.ListArray, pyarrow.LargeListArray, pyarrow.FixedSizeListArray), list[Any]()
+    for head, *inner in paths.values():
+        column: Any = batch.column(head)
+        column = pyarrow.compute.struct_field(column, inner) if inner else column  # pyright: ignore
+        # With a null in any list, numpy would have floats in all.
+        is_whole = isinstance(column, kinds) and not column.flatten().null_count
+        columns.append(column.to_numpy(zero_copy_only=False) if is_whole else column.to_pylist())
+    return [dict(zip(paths, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
+    dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
+    schema = dataset.features.arrow_schema
+    paths = find_arrow_columns(schema, fields, where=str(name), first_row=lambda: dataset[0])
+    part, row = dataset.select_columns(list({path[0]: None for path in paths.values()})), shard.begin
+    while row < shard.end:
+        try:
+            with ForeignErrorTranslator(UntokenizableRecordError):  # `datasets` decodes as it iterates
+                for value in part.select(range(row, shard.end)):
+                    row += 1
+                    yield _record_of(value, lambda row=row: f"{name} row {row - 1}", fields)
+        except UntokenizableRecordError as error:
+            row += 1
+            yield _record_of(error, lambda row=row: f"{name} row {row - 1}", fields)
+
+
+def _record_of(value: _Row, where: Callable[[], str], fields: DataSourceFields) -> TextRecord | CorruptRecord:
+    if isinstance(value, UntokenizableRecordError):
+        return CorruptRecord(where, value.what)
+    if fields.records == "messages":
+        value = {name: drop_null_members(one) for name, one in value.items()}
+    return TextRecord(value, where)
 
 
 def _iterate_lines(shard: FilePart) -> Iterator[tuple[int, bytes]]:

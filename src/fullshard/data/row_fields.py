@@ -1,8 +1,21 @@
-"""Finds the fields of a row by the names in the settings. Dots in a name lead to nested fields."""
+"""Finds the fields of a row by name, and reads the marks beside its tokens.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+Dots in a name lead to nested fields.
+
+[Note: marks]
+A row may have more than its text: flags of messages that are context only, positions that begin again in a
+packed row. Such a mark is used where the kind of record allows it. Otherwise, a row whose mark excludes or
+separates something is an error, and its field has to be removed if it means something else. A mark that
+excludes nothing is ignored. The names are those of OpenAI, Mistral, axolotl, torchtune, TRL, LLaMA-Factory,
+ms-swift, xtuner, NeMo, MaxText, open-instruct, and the tokenizers and collators of transformers.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
@@ -10,27 +23,76 @@ from fullshard.spec.settings.data_section import DataSourceFields
 ABSENT = object()
 """Value of a field that a row does not have."""
 
+TOKEN_LIMIT = 1 << 32
+"""Number of different tokens that a token store can hold."""
+
+Numbers = NDArray[Any]
+
+IGNORED_LABEL = -100
+
+SHAREGPT_LINES = (
+    'role_field = "from"',
+    'content_field = "value"',
+    'roles = { human = "user", gpt = "assistant", observation = "tool", function_call = "assistant" }',
+)
+"""Settings of [data] that rename the fields and roles of ShareGPT's messages."""
+
 _DEEPEST = 4
-# Names of roles in ShareGPT's conversations -> names that chat templates know.
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-
-
 # Kind of records -> fields with further content, as in LLaMA-Factory, Alpaca, NeMo, ms-swift and Dolly.
 _CONTENT_OF_OTHERS = {
     "messages": ("system", "system_prompt", "images", "videos", "audios"),
     "completion": ("system", "input", "history", "context", "images", "videos", "audios"),
 }
-MEDIA = ("images", "videos", "audios")
-"""Fields of large values, whose columns are not read."""
+_MEDIA = ("images", "videos", "audios")  # large values, whose columns are not read
+
+# Masks of a row's tokens, where 0 excludes a token. 1 does in a prompt_mask.
+_LOSS_MASKS = (
+    *("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
+    *("label_mask", "labels_mask", "loss_weights", "token_weights"),
+)
+_POSITIONS = ("position_ids", "input_pos", "positions")  # of each token in its document
+# Number of each token's document; places where documents begin, and the end; lengths of documents.
+_DOCUMENT_NUMBERS = (
+    "seq_idx",
+    "sequence_ids",
+    "document_ids",
+    "doc_ids",
+    "segment_ids",
+    "inputs_segmentation",
+)
+_DOCUMENT_BEGINS = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", "seq_start_id")
+_DOCUMENT_LENGTHS = ("seq_lengths", "seq_lens", "seqlens", "sequence_lengths", "document_lengths")
+_TRAINED_IF_ONE = (
+    *("weight", "loss_weight", "sample_weight"),
+    *("train", "training", "trainable", "is_trainable", "do_train", "train_on"),
+)
+_TRAINED_IF_ZERO = ("masked", "is_masked", "ignore_loss", "skip_loss")
+# A mask of 1 includes in some programs, and excludes in others.
+_UNCLEAR = ("mask", "train_detail", "training_detail")
+
+
+def _all_equal(numbers: Numbers) -> bool:
+    return bool((numbers == numbers[:1]).all())
+
+
+# Field of a row -> whether its numbers exclude and separate nothing.
+_EXCLUDES_NOTHING: dict[str, Callable[[Numbers], bool]] = {
+    "labels": lambda numbers: IGNORED_LABEL not in numbers,
+    **dict.fromkeys(
+        (*_TRAINED_IF_ONE, *_LOSS_MASKS, "attention_mask"), lambda numbers: bool((numbers == 1).all())
+    ),
+    **dict.fromkeys(
+        (*_TRAINED_IF_ZERO, "prompt_mask", "special_tokens_mask"), lambda numbers: not numbers.any()
+    ),
+    **dict.fromkeys((*_DOCUMENT_NUMBERS, "token_type_ids"), _all_equal),
+    **dict.fromkeys(_POSITIONS[:2], lambda numbers: np.array_equal(numbers, np.arange(len(numbers)))),
+    **dict.fromkeys(_DOCUMENT_BEGINS, lambda numbers: len(numbers) < 3),
+    **dict.fromkeys(_DOCUMENT_LENGTHS, lambda numbers: len(numbers) < 2),
+    **dict.fromkeys(_UNCLEAR, lambda numbers: not len(numbers)),
+}
+_SINGLE = {*_TRAINED_IF_ONE, *_TRAINED_IF_ZERO, *_UNCLEAR}  # of a whole row; a number in another is no mark
+# Marks of a row of tokens that are used. Positions are counted without padding, so the mask comes first.
+_USED = ("attention_mask", "labels", *_LOSS_MASKS, "prompt_mask", *_POSITIONS)
 
 
 class UntokenizableRecordError(DataError):
@@ -40,7 +102,7 @@ class UntokenizableRecordError(DataError):
     """
 
     def __init__(self, reason: str, *, lines: Sequence[str] = ()) -> None:
-        super().__init__(reason, fix=lines_to_write(lines) if lines else None)
+        super().__init__(reason, fix=_lines_to_write(lines) if lines else None)
 
 
 @dataclass(frozen=True)
@@ -58,15 +120,10 @@ class FieldNames:
 def used_field_names(fields: DataSourceFields) -> FieldNames:
     """Returns the names of the fields that are read from a row."""
     return {
-        "messages": FieldNames(
-            (fields.messages_field,), (fields.tools_field, fields.chat_template_kwargs_field)
-        ),
+        "messages": FieldNames((fields.messages_field,), (fields.tools_field, "chat_template_kwargs")),
         "completion": FieldNames((fields.prompt_field, fields.completion_field)),
         "text": FieldNames((fields.text_field,)),
-        "tokens": FieldNames(
-            (fields.tokens_field,),
-            (fields.labels_field, fields.loss_mask_field, fields.attention_mask_field),
-        ),
+        "tokens": FieldNames((fields.tokens_field,)),
     }[fields.records]
 
 
@@ -112,13 +169,19 @@ def find_arrow_path(fields: Any, name: str) -> list[str] | None:
 
 
 def find_arrow_columns(
-    schema: Any, names: FieldNames, *, where: str, first_row: Callable[[], Mapping[str, Any]]
+    schema: Any, fields: DataSourceFields, *, where: str, first_row: Callable[[], Mapping[str, Any]]
 ) -> dict[str, list[str]]:
     """Returns the path of each column to read, see `find_arrow_path`, by the name of its field.
 
-    first_row: returns the first row with all its columns. Raises DataError if a required column is missing.
+    These are the fields that are used, and those that are checked. Raises DataError, with the names in
+    `first_row`, if a required column is missing.
     """
-    found = {name: find_arrow_path(schema, name) for name in (*names.required, *names.optional)}
+    names = used_field_names(fields)
+    marks = [
+        beside for name in ("loss", *_EXCLUDES_NOTHING, *_USED) for beside in _beside(name, names.required[0])
+    ]
+    others = {*names.optional, *marks, *unused_content_names(fields)} - {*_MEDIA, *names.required}
+    found = {name: find_arrow_path(schema, name) for name in (*names.required, *others)}
     for name in names.required:
         if found[name] is None:
             raise absent_field_error(name, first_row(), where=where)
@@ -132,11 +195,11 @@ def absent_field_error(name: str, row: Mapping[str, Any], *, where: str) -> Data
         f"there is no field {name!r} in {where}.",
         got=f"the fields {', '.join(row) or '(none)'}",
         why=None if lines else "the settings of [data] name the fields: text_field, messages_field, …",
-        fix=lines_to_write(lines) if lines else "another data.records or field",
+        fix=_lines_to_write(lines) if lines else "another data.records or field",
     )
 
 
-def lines_to_write(lines: Sequence[str]) -> str:
+def _lines_to_write(lines: Sequence[str]) -> str:
     """Returns the part of an error message that shows settings of [data] to write."""
     return "\n    ".join(["these settings in [data]:", *lines])
 
@@ -147,7 +210,7 @@ def suggest_settings(row: Mapping[str, Any]) -> list[str]:
     for name, value in found:
         items = cast(list[Any], value) if isinstance(value, list) else [None]
         if is_sharegpt_message(items[0]):
-            return ['records = "messages"', f'messages_field = "{name}"', *sharegpt_role_lines(items)]
+            return ['records = "messages"', f'messages_field = "{name}"', *SHAREGPT_LINES]
         if isinstance(items[0], Mapping) and {"role", "content"} <= items[0].keys():
             return ['records = "messages"', f'messages_field = "{name}"']
         if isinstance(items[0], int) and not isinstance(items[0], bool):
@@ -173,19 +236,6 @@ def is_sharegpt_message(message: Any) -> bool:
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
-def role_names(messages: Sequence[Any], role_field: str) -> list[str]:
-    """Returns the roles of `messages`, those that are text."""
-    found = [cast(Any, one).get(role_field) for one in messages if isinstance(one, Mapping)]
-    return [role for role in found if isinstance(role, str)]
-
-
-def sharegpt_role_lines(messages: Sequence[Any], *, role_field: str = "from") -> list[str]:
-    """Returns lines for [data] that rename the fields and roles of ShareGPT's `messages`."""
-    there = {"human", "gpt", *role_names(messages, role_field)}
-    roles = ", ".join(f'{name} = "{role}"' for name, role in _SHAREGPT_ROLES.items() if name in there)
-    return [f'role_field = "{role_field}"', 'content_field = "value"', f"roles = {{ {roles} }}"]
-
-
 def _cuts_at_dots(name: str) -> Iterator[tuple[str, str]]:
     """Yields (name before a dot, name after it) for each dot, from the last to the first."""
     parts = name.split(".")
@@ -201,3 +251,148 @@ def _iterate_fields(row: Mapping[str, Any], prefix: str = "", *, depth: int = 0)
         if isinstance(value, Mapping) and depth < _DEEPEST:
             inner = cast(Mapping[str, Any], value)
             yield from _iterate_fields(inner, f"{prefix}{name}.", depth=depth + 1)
+
+
+def _beside(name: str, main_field: str) -> list[str]:
+    """Returns `name`, and the dotted name of such a field beside `main_field` if that is nested."""
+    parent, dot, _ = main_field.rpartition(".")
+    return [name, f"{parent}.{name}"] if dot else [name]
+
+
+def check_unused_marks(row: Mapping[str, Any], main_field: str, *, used: Collection[str] = ()) -> None:
+    """Raises UntokenizableRecordError for a mark of `row`, except those in `used`, that excludes something.
+
+    main_field: name of the field with the row's text, messages or tokens
+    """
+    parent = main_field.rpartition(".")[0]
+    inner = look_up_field(row, parent) if parent else None
+    for beside in (row, inner):
+        for key, value in cast(Mapping[str, Any], beside if isinstance(beside, Mapping) else {}).items():
+            name = key.removeprefix(f"{parent}.")
+            if name in used or key == main_field or value is None:
+                continue
+            numbers = _numbers_of(value, single=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
+            excludes = numbers is not None and not _EXCLUDES_NOTHING[name](numbers)
+            # A number is a measured loss; NeMo's mask is the name of a role.
+            if excludes or (name == "loss" and value is False) or (name == "mask" and isinstance(value, str)):
+                raise _unused_mark_error(repr(key), value)
+
+
+def is_message_trained(message: Mapping[str, Any], what: str) -> bool:
+    """Returns False for a message that one of its own fields excludes from training.
+
+    Raises UntokenizableRecordError for a weight other than 0 and 1, and for a mark that is not used.
+    """
+    trained = True
+    for names, included in (((*_TRAINED_IF_ONE, "loss", "loss_mask"), 1), (_TRAINED_IF_ZERO, 0)):
+        for name in names:
+            value = message.get(name, included)
+            if value not in (0, 1):
+                raise UntokenizableRecordError(f"{name!r} of {what} is {value!r:.40}; 0 and 1 are used")
+            trained &= value == included
+    for name in _UNCLEAR:
+        if name in message and message[name] != []:
+            raise _unused_mark_error(f"{name!r} of {what}", message[name])
+    return trained
+
+
+def _numbers_of(value: Any, *, single: bool) -> Numbers | None:
+    """Returns a number or a list of numbers as an array; None for other values. `single`: allows a number."""
+    if not isinstance(value, bool | int | float | list | np.ndarray):
+        return None
+    try:
+        array: Numbers = np.asarray(value)  # pyright: ignore[reportUnknownArgumentType]
+    except ValueError:  # lists of different lengths
+        return None
+    array = array[None] if single and array.ndim == 0 else array
+    return array if array.ndim == 1 and (array.dtype.kind in "iufb" or not array.size) else None
+
+
+def _unused_mark_error(name: str, value: Any) -> UntokenizableRecordError:
+    return UntokenizableRecordError(
+        f"{name} is {value!r:.40}, which in other programs excludes or separates parts, and is not "
+        "used here; remove the field if it means something else (rows of tokens may have a loss_mask, an "
+        "attention_mask, and position_ids, which begin at 0 in each document)"
+    )
+
+
+def read_token_row(
+    row: Mapping[str, Any], tokens: Any, *, tokens_field: str, vocabulary_size: int
+) -> tuple[Numbers, NDArray[np.bool_], list[int]]:
+    """Returns (tokens of `row` without padding, mask of the trained tokens, index behind each document).
+
+    tokens: value of the field `tokens_field`, a list or an array of integers
+    vocabulary_size: largest valid token, plus one
+
+    Raises UntokenizableRecordError for tokens outside of the vocabulary, and for labels or masks that do not
+    fit the tokens. See [Note: marks].
+    """
+    found = _one_dim_array(tokens, tokens_field)
+    if found.size and found.dtype.kind not in "iu":
+        raise UntokenizableRecordError(f"{tokens_field!r} holds {found.dtype}, not integers")
+    trained, padding, begins = np.ones(len(found), np.bool_), *np.zeros((2, len(found)), np.bool_)
+    for mark, name in [(one, beside) for one in _USED for beside in _beside(one, tokens_field)]:
+        value = look_up_field(row, name)
+        if value is ABSENT or value is None:
+            continue
+        numbers = _one_dim_array(value, name)
+        if len(numbers) != len(found):
+            raise UntokenizableRecordError(f"{name!r} has {len(numbers)} values for {len(found)} tokens")
+        if mark == "labels":
+            trained &= _labelled_positions(numbers, name, tokens=found)
+        elif mark in _POSITIONS:
+            begins |= _begins_by_positions(numbers, name, padding=padding)
+        else:
+            mask = _mask_values(numbers, name)
+            if mark == "attention_mask":
+                padding |= ~mask
+            else:
+                trained &= mask != (mark == "prompt_mask")
+    check_unused_marks(row, tokens_field, used=_USED)
+    found, trained, begins = found[~padding], trained[~padding], begins[~padding]
+    if found.size and not 0 <= (wrong := found.max() if found.min() >= 0 else found.min()) < vocabulary_size:
+        raise UntokenizableRecordError(
+            f"{tokens_field!r} has the token {wrong}; the vocabulary has {vocabulary_size}"
+        )
+    return found, trained, [*(np.flatnonzero(begins[1:]) + 1).tolist(), len(found)]
+
+
+def _begins_by_positions(numbers: Numbers, name: str, *, padding: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Returns the mask of the tokens at position 0, with which a document begins."""
+    own, places = numbers[~padding], np.arange(np.count_nonzero(~padding))
+    if not np.array_equal(own, places - np.maximum.accumulate(np.where(own == 0, places, 0))):
+        raise UntokenizableRecordError(f"{name!r} does not count from 0 in each document")
+    return (numbers == 0) & ~padding
+
+
+def _one_dim_array(value: Any, name: str) -> Numbers:
+    if not isinstance(value, list | np.ndarray):
+        kind = "null" if value is None else type(value).__name__
+        raise UntokenizableRecordError(f"{name!r} is not a list of numbers but {kind}")
+    try:
+        array: Numbers = np.asarray(value)  # pyright: ignore[reportUnknownArgumentType]
+    except ValueError as error:  # lists of different lengths
+        raise UntokenizableRecordError(f"{name!r} is not a list of numbers: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iufb":
+        held = f"of shape {list(array.shape)}" if array.ndim != 1 else "with other values"
+        raise UntokenizableRecordError(f"{name!r} is not a list of numbers but one {held}")
+    return array
+
+
+def _mask_values(mask: Numbers, name: str) -> NDArray[np.bool_]:
+    if not (valid := np.isin(mask, (0, 1))).all():
+        raise UntokenizableRecordError(f"{name!r} has other values than 0 and 1, such as {mask[~valid][0]}")
+    return mask != 0
+
+
+def _labelled_positions(labels: Numbers, name: str, *, tokens: Numbers) -> NDArray[np.bool_]:
+    """Returns the mask of the positions whose label is not IGNORED_LABEL."""
+    labelled = labels != IGNORED_LABEL
+    differing = np.flatnonzero(labelled & (labels != tokens))
+    if len(differing):
+        at = differing[0]
+        raise UntokenizableRecordError(
+            f"{name!r} has {labels[at]} at position {at}, where {tokens[at]} is the token; a label is the "
+            f"token at its own position, or {IGNORED_LABEL}"
+        )
+    return labelled

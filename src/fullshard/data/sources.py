@@ -3,18 +3,16 @@
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.cache import Heartbeat, cache_key, get_or_build_entry, source_file_digests
 from fullshard.data.chat_template import read_chat_template
 from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
 from fullshard.data.memmaps import open_memmap_stores
@@ -25,8 +23,19 @@ from fullshard.data.readers import (
     open_dataset,
     split_file_into_parts,
 )
-from fullshard.data.token_rows import TOKEN_LIMIT
-from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_cached_token_store
+from fullshard.data.row_fields import TOKEN_LIMIT
+from fullshard.data.token_store import (
+    Heartbeat,
+    TokenizeNotes,
+    TokenStore,
+    cache_key,
+    get_or_build_entry,
+    make_token_store,
+    memory_map_npy,
+    memory_map_numbers,
+    read_manifest,
+    source_file_digests,
+)
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import (
     list_tokenizer_files,
@@ -47,8 +56,14 @@ IN_MEMORY_BYTES = 64 << 20
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
 
+# Former settings, with which tokens of earlier versions have the same names.
+_FORMER_SETTINGS = {
+    f"{name}_field": name for name in ("labels", "loss_mask", "attention_mask", "chat_template_kwargs")
+}
+
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 _LINE_SECONDS = 10.0
+_TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
 @dataclass(frozen=True)
@@ -79,24 +94,24 @@ class _SourceFiles:
 
 
 def open_token_stores(
-    source: DataSource | DataSection,
-    section: DataSection,
-    *,
-    root: Path,
-    alive: Heartbeat,
+    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
 ) -> list[TokenStore]:
     """Returns the token stores of `source`, tokenized with the settings of `section`.
 
-    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES, and remote token files. Raises
-    DataError for data that is absent, empty, corrupt or does not hold tokens; MissingExtraError.
+    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES, and the tokens of token files.
+    Raises DataError for data that is absent, empty, corrupt or does not hold tokens; MissingExtraError.
     """
     kind = source.source or "stdlib"
     fields = DataSourceFields(**{name: getattr(source, name) for name in DataSourceFields.model_fields})
+    for path in fields.paths if kind in ("memmap", "datasets") else ():
+        if is_remote_url(path):
+            raise DataError(
+                f'data.source = "{kind}" does not read {without_secrets(path)}.',
+                why="its files are mapped into memory",
+                fix="a copy on a disk, or the bucket mounted as a directory; jsonl and parquet read URLs",
+            )
     if kind == "memmap":
-        known = None  # only remote files need it
-        if section.tokenizer is not None and any(map(is_remote_url, fields.paths)):
-            known = open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
-        return open_memmap_stores(fields, root=root, vocabulary_size=known, alive=alive)
+        return open_memmap_stores(fields, root=root, alive=alive)
     check_reader_installed(kind)
     files = _list_dataset_files(fields) if kind == "datasets" else _list_source_files(kind, fields)
     tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read
@@ -112,37 +127,50 @@ def open_token_stores(
         trust_remote_code=section.trust_remote_code,
         chat_template=section.chat_template,
     )
+    vocabulary = None if foreign else tokenizer.vocabulary_size
     if section.tokenizer is None and files.is_small_text:
-        store = _tokenize_in_memory(files, settings, vocabulary=tokenizer.vocabulary_size)
+        tasks: list[TokenizedTask] = []
+        offsets, facts = _tokenize_to_callback(files, settings, processes=1, write=tasks.append)
+        tokens = np.concatenate([task.tokens for task in tasks])
+        facts |= {"vocabulary": vocabulary}
+        store = make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
         digests = [*source_file_digests(files.files, root=root, alive=alive), *files.fingerprints]
-        facts = {"files": digests, "kind": files.kind, **_settings_cache_facts(settings)}
+        key = cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
         processes = section.processes or count_usable_cores()
 
         def write_token_files(draft: Path) -> Mapping[str, Any]:
             facts = _tokenize_into_draft(draft, files, settings=settings, processes=processes, alive=alive)
-            return {**facts, "vocabulary": facts["largest"] + 1 if foreign else tokenizer.vocabulary_size}
+            return {**facts, "vocabulary": vocabulary or facts["largest"] + 1}
 
-        entry = get_or_build_entry(root, f"tokens-{cache_key(facts)}", build=write_token_files, alive=alive)
-        store = open_cached_token_store(entry, name=files.name)
+        entry = get_or_build_entry(root, f"tokens-{key}", build=write_token_files, alive=alive)
+        store = _open_cached_store(entry, name=files.name)
     _check_has_trained_tokens(store, section)
     return [store]
+
+
+def _open_cached_store(entry: Path, *, name: str) -> TokenStore:
+    facts, trained = read_manifest(entry), entry / _TRAINED
+    tokens = memory_map_numbers(entry / _TOKENS, facts["dtype"])
+    offsets = memory_map_npy(entry / _OFFSETS)
+    store = make_token_store(name, entry.name, tokens=tokens, offsets=offsets, facts=facts)
+    return replace(store, loss_mask=memory_map_numbers(trained, "uint8")) if trained.exists() else store
 
 
 def _check_has_trained_tokens(store: TokenStore, section: DataSection) -> None:
     """Raises DataError for a store without a document, or without a token that is trained on."""
     if not store.document_count:
-        skipped = "; ".join(store.skip_messages)
+        skipped, messages = store.notes.skipped, "; ".join(store.notes.skip_messages)
         raise DataError(
             f"there is no document in {store.name}.",
-            got=f"{store.skipped} records left out: {skipped}" if store.skipped else "files without a record",
+            got=f"{skipped} records left out: {messages}" if skipped else "files without a record",
             fix="data with documents, or another data.records",
         )
     if not store.trained_token_count:
         raise DataError(
             f"no token of {store.name} is trained on.",
             got=f"{len(store.tokens)} tokens, data.train_on = {section.train_on!r}",
-            fix="data with answers to train on, or another data.train_on, data.roles or data.labels_field",
+            fix="data with answers to train on, or another data.train_on or data.roles",
         )
 
 
@@ -162,12 +190,6 @@ def _list_source_files(source: Source, fields: DataSourceFields) -> _SourceFiles
 def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
     parts, files, fingerprints = list[FilePart](), list[SourceFile](), list[str]()
     for path in fields.paths or ("",):
-        if is_remote_url(path):
-            raise DataError(
-                f'data.source = "datasets" does not read {without_secrets(path)}.',
-                why="datasets maps the files of a directory into memory",
-                fix='data.source = "parquet" or "jsonl" with this URL, or a copy on a disk',
-            )
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
         rows = len(dataset)
@@ -190,47 +212,27 @@ def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
     )
 
 
-def _tokenize_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabulary: int) -> TokenStore:
-    """Tokenizes `files` in this process, and returns a store with the tokens in memory."""
-    tasks: list[TokenizedTask] = []
-    offsets, facts = _tokenize_to_callback(files, settings, processes=1, write=tasks.append)
-    return TokenStore(
-        name=files.name,
-        key=None,
-        tokens=np.concatenate([task.tokens for task in tasks]),
-        begins=offsets[:-1],
-        ends=offsets[1:],
-        loss_mask=None,
-        trained_token_count=facts["trained"],
-        vocabulary_size=vocabulary,
-        skipped=facts["skipped"],
-        skip_messages=tuple(facts["skip_messages"]),
-        doubled=facts["doubled"],
-        empty=facts["empty"],
-    )
-
-
 def _tokenize_into_draft(
     draft: Path, files: _SourceFiles, *, settings: TokenizeSettings, processes: int, alive: Heartbeat
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
-        progress = TokenizationProgress(files.name, files.total_file_bytes, file=sys.stderr)
-        tokens = stack.enter_context((draft / TOKENS).open("wb"))
-        trained = stack.enter_context((draft / TRAINED).open("wb")) if settings.needs_loss_mask else None
+        progress = _TokenizationProgress(files.name, files.total_file_bytes)
+        tokens = stack.enter_context((draft / _TOKENS).open("wb"))
+        trained = stack.enter_context((draft / _TRAINED).open("wb")) if settings.needs_loss_mask else None
 
         def write_task_tokens(one: TokenizedTask) -> None:
             tokens.write(one.tokens.data)
             if trained is not None and one.loss_mask is not None:
                 trained.write(one.loss_mask.data)
-            progress.add_finished_work(one.size, tokens=len(one.tokens), skipped=one.skipped)
+            progress.add_task(one)
             alive()
 
         offsets, facts = _tokenize_to_callback(files, settings, processes=processes, write=write_task_tokens)
-        progress.print_end()
-    np.save(draft / OFFSETS, offsets)
+        progress.print_counts()
+    np.save(draft / _OFFSETS, offsets)
     if facts["trained"] == facts["tokens"]:
-        (draft / TRAINED).unlink(missing_ok=True)
+        (draft / _TRAINED).unlink(missing_ok=True)
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
@@ -238,31 +240,20 @@ def _tokenize_to_callback(
     files: _SourceFiles, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
-    ends, counts, messages = [np.zeros(1, dtype=np.int64)], Counter[str](), list[str]()
-    largest, unwritten = -1, Counter[str]()
+    ends, tokens, trained, largest = [np.zeros(1, dtype=np.int64)], 0, 0, -1
+    notes = TokenizeNotes()
     for one in tokenize_tasks(_group_parts_into_tasks(files.split()), settings, processes=processes):
         write(one)
-        ends.append(one.ends + counts["tokens"])
-        trained = one.tokens.size if one.loss_mask is None else int(one.loss_mask.sum())
-        counts.update(tokens=one.tokens.size, trained=trained, skipped=one.skipped)
-        counts.update(unended=one.unended, doubled=one.doubled)
+        ends.append(one.ends + tokens)
+        tokens += one.tokens.size
+        trained += one.tokens.size if one.loss_mask is None else int(one.loss_mask.sum())
         largest = max(largest, int(one.tokens.max(initial=0)))
-        messages += one.skip_messages
-        unwritten += one.unwritten
-    facts = {
-        "tokens": 0,
-        "trained": 0,
-        "skipped": 0,
-        "unended": 0,
-        "doubled": 0,
-        **counts,
-        "largest": largest,
-        "skip_messages": messages[:5],
-        "unwritten": unwritten,
-    }
+        notes.add(one.notes)
     boundaries = np.concatenate(ends)
     offsets = np.unique(boundaries)
-    return offsets, facts | {"empty": len(boundaries) - len(offsets)}
+    notes.empty = len(boundaries) - len(offsets)
+    notes.skip_messages = notes.skip_messages[:5]
+    return offsets, {"tokens": tokens, "trained": trained, "largest": largest, **vars(notes)}
 
 
 def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
@@ -281,7 +272,7 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     facts: dict[str, Any] = {
         "version": 4,
-        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
+        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS) | _FORMER_SETTINGS,
         "train_on": settings.train_on if settings.fields.records != "text" else "all",
         "on_error": settings.on_error,
         "eos_token": settings.eos_token,
@@ -301,39 +292,30 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     return facts
 
 
-class TokenizationProgress:
-    """Counts the finished part of a tokenization, and prints it to `file` every few seconds.
+class _TokenizationProgress:
+    """Counts the finished part of a tokenization, and prints it to stderr every few seconds."""
 
-    name: name of the source
-    total_bytes: size of the source
-    """
-
-    def __init__(self, name: str, total_bytes: int, *, file: TextIO) -> None:
-        self._name, self._total_bytes, self._file = name, total_bytes, file
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self._name, self._total_bytes = name, total_bytes
         self._bytes = self._tokens = self._skipped = 0
         self._started = self._printed = time.monotonic()
 
-    def add_finished_work(self, size: int, *, tokens: int, skipped: int) -> None:
-        """Adds a finished part: `size` bytes of the source, its tokens, and the records `skipped` in it."""
-        self._bytes += size
-        self._tokens += tokens
-        self._skipped += skipped
-        now = time.monotonic()
-        if now - self._printed >= _LINE_SECONDS:
-            self._printed = now
-            left = (self._total_bytes - self._bytes) * (now - self._started) / max(self._bytes, 1)
-            self._print_counts(f"{format_seconds(max(left, 1.0))} left")
+    def add_task(self, task: TokenizedTask) -> None:
+        self._bytes += task.size
+        self._tokens += len(task.tokens)
+        self._skipped += task.notes.skipped
+        if time.monotonic() - self._printed >= _LINE_SECONDS:
+            self._printed = time.monotonic()
+            self.print_counts()
 
-    def print_end(self) -> None:
-        """Prints the counts with the seconds that the tokenization took."""
-        self._print_counts(f"in {format_seconds(time.monotonic() - self._started)}")
-
-    def _print_counts(self, end: str) -> None:
-        """Prints the counts and the rate, and then `end`; nothing if the reader has closed the pipe."""
-        seconds = time.monotonic() - self._started
-        rate = f", {format_count(self._tokens / seconds)} tokens/s" if seconds > 0 else ""
+    def print_counts(self) -> None:
+        """Prints the counts, the rate and the time; nothing if the reader has closed the pipe."""
+        seconds = max(time.monotonic() - self._started, 1e-3)
         skipped = f", {self._skipped} records left out" if self._skipped else ""
         of = f"{format_bytes(self._bytes)} of {format_bytes(self._total_bytes)}"
-        text = f"{self._name}: {format_count(self._tokens)} tokens from {of}{rate}{skipped}, {end}"
+        rate = f"{format_count(self._tokens / seconds)} tokens/s{skipped}, {format_seconds(seconds)}"
+        left = (self._total_bytes - self._bytes) * seconds / max(self._bytes, 1)
+        end = f", {format_seconds(left)} left" if left >= 1 else ""
+        text = f"{self._name}: {format_count(self._tokens)} tokens from {of}, {rate}{end}"
         with suppress(OSError):
-            print(escape_control_characters(text), file=self._file, flush=True)
+            print(escape_control_characters(text), file=sys.stderr, flush=True)

@@ -1,43 +1,216 @@
-"""Token stores: tokens of a source in memory, or in files that the ranks of a node map into memory."""
+"""Token stores, and the cache of tokens and row layouts: directories that appear only when complete.
 
+[Note: what a name stands for]
+An entry is named by a digest of everything that determines it: the content of the files, the tokenizer, the
+settings. The digest covers content, not paths or times, so a copied or moved data set has the same name and
+an edited one has another. Reading terabytes at each start to compute the name would take longer than the
+start itself. So the digest of a file (XXH3-128 of its bytes) is remembered together with its size and
+modification time, and is valid as long as both are unchanged. A file modified less than two seconds before it
+was read is not remembered, because a later change could leave the same time. A remote file is not read for
+its digest: its store reports one (ETag), or the time of its last change.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import time
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fullshard.data.cache import read_manifest
+from fullshard.data.files import SourceFile, unreadable_path_error
+from fullshard.errors import DataError
+from fullshard.system.files import atomic_replace_context, fsync_path
+from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Integers = NDArray[Any]
 
+MANIFEST = "manifest.json"
+FORMAT = 1
+_SETTLED_SECONDS = 2.0
+_READ_BYTES = 4 << 20
 
-class SlicedTokens(Protocol):
-    """An array of tokens, of which slices are read: in memory, mapped, or remote."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, span: slice, /) -> Integers: ...
+Heartbeat = Callable[[], None]
+"""Called regularly during long work, so that a watchdog sees progress."""
 
 
-@dataclass(frozen=True, eq=False)
-class TokenStore:
-    """Tokens of a source, with the document boundaries.
+def no_heartbeat() -> None:
+    """A Heartbeat that does nothing."""
 
-    key: identifier that changes whenever the tokens or the documents change; None for tokens in memory
-    tokens: tokens of all documents
-    begins, ends: document i is tokens[begins[i]:ends[i]]
-    loss_mask: mask of the tokens that are trained on; None if all are
-    trained_token_count: number of tokens that are trained on
-    vocabulary_size: largest possible token plus one
+
+def cache_key(facts: Mapping[str, Any]) -> str:
+    """Returns a digest of `facts` (plain data) as 32 hexadecimal digits, for the name of a cache entry."""
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def make_cache_directory(directory: str | Path) -> Path:
+    """Returns the cache directory, and creates it if needed. Raises DataError if it cannot be created."""
+    root = Path(os.path.expanduser(directory)).absolute()
+    if os.path.expanduser(directory).startswith("~"):
+        raise DataError(
+            f"data.cache = {str(directory)!r} cannot be used.",
+            got="no home: neither HOME nor an entry of this user in /etc/passwd",
+            fix="data.cache = a directory that begins with /",
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable_cache_error(root, error) from error
+    return root
+
+
+def read_manifest(entry: Path) -> dict[str, Any]:
+    """Returns the manifest of a cache entry: the data that `build` returned, and `files` (name -> bytes)."""
+    return cast(dict[str, Any], parse_json(read_bytes(entry / MANIFEST, most_bytes=VALUE_BYTES)))
+
+
+def get_or_build_entry(
+    root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Heartbeat = no_heartbeat
+) -> Path:
+    """Returns the cache entry `root/name`. If it does not exist yet, `build` fills an empty draft directory.
+
+    The data that `build` returns is written to the manifest. The draft is renamed to the entry after all its
+    files are synced to disk, or removed if `build` raises. One process at a time builds an entry; others wait
+    (calling `alive`) and then find it. Raises DataError if the cache cannot be written.
+    """
+    root = make_cache_directory(root)
+    entry = root / name
+    if _is_complete_entry(entry):
+        return entry
+    with _hold_cache_lock(root / f".{name}.lock", alive=alive):
+        if _is_complete_entry(entry):
+            return entry
+        for left in [entry, *root.glob(f".{name}.tmp-*")]:  # left by a crash, or files were removed
+            shutil.rmtree(left, ignore_errors=True)
+        draft = root / f".{name}.tmp-{secrets.token_hex(4)}"
+        try:
+            draft.mkdir()
+            _commit_draft(draft, entry, facts=build(draft))
+        except OSError as error:
+            raise _unwritable_cache_error(root, error) from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return entry
+
+
+@contextmanager
+def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
+    """Holds an exclusive lock on the file `lock` while the block runs. Waits until the lock is free.
+
+    On a file system without locks, both processes write, and the second one finds the entry complete.
+    """
+    try:
+        with hold_exclusive_file_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
+            yield
+    except OSError as error:
+        raise _unwritable_cache_error(lock.parent, error) from error
+
+
+def source_file_digests(
+    files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat
+) -> list[str]:
+    """Returns a text per file that determines its content: the version of a remote file, or a digest.
+
+    The cache directory `root` remembers the digests, see [Note: what a name stands for]. Raises DataError for
+    a file that cannot be read.
+    """
+    memory = make_cache_directory(root / "digests")
+    found = [(Path(file.path), file.version or _find_remembered_digest(file.path, memory)) for file in files]
+    if all(digest for _, digest in found):
+        return [digest for _, digest in found if digest]
+    # Of ranks that start together, one reads the files and the others use the remembered digests.
+    with _hold_cache_lock(memory / ".lock", alive=alive):
+        return [digest or _find_or_compute_digest(path, memory, alive=alive) for path, digest in found]
+
+
+def _is_complete_entry(entry: Path) -> bool:
+    """Returns True if every file of the entry exists with its recorded size: files may be deleted later."""
+    try:
+        files = read_manifest(entry)["files"]
+        return all((entry / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
+    text = json.dumps({**facts, "format": FORMAT, "files": files}, indent=1)
+    (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    for path in (*draft.iterdir(), draft):
+        fsync_path(path)
+    try:
+        draft.rename(entry)
+    except OSError:
+        if not _is_complete_entry(entry):  # without locks another process may have been first
+            raise
+    fsync_path(entry.parent)
+
+
+def _find_remembered_digest(path: str | Path, memory: Path) -> str | None:
+    try:
+        said = parse_json(read_bytes(_remembered_digest_path(path, memory), most_bytes=VALUE_BYTES))
+        now = os.stat(path)
+        return str(said["digest"]) if [now.st_size, now.st_mtime_ns] == said["seen"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _find_or_compute_digest(path: Path, memory: Path, *, alive: Heartbeat) -> str:
+    if (remembered := _find_remembered_digest(path, memory)) is not None:
+        return remembered
+    at, hasher, buffer = time.time(), xxhash.xxh3_128(), bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:
+            seen = os.fstat(file.fileno())
+            while count := file.readinto(buffer):
+                hasher.update(view[:count])
+                alive()
+    except OSError as error:
+        raise unreadable_path_error(path, error) from error
+    digest = hasher.hexdigest()
+    if at - seen.st_mtime >= _SETTLED_SECONDS:
+        place = _remembered_digest_path(path, memory)
+        with suppress(OSError), atomic_replace_context(place) as draft:  # else it is read again next time
+            draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
+    return digest
+
+
+def _remembered_digest_path(path: str | Path, memory: Path) -> Path:
+    return memory / hashlib.blake2b(os.fsencode(os.path.abspath(path)), digest_size=16).hexdigest()
+
+
+def _unwritable_cache_error(root: Path, error: OSError) -> DataError:
+    """Returns the error for a cache directory that cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return DataError(
+        f"the cache of data in {root} cannot be written.",
+        got=error.strerror or str(error),
+        why="tokens are made once, and kept there" + ("; the incomplete entry was removed" if full else ""),
+        fix="data.cache = a directory with room, that can be written",
+    )
+
+
+@dataclass
+class TokenizeNotes:
+    """Counts of records that became other tokens than expected.
+
     skipped: number of records left out
     skip_messages: messages about the first few records left out
     unended: number of conversations whose last answer has nothing that ends the turn
@@ -46,20 +219,40 @@ class TokenStore:
     empty: number of documents without a token, which are not among the documents
     """
 
-    name: str
-    key: str | None
-    tokens: SlicedTokens
-    begins: Integers
-    ends: Integers
-    loss_mask: Integers | None
-    trained_token_count: int
-    vocabulary_size: int
     skipped: int = 0
-    skip_messages: tuple[str, ...] = ()
+    skip_messages: list[str] = field(default_factory=list[str])
     unended: int = 0
     doubled: int = 0
-    unwritten: Mapping[str, int] = field(default_factory=dict[str, int])
+    unwritten: Counter[str] = field(default_factory=Counter[str])
     empty: int = 0
+
+    def add(self, other: "TokenizeNotes") -> None:
+        """Adds the counts of `other`."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStore:
+    """Tokens of a source, with the document boundaries.
+
+    key: identifier that changes whenever the tokens or the documents change; None for tokens in memory
+    tokens: tokens of all documents: in memory, or mapped from a file
+    begins, ends: document i is tokens[begins[i]:ends[i]]
+    trained_token_count: number of tokens that are trained on
+    vocabulary_size: largest possible token plus one
+    loss_mask: mask of the tokens that are trained on; None if all are
+    """
+
+    name: str
+    key: str | None
+    tokens: Integers
+    begins: Integers
+    ends: Integers
+    trained_token_count: int
+    vocabulary_size: int
+    notes: TokenizeNotes
+    loss_mask: Integers | None = None
 
     @property
     def content_key(self) -> str:
@@ -77,50 +270,45 @@ class TokenStore:
     @property
     def warnings(self) -> list[str]:
         """Warnings about tokens that train a model otherwise than expected."""
+        notes = self.notes
         warnings = [
             f"{number:,} records of {self.name} have content that is not in the tokens: {name}"
-            for name, number in sorted(self.unwritten.items())
+            for name, number in sorted(notes.unwritten.items())
         ]
-        if self.empty:
-            warnings.append(f"{self.empty:,} documents of {self.name} are empty, and left out")
-        if self.doubled:
+        if notes.empty:
+            warnings.append(f"{notes.empty:,} documents of {self.name} are empty, and left out")
+        if notes.doubled:
             warnings.append(
-                f"{self.doubled:,} texts of {self.name} already begin or end with the tokens that the "
+                f"{notes.doubled:,} texts of {self.name} already begin or end with the tokens that the "
                 "tokenizer puts around a document, and now have them twice: take them out of the texts"
             )
-        if not self.unended:
-            return warnings
-        return [
-            *warnings,
-            f"{self.unended:,} of {self.document_count:,} conversations of {self.name} end without a token "
-            "that ends the assistant's turn, so that the model does not learn to stop. Write one behind the "
-            'content in the chat template, such as {{ eos_token }}: data.chat_template = "<file>.jinja" is '
-            "used in place of the tokenizer's template",
-        ]
+        if notes.unended:
+            warnings.append(
+                f"{notes.unended:,} of {self.document_count:,} conversations of {self.name} end without a "
+                "token that ends the assistant's turn, so that the model does not learn to stop. Write one "
+                "behind the content in the chat template, such as {{ eos_token }}: data.chat_template = "
+                '"<file>.jinja" is used in place of the tokenizer\'s template'
+            )
+        return warnings
 
 
-TOKENS, OFFSETS, TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
+def make_token_store(
+    name: str, key: str | None, *, tokens: Integers, offsets: Integers, facts: Mapping[str, Any]
+) -> TokenStore:
+    """Returns a store of tokens whose document i is tokens[offsets[i]:offsets[i + 1]].
 
-
-def open_cached_token_store(entry: Path, *, name: str) -> TokenStore:
-    """Opens a cache entry of `sources.open_token_stores` as the token store of the source `name`."""
-    facts = read_manifest(entry)
-    offsets = memory_map_npy(entry / OFFSETS)
+    facts: the counts of the tokenization, which are the manifest of a cache entry
+    """
+    known = {one.name: facts[one.name] for one in fields(TokenizeNotes) if one.name in facts}
     return TokenStore(
         name=name,
-        key=entry.name,
-        tokens=memory_map_numbers(entry / TOKENS, facts["dtype"]),
+        key=key,
+        tokens=tokens,
         begins=offsets[:-1],
         ends=offsets[1:],
-        loss_mask=memory_map_numbers(entry / TRAINED, "uint8") if (entry / TRAINED).exists() else None,
         trained_token_count=facts["trained"],
         vocabulary_size=facts["vocabulary"],
-        skipped=facts["skipped"],
-        skip_messages=tuple(facts["skip_messages"]),
-        unended=facts["unended"],
-        doubled=facts.get("doubled", 0),
-        unwritten=facts["unwritten"],
-        empty=facts.get("empty", 0),
+        notes=TokenizeNotes(**known),
     )
 
 
@@ -145,11 +333,6 @@ class TokenStream:
     @property
     def joined_store_names(self) -> str:
         return " + ".join(store.name for store in self.stores)
-
-    @cached_property
-    def is_remote(self) -> bool:
-        """True if reading tokens may wait for a network."""
-        return not all(isinstance(store.tokens, np.ndarray) for store in self.stores)
 
     @cached_property
     def store_begins(self) -> list[int]:

@@ -8,35 +8,33 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import read_conversation
-from fullshard.data.readers import (
-    CorruptRecord,
-    FilePart,
-    TextRecord,
-    read_records,
-)
+from fullshard.data.readers import CorruptRecord, FilePart, TextRecord, read_records
 from fullshard.data.row_fields import (
     ABSENT,
+    TOKEN_LIMIT,
     UntokenizableRecordError,
     absent_field_error,
+    check_unused_marks,
     look_up_field,
+    read_token_row,
     unused_content_names,
     used_field_names,
 )
-from fullshard.data.token_rows import TOKEN_LIMIT, check_unused_marks, read_token_row
+from fullshard.data.token_store import TokenizeNotes
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.settings.data_section import DataSourceFields
@@ -77,8 +75,7 @@ class TokenizeSettings:
         return self.fields.records in ("tokens", "messages", self.train_on)
 
 
-@dataclass(frozen=True)
-class RowText:
+class RowText(NamedTuple):
     """The text of a record.
 
     first_trained: index of the first character that is trained on
@@ -90,8 +87,7 @@ class RowText:
     context: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class EncodedRecord:
+class EncodedRecord(NamedTuple):
     """Tokens of a record.
 
     trained: mask of the tokens that are trained on
@@ -111,44 +107,26 @@ class TokenizedTask:
     tokens: tokens of all documents, joined
     ends: index behind the last token of each document that ends in this task
     loss_mask: mask of the tokens that are trained on; None if all are
-    skipped: number of records left out
-    skip_messages: messages about the first few records left out
-    unended: number of conversations whose last answer has nothing that ends the turn
-    doubled: number of texts that already have the tokens that are put around a document
-    unwritten: name of content that is not in the tokens -> number of records that have it
     """
 
     size: int
     tokens: Tokens
     ends: NDArray[np.int64]
     loss_mask: Mask | None
-    skipped: int
-    skip_messages: list[str]
-    unended: int
-    doubled: int
-    unwritten: Counter[str]
+    notes: TokenizeNotes
 
 
 class TaskTokenizer:
     """Converts tasks to tokens, with a tokenizer that is opened once."""
 
     def __init__(self, settings: TokenizeSettings) -> None:
-        self.settings = settings
+        self.settings, self._notes = settings, TokenizeNotes()
         self._tokenizer = open_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
-        self._encode_row: Callable[[TextRecord], EncodedRecord] | None = None
-        if settings.fields.records == "tokens":
-            self._encode_row = self._read_tokens
+        self._chat: ChatTemplate | None = None
         if settings.fields.records == "messages":
             assert settings.tokenizer is not None, "messages without a tokenizer are refused by the spec"
-            self._chat = ChatTemplate(
-                settings.tokenizer,
-                template=settings.chat_template,
-                trust_remote_code=settings.trust_remote_code,
-            )
-            self._encode_row = self._encode_conversation
-        self._skipped = self._unended = self._doubled = 0
-        self._skip_messages: list[str] = []
-        self._unwritten = Counter[str]()
+            template, trust = settings.chat_template, settings.trust_remote_code
+            self._chat = ChatTemplate(settings.tokenizer, template=template, trust_remote_code=trust)
 
     def tokenize_task(self, task: Task) -> TokenizedTask:
         """Returns the tokens of `task`, a run of file parts.
@@ -156,8 +134,7 @@ class TaskTokenizer:
         A corrupt record is skipped and counted, or raises DataError if `on_error` is "stop". Raises DataError
         for a text that the tokenizer does not take.
         """
-        self._skipped = self._unended = self._doubled = 0
-        self._skip_messages, self._unwritten = [], Counter()
+        self._notes = TokenizeNotes()
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
         records = self._read_task_records(task)
@@ -172,11 +149,7 @@ class TaskTokenizer:
             tokens=np.concatenate(tokens),
             ends=np.array(ends, dtype=np.int64),
             loss_mask=np.concatenate(masks) if self.settings.needs_loss_mask else None,
-            skipped=self._skipped,
-            skip_messages=self._skip_messages,
-            unended=self._unended,
-            doubled=self._doubled,
-            unwritten=self._unwritten,
+            notes=self._notes,
         )
 
     def _read_task_records(self, task: Task) -> Iterator[TextRecord]:
@@ -194,24 +167,23 @@ class TaskTokenizer:
             fix = 'mend it, or data.on_error = "skip", which leaves such records out and counts them'
             what = f"a record cannot be read: {where()}."
             raise DataError(what, got=reason, why=error.why, fix=error.fix or fix) from error
-        self._skipped += 1
-        if len(self._skip_messages) < _REPORTED_RECORDS:
-            self._skip_messages.append(f"{where()}: {reason}")
+        self._notes.skipped += 1
+        if len(self._notes.skip_messages) < _REPORTED_RECORDS:
+            self._notes.skip_messages.append(f"{where()}: {reason}")
 
     def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[EncodedRecord]:
         """Yields the tokens of each record, without the records that are skipped."""
         texts: list[tuple[TextRecord, RowText]] = []
         for record in batch:
-            found = None
             try:
                 with ForeignErrorTranslator(UntokenizableRecordError):
-                    if self._encode_row is None:
+                    if self.settings.fields.records in ("text", "completion"):
                         texts.append((record, self._read_text(record)))
-                    else:
-                        found = self._encode_row(record)
+                        continue
+                    found = self._encode_conversation(record) if self._chat else self._read_tokens(record)
             except DataError as error:
                 self._skip_or_raise(record.where, error)
-            if found is not None:
+            else:
                 yield found
         yield from self._encode_texts_by_record(texts)
 
@@ -223,15 +195,17 @@ class TaskTokenizer:
         conversation = read_conversation(record.value, messages, fields=fields)
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         encoded = self._chat.encode_conversation(conversation, train_on=train_on)
-        self._unended += not encoded.has_end_of_turn
-        self._unwritten.update(encoded.unwritten)
+        self._notes.unended += not encoded.has_end_of_turn
+        self._notes.unwritten.update(encoded.unwritten)
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
 
     def _read_tokens(self, record: TextRecord) -> EncodedRecord:
-        fields, known = self.settings.fields, self.settings.tokenizer is not None
-        tokens = self._record_field(record, fields.tokens_field)
-        size = self._tokenizer.vocabulary_size if known else TOKEN_LIMIT
-        return EncodedRecord(*read_token_row(record.value, tokens, fields=fields, vocabulary_size=size))
+        known, name = self.settings.tokenizer is not None, self.settings.fields.tokens_field
+        tokens, size = (
+            self._record_field(record, name),
+            self._tokenizer.vocabulary_size if known else TOKEN_LIMIT,
+        )
+        return EncodedRecord(*read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size))
 
     def _encode_texts_by_record(self, rows: Sequence[tuple[TextRecord, RowText]]) -> Iterator[EncodedRecord]:
         """Yields the tokens of each text, without those that are skipped."""
@@ -264,7 +238,7 @@ class TaskTokenizer:
             after = self._tokenizer.tokens_after_document if record.ends else ()
             begins_alike = bool(before) and tuple(tokens[: len(before)]) == before
             ends_alike = bool(after) and tuple(tokens[len(tokens) - len(after) :]) == after
-            self._doubled += begins_alike or ends_alike
+            self._notes.doubled += begins_alike or ends_alike
             around = [np.full(len(before), not self.settings.needs_loss_mask), trained, np.ones(len(after))]
             tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, tokens, after)])
             trained = np.concatenate(around).astype(np.bool_)
@@ -293,7 +267,7 @@ class TaskTokenizer:
     def _check_other_fields(self, record: TextRecord) -> None:
         """Raises UntokenizableRecordError for marks that are not used; counts content that is not used."""
         check_unused_marks(record.value, used_field_names(self.settings.fields).required[0])
-        self._unwritten.update(
+        self._notes.unwritten.update(
             name for name in unused_content_names(self.settings.fields) if record.value.get(name)
         )
 
@@ -377,12 +351,9 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
         ) from error
     finally:
         idle.put(worker)
-    if isinstance(answer, TokenizedTask):
-        return answer
-    kind, parts = cast(tuple[type[FullshardError], dict[str, Any]], answer)
-    error = kind.__new__(kind)  # the class's own __init__ may take other arguments
-    FullshardError.__init__(error, **parts)
-    raise error
+    if isinstance(answer, FullshardError):
+        raise answer
+    return answer
 
 
 def serve_tasks() -> None:
@@ -396,9 +367,8 @@ def serve_tasks() -> None:
             return
         try:
             tokenizer = tokenizer or TaskTokenizer(settings)
-            answer: Any = tokenizer.tokenize_task(task)
+            answer: TokenizedTask | FullshardError = tokenizer.tokenize_task(task)
         except FullshardError as error:
-            got = None if error.got is None else str(error.got)
-            answer = type(error), {"what": error.what, "got": got, "why": error.why, "fix": error.fix}
+            answer = error
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()

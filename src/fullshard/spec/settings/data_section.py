@@ -29,14 +29,13 @@ class DataSourceFields(FrozenModel):
         on disk
     `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
         list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. `completion`:
-        `prompt_field` and `completion_field`. `tokens`: a list of tokens in `tokens_field`. Dots
-        in the name of a field lead to a nested one.
-    `labels_field`, `loss_mask_field`, `attention_mask_field`: fields beside `tokens_field`, in rows that have
-        them. Tokens with the label -100 or the loss mask 0 are not trained on, and those with the attention
-        mask 0 are padding, which is left out.
+        `prompt_field` and `completion_field`. `tokens`: a list of tokens in `tokens_field`; beside it,
+        `labels` (-100) and `loss_mask` (0) exclude tokens from training, the 0 of an `attention_mask` is
+        padding, and `position_ids` say where documents begin. Dots in the name of a field lead to a nested
+        one.
     `tools_field`: field with the definitions of the tools, for the chat template, in rows that have it
     `chat_template_kwargs`: further variables of the chat template, such as { enable_thinking = false }. A row
-        may have its own in `chat_template_kwargs_field`, which take precedence.
+        may have its own in the field `chat_template_kwargs`, which take precedence.
     `role_field`, `content_field`: names of these fields in a message. ShareGPT: `from` and `value`
     `roles`: the template's names of roles that the data names otherwise. ShareGPT: { human = "user", gpt =
         "assistant" }
@@ -55,16 +54,12 @@ class DataSourceFields(FrozenModel):
     messages_field: str = "messages"
     tools_field: str = "tools"
     chat_template_kwargs: Options = Field(default_factory=dict[str, Any])
-    chat_template_kwargs_field: str = "chat_template_kwargs"
     role_field: str = "role"
     content_field: str = "content"
     roles: Mapping[str, str] = Field(default_factory=dict[str, str])
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     tokens_field: str = "input_ids"
-    labels_field: str = "labels"
-    loss_mask_field: str = "loss_mask"
-    attention_mask_field: str = "attention_mask"
     dtype: TokenDtype | None = None
     eod_token: NonNegativeInt | None = None
 
@@ -174,11 +169,11 @@ class DataSection(DataSourceFields):
 _SETTINGS_OF_RECORDS = {
     "text": ("text_field",),
     "messages": (
-        *("messages_field", "tools_field", "chat_template_kwargs", "chat_template_kwargs_field"),
+        *("messages_field", "tools_field", "chat_template_kwargs"),
         *("role_field", "content_field", "roles"),
     ),
     "completion": ("prompt_field", "completion_field"),
-    "tokens": ("tokens_field", "labels_field", "loss_mask_field", "attention_mask_field"),
+    "tokens": ("tokens_field",),
 }
 
 
