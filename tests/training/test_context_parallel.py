@@ -16,21 +16,21 @@ from tests.training.same_numbers import assert_same_numbers, make_run, train_sha
 
 LENGTH = 16
 
-# ranks, context, method, model, strategy, and what differs from the default
-CASES: list[tuple[int, int, str, str, str, dict[str, Any]]] = [
-    (2, 2, "gather", "decoder", "full_shard", {}),
-    (2, 2, "ulysses", "tied_decoder", "no_shard", {"recompute": "full"}),
-    (4, 2, "gather", "tied_decoder", "shard_grad_op", {"accumulation": (2, "last_microbatch")}),
-    (4, 4, "gather", "decoder", "hybrid_shard", {"recompute": "selective", "loss_chunk": 4}),
-    (4, 2, "ulysses", "decoder", "zero1", {"accumulation": (2, "every_microbatch"), "units": "size"}),
-    (3, 3, "gather", "decoder", "full_shard", {"length": 12}),
+# ranks, context, model, strategy, and what differs from the default
+CASES: list[tuple[int, int, str, str, dict[str, Any]]] = [
+    (2, 2, "decoder", "full_shard", {}),
+    (2, 2, "tied_decoder", "no_shard", {"recompute": "full"}),
+    (4, 2, "tied_decoder", "shard_grad_op", {"accumulation": (2, "last_microbatch")}),
+    (4, 4, "decoder", "hybrid_shard", {"recompute": "selective", "loss_chunk": 4}),
+    (4, 2, "decoder", "zero1", {"accumulation": (2, "every_microbatch"), "units": "size"}),
+    (3, 3, "decoder", "full_shard", {"length": 12}),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
-    count, context, method, model, strategy, more = case
-    settings = {"length": LENGTH, "extra": [f"sharding.context_method={method}"]} | more
+    count, context, model, strategy, more = case
+    settings = {"length": LENGTH} | more
     run = make_run(model=model, ranks=count, strategy=strategy, context=context, **settings)
     assert_same_numbers(model, ranks(count).run(train_sharded, model, run), length=settings["length"])
 

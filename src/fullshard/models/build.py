@@ -9,7 +9,7 @@ from fullshard.errors import SpecError
 from fullshard.models.adapters import insert_adapters
 from fullshard.models.constructor_tape import ConstructorTape
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.document_attention_hf import use_document_attention
+from fullshard.models.document_attention import use_document_attention
 from fullshard.models.huggingface import build_hf_model, has_balance_loss, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.records.measurement import model_flops_per_token

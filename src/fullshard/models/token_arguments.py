@@ -14,8 +14,8 @@ from fullshard.models.document_attention import (
     avoid_nan_of_cudnn,
     document_bounds,
     mark_size_as_dynamic,
+    uses_document_attention,
 )
-from fullshard.models.document_attention_hf import uses_document_attention
 
 
 def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from torch import nn
 
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError, TrainError
-from fullshard.models.context_attention import ContextParallel
 from fullshard.models.decoder import Attention, DecoderModel
-from fullshard.models.document_attention_hf import DECLARED, use_document_attention
+from fullshard.models.document_attention import DECLARED, ContextParallel, use_document_attention
 from fullshard.models.experts import Router
 from fullshard.models.huggingface import has_balance_loss, is_causal_lm
 from fullshard.models.token_arguments import windows_by_layer_kind
@@ -23,15 +22,13 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
     group: name of the process group of the ranks that share a sequence; fake tensors need none
 
     `model` is the reference decoder, or a causal language model of transformers whose attention is
-    exchangeable. Raises ShardError for any other, for models with recurrent or convolutional layers, which
-    read tokens in order, and for heads that the ranks cannot divide.
+    exchangeable. Raises ShardError for any other, and for models with recurrent or convolutional layers,
+    which read tokens in order.
     """
     if plan.context_parallel == 1:
         return
-    method = plan.run.sharding.context_method
-    context = ContextParallel(method, SequencePart.from_plan(plan, rank), group)
+    context = ContextParallel(SequencePart.from_plan(plan, rank), group)
     if isinstance(model, DecoderModel):
-        _check_heads(model.config.heads, model.config.kv_heads, context=context)
         for module in model.modules():
             if isinstance(module, Attention):
                 module.context = context
@@ -40,8 +37,6 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
         return
     _check_transformers_model(model)
     config: Any = cast(Any, model.config).get_text_config()
-    heads = config.num_attention_heads
-    _check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, context=context)
     if not use_document_attention(model, context=context):
         kind = str(getattr(model.config, "_attn_implementation", "eager"))
         if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -53,19 +48,6 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
                 model, why=why, fix='model.attention = "sdpa", or sharding.context_parallel = 1'
             )
         raise _unsupported_error(model, why="transformers lets no other code replace its attention")
-
-
-def _check_heads(heads: int, kv_heads: int, *, context: ContextParallel) -> None:
-    """Raises ShardError if `ulysses` cannot give each rank as many heads. `gather` divides no heads."""
-    ranks = context.part.ranks
-    if context.method == "gather" or (heads % ranks == 0 and 0 in (kv_heads % ranks, ranks % kv_heads)):
-        return
-    raise ShardError(
-        f"the attention heads cannot be divided over {ranks} ranks.",
-        got=f'{heads} heads, {kv_heads} key/value heads, sharding.context_method = "ulysses"',
-        why="each rank computes attention for an equal number of heads",
-        fix='sharding.context_method = "gather", which divides no heads',
-    )
 
 
 def _check_transformers_model(model: nn.Module) -> None:

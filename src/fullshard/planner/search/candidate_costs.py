@@ -53,8 +53,7 @@ class CandidateCosts:
         if run.train.loss_chunk == "auto":  # a plan says what was traced
             run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
         if run.sharding.context_parallel == "auto":
-            traced = {"context_parallel": spec.context_parallel, "context_method": spec.context_method}
-            run = run_with_settings(run, {"sharding": traced})
+            run = run_with_settings(run, {"sharding": {"context_parallel": spec.context_parallel}})
         if run.sharding.tensor_parallel == "auto":
             run = run_with_settings(run, {"sharding": {"tensor_parallel": spec.tensor_parallel}})
         if run.sharding.expert_parallel == "auto":
