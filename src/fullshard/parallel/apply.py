@@ -44,6 +44,7 @@ from fullshard.parallel.mesh import (
     share_post_forward_mesh,
     split_inner_axis,
 )
+from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.model_parameters import CarriedOver
 from fullshard.parallel.precision import (
     cast_buffers,
@@ -53,7 +54,6 @@ from fullshard.parallel.precision import (
 )
 from fullshard.parallel.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.parallel.recompute import apply_recompute
-from fullshard.parallel.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.unit_events import record_unit_events, reshard_after_evaluation
 from fullshard.parallel.units import (
     Predicate,

@@ -17,7 +17,7 @@ E/T. This is exact if E and T are powers of two. If ranks share matmuls and do n
 sharded over all N ranks, since each has other tokens: the same holds with E = 1.
 
 Forwards are replaced, not modules, so names in checkpoints stay. Parameters are divided when the model is
-sharded: see `fullshard.parallel.split_parameters`.
+sharded: see `fullshard.parallel.model_parallel`.
 """
 
 from collections.abc import Callable

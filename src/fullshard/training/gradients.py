@@ -130,7 +130,7 @@ def _replica(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, 
     coordinate, index, replicas = mesh.get_coordinate(), 0, 1
     assert coordinate is not None, "every rank has a place in the mesh"
     for axis, placement in enumerate(placements):
-        # See [Note: the order of two splits] in `fullshard.parallel.split_parameters`.
+        # See [Note: the order of two splits] in `fullshard.parallel.model_parallel`.
         if placement.is_replicate():
             index, replicas = index * mesh.size(axis) + coordinate[axis], replicas * mesh.size(axis)
     return index, replicas
