@@ -4,9 +4,9 @@
 Parameters are divided over the inner axis of a mesh (`tp`, `ep`) before FSDP2 shards them over the others.
 Each is a DTensor on (`dp_replicate`, `dp_shard`, `tp`): checkpoints, norms and optimizers see its whole
 shape, and which part of it this rank has. While a unit computes, FSDP2 would wrap what it gathers in a
-DTensor over `tp`. Here modules get the local tensor instead, so that forward and backward run no DTensor operation:
-their collectives are those of `fullshard.parallel.tensor_parallel`. Experts are the same on (`dp_replicate`,
-`dp_mod_ep`, `ep`): see `fullshard.parallel.expert_parallel`.
+DTensor over `tp`. Here modules get the local tensor instead, so that forward and backward run no DTensor
+operation: their collectives are those of `fullshard.parallel.tensor_parallel`. Experts are the same on
+(`dp_replicate`, `dp_mod_ep`, `ep`): see `fullshard.parallel.expert_parallel`.
 
 [Note: the order of two splits]
 The inner axis splits a parameter first, and `dp_shard` splits that part. If both split dim 0, the placement

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,7 +164,6 @@ def export(
     shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     naming: Naming | None = None,
-    free_bytes: Callable[[Path], int] = disk.free_disk_bytes,
 ) -> None:
     """Writes the model tensors of a checkpoint to safetensors.
 
@@ -175,10 +174,10 @@ def export(
     checkpoint: a checkpoint, or a directory of them, whose newest complete one is used
     target: the file, which appears when complete and replaces an existing one; with `shard_bytes`, a
         directory
-    shard_bytes: size limit per file, bytes (a larger tensor gets its own file); the index is written last
+    shard_bytes: size limit per file, bytes (a larger tensor gets its own file). If the model is larger, there
+        are several files, and an index, which is written last
     dtype: dtype of all floating-point tensors; None keeps each as saved
     naming: maps the model's tensors to those of the files; None keeps their names
-    free_bytes: returns the free space of a directory
 
     Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
 
@@ -188,88 +187,61 @@ def export(
     """
     check_shard_bytes(shard_bytes)
     target = Path(target)
-    check_not_checkpoint_or_run_record(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
             f"{target} cannot be written.",
             got="a directory",
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
-
-    def write_safetensors_files(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
-        outgoing = _build_writer(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
-        _make_directory_and_check_space(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
-        if shard_bytes is None:
-            outgoing.write_file(target, list(outgoing.tensors))
-        else:
-            _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
-        return outgoing
-
-    _export_newest_checkpoint(checkpoint, write_safetensors_files, target=target)
+    write_export(checkpoint, target, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
 
 
-def export_in_hf_layout(
+def write_export(
     checkpoint: str | Path | CheckpointLocation,
-    directory: str | Path,
+    target: Path,
     *,
-    naming: Naming,
-    beside: Mapping[str, bytes],
+    naming: Naming | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int,
+    shard_bytes: int | None = None,
     merging: Mapping[str, LayerMerging] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
+    """Writes the model of a checkpoint, on this rank alone, and logs its size. Raises like `export`.
 
-    naming: maps the model's tensors to those of the files (`weights.names`)
+    merging: how the adapter of each layer is merged, by its saved name; None without adapters
     beside: contents of the other files by name, written after the weights in this order. The last one is
         config.json, so that an interrupted export cannot be loaded
-    dtype: dtype of all floating-point tensors; None keeps each as saved
-    shard_bytes: size limit per weights file, bytes; above it there are several files and an index
-    merging: how the adapter of each layer is merged, by its saved name; None without adapters
-
-    Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
-    a checkpoint.
     """
-    target = Path(directory)
     check_not_checkpoint_or_run_record(target)
-    check_holds_no_weights(target)
 
-    def write_hugging_face_directory(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
+    def write(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
         outgoing = _build_writer(
             files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
         )
-        _make_directory_and_check_space(outgoing, target, is_file=False, free_bytes=disk.free_disk_bytes)
-        if outgoing.total_tensor_bytes <= shard_bytes:
-            outgoing.write_file(target / ONE_FILE, list(outgoing.tensors))
+        directory = target.parent if shard_bytes is None else target
+        make_durable_directory(directory)
+        needed, available = outgoing.total_tensor_bytes, disk.free_disk_bytes(directory)
+        disk.check_disk_space(target, needed_bytes=needed, available_bytes=available)
+        if shard_bytes is None:
+            outgoing.write_file(target, list(outgoing.tensors))
         else:
-            _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
-        for name, data in beside.items():
+            _write_directory(outgoing, target, shard_bytes=shard_bytes)
+        for name, data in (beside or {}).items():
             with disk.open_atomic_replacement(target / name) as file:
                 file.write(data)
         return outgoing
-
-    _export_newest_checkpoint(checkpoint, write_hugging_face_directory, target=target)
-
-
-def check_shard_bytes(shard_bytes: int | None) -> None:
-    """Raises SpecError for a size limit per file below 1."""
-    if shard_bytes is not None and shard_bytes < 1:
-        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
-
-
-def _export_newest_checkpoint(
-    checkpoint: str | Path | CheckpointLocation,
-    write: Callable[[CheckpointFiles, Manifest], SafetensorsWriter],
-    *,
-    target: Path,
-) -> None:
-    """Calls `write` with the newest complete checkpoint, on this rank alone, and logs the size written."""
 
     def export_checkpoint(files: CheckpointFiles, manifest: Manifest) -> None:
         written = run_alone_or_raise(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
         logger.info("exported %s to %s (%s)", files, target, format_bytes(written.total_tensor_bytes))
 
     call_with_newest_checkpoint(checkpoint, export_checkpoint)
+
+
+def check_shard_bytes(shard_bytes: int | None) -> None:
+    """Raises SpecError for a size limit per file below 1."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
@@ -338,15 +310,6 @@ def _build_writer(
     )
 
 
-def _make_directory_and_check_space(
-    outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
-) -> None:
-    directory = target.parent if is_file else target
-    make_durable_directory(directory)
-    available = free_bytes(directory)
-    disk.check_disk_space(target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=available)
-
-
 def check_holds_no_weights(directory: Path) -> None:
     """Raises CheckpointError for a directory that already holds safetensors files."""
     held = sorted(path.name for path in directory.glob("*.safetensors")) if directory.is_dir() else []
@@ -359,9 +322,13 @@ def check_holds_no_weights(directory: Path) -> None:
         )
 
 
-def _write_files_and_index(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
+def _write_directory(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
+    """Writes one file, or several and their index if they are larger than `shard_bytes`."""
     index = directory / INDEX
     index.unlink(missing_ok=True)  # it must not name files of two exports
+    if outgoing.total_tensor_bytes <= shard_bytes:
+        outgoing.write_file(directory / ONE_FILE, list(outgoing.tensors))
+        return
     parts = outgoing.group_tensors_into_files(shard_bytes)
     names: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
