@@ -11,9 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.parallel.activation_offload import offload_activations
+from fullshard.parallel.activation_offload import (
+    CpuHostCopier,
+    FakeReportingCopier,
+    HostCopier,
+    choose_host_copier,
+    offload_activations,
+)
 from fullshard.parallel.apply import shard
-from fullshard.parallel.host_copy import CpuHostCopier, FakeReportingCopier, HostCopier, choose_host_copier
 from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import ShardError
-from fullshard.models.constructor_tape import ConstructorTape
-from fullshard.models.meta_init import construct_with_meta_parameters
+from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
 from fullshard.observe.memory import measure_peak_memory, storage_bytes_of_tensors
 from fullshard.parallel.apply import shard
 from fullshard.parallel.materialize import materialize, parameters_on_meta

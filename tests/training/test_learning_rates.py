@@ -11,6 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.spec.run import Run
 from fullshard.training.learning_rates import (
+    learning_rate_factor,
     rates_set_by_others,
     restore_rates_set_by_others,
     set_learning_rates,
@@ -18,7 +19,6 @@ from fullshard.training.learning_rates import (
     warn_of_unused_settings,
 )
 from fullshard.training.loop import train
-from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainState
 from tests.training.runs import local_bits, mean_square, run_of, sharded
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import ScheduleSection
-from fullshard.training.schedule import learning_rate_factor, warmup_warning
+from fullshard.training.learning_rates import learning_rate_factor, warmup_warning
 
 FALLING = ("cosine", "linear", "wsd")
 KINDS = (*FALLING, "constant")

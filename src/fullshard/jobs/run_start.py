@@ -19,8 +19,7 @@ from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import RunDirectory, open_run_directory
 from fullshard.jobs.train_job import TrainJob, flops_per_token
 from fullshard.models.adapters import log_experts_without_adapter
-from fullshard.models.build import build_model
-from fullshard.models.checks import check_sequence_length, check_vocabulary
+from fullshard.models.build import build_model, check_sequence_length, check_vocabulary
 from fullshard.models.loss import choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.event_log import record_start

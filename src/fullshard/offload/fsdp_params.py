@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private.dtensor import dtensor_with_placements_of
 from fullshard.torch_private.fsdp import compute_dtype, engine_parameters, replace_shard, shard_shape
+from fullshard.torch_private.tensors import dtensor_with_placements_of
 
 Source = Callable[[torch.dtype], Tensor]
 

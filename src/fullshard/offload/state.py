@@ -43,8 +43,8 @@ from fullshard.spec.groups import (
     group_shards,
     join_groups_of_split_parameters,
 )
-from fullshard.torch_private.dtensor import local_part, set_local_part
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
+from fullshard.torch_private.tensors import local_part, set_local_part
 
 Update = Callable[[OffloadGroup, MasterAndMoments], None]
 

@@ -49,9 +49,8 @@ from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.dotted import import_quietly
-from fullshard.torch_private.dtensor import local_part
 from fullshard.torch_private.fsdp import engine_parameters, shard_data
-from fullshard.torch_private.tensors import foreach_norm
+from fullshard.torch_private.tensors import foreach_norm, local_part
 
 _MULTIPLE = 16  # of rows and columns, as fp8 matmuls need
 _LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs: Ada

@@ -31,9 +31,13 @@ from fullshard.parallel.precision import TORCH_DTYPE, replace_buffers_by_id
 from fullshard.parallel.rank0_values import Rank0Values
 from fullshard.parallel.units import Unit
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.dtensor import compute_local_shape_and_global_offset
 from fullshard.torch_private.fake_tensors import TorchDispatchMode
-from fullshard.torch_private.tensors import parametrization_cache, registered_buffers, registered_parameters
+from fullshard.torch_private.tensors import (
+    compute_local_shape_and_global_offset,
+    parametrization_cache,
+    registered_buffers,
+    registered_parameters,
+)
 
 Initialise = Callable[[nn.Module], object]
 Keep = Callable[[Mapping[str, nn.Parameter]], None]
@@ -190,7 +194,7 @@ class _ModelValueSetter:
         self.model, self.device, self.seed = model, device, seed
         self.init = init or getattr(model, "_init_weights", None)
         self.explicit = init is not None
-        # What the constructor of a model that this package builds computes; see `models.constructor_tape`.
+        # What the constructor of a model that this package builds computes; see `models.meta_init`.
         self.tape = None if self.explicit else getattr(model, "_constructor_tape", None)
         self.names = {module: name for name, module in model.named_modules()}
         self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))

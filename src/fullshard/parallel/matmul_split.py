@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import gather_sequence, indivisible_length_error, reduce_sequence
 from fullshard.distributed.tensors import find_product, set_product
-from fullshard.distributed.vocabulary_part import VocabularyPart
 from fullshard.errors import ShardError
-from fullshard.models.deferred_logits import DividedHead, set_divided_head
+from fullshard.models.deferred_logits import DividedHead, VocabularyPart, set_divided_head
 
 _ATTRIBUTE = "_fullshard_gathered_from"
 

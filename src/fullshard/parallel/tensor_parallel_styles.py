@@ -190,11 +190,12 @@ def divide_transformers_model(model: Any, split: MatmulSplit) -> None:
             model,
             why="its balance loss (output_router_logits) is one of all tokens, of which each rank has a part",
         )
-    base, layers = model.base_model, list(model.base_model.layers)
+    styles, base = _styles_of_modules(model), model.base_model
+    layers = list(base.layers)
     heads: int = config.num_attention_heads
     kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
     containers, matmuls, attentions = dict[Any, str](), list[StyledModule](), set[Any]()
-    for name, style in _styles_of_modules(model).items():
+    for name, style in styles.items():
         module, (container, _, own) = base.get_submodule(name), name.rpartition(".")
         around = base.get_submodule(container)
         if around not in layers:

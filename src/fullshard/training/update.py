@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.tensors import dtensor_from_local_part
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.dtensor import local_part
-from fullshard.torch_private.tensors import step_hooks
-from fullshard.training.decision import StepDecision
+from fullshard.torch_private.tensors import local_part, step_hooks
+from fullshard.training.figures import StepDecision
 from fullshard.training.gradients import scale_gradients
 
 

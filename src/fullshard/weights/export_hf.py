@@ -27,7 +27,6 @@ from fullshard.models.adapters import (
     iterate_adapted_layers,
 )
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.decoder_names import llama_config, llama_weight_map
 from fullshard.models.huggingface import build_hf_model, remove_code_references
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
@@ -40,7 +39,13 @@ from fullshard.weights.export import (
     names_without_wrappers,
     write_export,
 )
-from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
+from fullshard.weights.names import (
+    build_meta_model,
+    full_transformers_config,
+    llama_config,
+    llama_weight_map,
+    map_model_tensors_to_file,
+)
 from fullshard.weights.tensor_source import ADDED, BASE, LORA_FACTORS, LayerMerging
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub

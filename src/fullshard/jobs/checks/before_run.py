@@ -19,7 +19,7 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
-from fullshard.training.schedule import learning_rate_factor, warmup_warning
+from fullshard.training.learning_rates import learning_rate_factor, warmup_warning
 
 _HIGH_RATE_FOR_WEIGHTS = 1e-3
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
-from fullshard.parallel.host_copy import Way
+from fullshard.parallel.activation_offload import Way
 from fullshard.planner.describe.kernels import (
     KernelLaunch,
     OpCall,

@@ -8,7 +8,7 @@ microbatch, the highest moment of a phase is on the upper envelope of the lines 
 from collections.abc import Container, Sequence
 from itertools import groupby
 
-from fullshard.parallel.host_copy import Way
+from fullshard.parallel.activation_offload import Way
 from fullshard.planner.describe.allocations import PhaseRecord
 from fullshard.planner.describe.kernels import KernelLaunch
 from fullshard.spec.model import Kernel, KernelIndexAndCount, LinearInMicrobatch, LiveTensorBytes, TracePhase
