@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
-from fullshard.parallel.apply import shard
 from fullshard.parallel.materialize import materialize
+from fullshard.training.shard import shard
 from tests.fakes.plans import plan_of
 from tests.training.runs import whole
 

@@ -18,9 +18,9 @@ from fullshard.parallel.activation_offload import (
     choose_host_copier,
     offload_activations,
 )
-from fullshard.parallel.apply import shard
 from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
+from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.fakes.plans import STRATEGIES, plan_of
 from tests.training.same_numbers import make_run, train_sharded

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.parallel.apply import shard
 from fullshard.parallel.layout import ShardingTable, sharding_table
 from fullshard.parallel.materialize import materialize
+from fullshard.training.shard import shard
 from tests.fakes.architectures import on_meta
 from tests.fakes.plans import STRATEGIES, plan_of
 

@@ -13,7 +13,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms
 from fullshard.spec.records.measurement import DriveTrafficBytes
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import shard
+from fullshard.training.shard import offload_settings, shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
@@ -73,7 +73,7 @@ def check_bytes(ranks, plan: Plan, *, frozen: str = "") -> None:
 
 def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveTrafficBytes]:
     """On a rank: what the drive reads and writes in each of `steps`, after so many others."""
-    model = shard(meta_model(plan, frozen=frozen), plan, system=patient())
+    model = shard(meta_model(plan, frozen=frozen), plan, offload=offload_settings(plan, patient()))
     state = TrainState(model, build_optimizer(model, plan))
     for _ in range(warm + steps + 1):
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)

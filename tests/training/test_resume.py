@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
-from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY

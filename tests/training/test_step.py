@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import Step, train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.data import Rows, global_batch
