@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fullshard.models.decoder import DecoderModel as DecoderModel
     from fullshard.models.huggingface import meta_model as meta_model
     from fullshard.models.loss import next_token_loss as next_token_loss
-    from fullshard.parallel.layout import sharding_table as sharding_table
     from fullshard.parallel.materialize import materialize as materialize
     from fullshard.parallel.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.parallel.mesh import process_group as process_group
@@ -83,7 +82,6 @@ _HOMES = {
     "shard": "training.shard",
     "describe": "planner.describe.describe",
     "MissingWeightsWarning": "parallel.rank0_values",
-    "sharding_table": "parallel.layout",
     "materialize": "parallel.materialize",
     "parameters_on_meta": "parallel.materialize",
     "process_group": "parallel.mesh",

@@ -1,4 +1,4 @@
-"""Ranks that share matmuls, share sequences and divide experts, alone and at once: the numbers of one rank."""
+"""Ranks that share matmuls or sequences, or divide experts, alone and at once: the numbers of one rank."""
 
 import itertools
 from collections.abc import Callable

@@ -22,7 +22,7 @@ from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
-from fullshard.spec.weight_map import BoxCopy, Naming, WeightMap, map_weights_by_name
+from fullshard.spec.weight_map import BoxCopy, Naming, map_weights_by_name
 from fullshard.system import disk
 from fullshard.system.files import make_durable_directory
 from fullshard.system.targets import check_not_checkpoint_or_run_record
@@ -50,7 +50,6 @@ _PIECE_BYTES = 128 << 20
 class SafetensorsWriter:
     """Writes tensors of a checkpoint to safetensors files, piece by piece.
 
-    what: name of the checkpoint for messages
     source: tensors of the checkpoint
     tensors: shape and dtype of each tensor as written, in the order of the files
     parts: elements of the source that each tensor consists of
@@ -58,49 +57,11 @@ class SafetensorsWriter:
     piece_bytes: size of a piece; three are in memory: as saved, as written, and the next one while it is read
     """
 
-    what: str
     source: TensorSource
     tensors: Mapping[str, SavedTensor]
     parts: Mapping[str, Sequence[BoxCopy]]
     metadata: Mapping[str, str]
     piece_bytes: int
-
-    @classmethod
-    def for_mapped_tensors(
-        cls,
-        source: TensorSource,
-        names: WeightMap,
-        *,
-        what: str,
-        dtype: torch.dtype | None = None,
-        metadata: Mapping[str, str],
-        shard_bytes: int | None,
-    ) -> "SafetensorsWriter":
-        """Builds the writer for the tensors of `names`.
-
-        dtype: dtype of all floating-point tensors; None keeps each as saved
-        shard_bytes: size limit per file, which also limits the size of a piece
-
-        Raises CheckpointError if there are no tensors, and for a dtype that safetensors does not support.
-        """
-        if not names.parts:
-            raise CheckpointError(f"{what} holds no model.")
-        tensors: dict[str, SavedTensor] = {}
-        for name, parts in names.parts.items():
-            saved = source.tensors[parts[0].source]
-            if saved.torch_dtype not in DTYPES:
-                raise CheckpointError(
-                    f"{parts[0].source} cannot be exported.",
-                    got=saved.dtype,
-                    why="safetensors has no such dtype",
-                )
-            turned = dtype is not None and saved.torch_dtype.is_floating_point
-            chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
-            tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
-        # Wide dtypes come first, so that every tensor is aligned; then sorted by name.
-        order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
-        piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
-        return cls(what, source, {n: tensors[n] for n in order}, names.parts, metadata, piece_bytes)
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -291,6 +252,7 @@ def _build_writer(
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
+    """Raises CheckpointError if there are no tensors, and for a dtype that safetensors does not support."""
     metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
     source: TensorSource = SavedModel(storage.build_reader(files, manifest))
     if merging is not None:
@@ -298,16 +260,25 @@ def _build_writer(
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
     names = map_weights_by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)
-    back = WeightMap(
-        parts={
-            name: tuple(replace(part, source=saved_names[part.source]) for part in parts)
-            for name, parts in names.parts.items()
-        },
-        shapes=names.shapes,
-    )
-    return SafetensorsWriter.for_mapped_tensors(
-        source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
-    )
+    if not names.parts:
+        raise CheckpointError(f"{files} holds no model.")
+    tensors, parts = dict[str, SavedTensor](), dict[str, Sequence[BoxCopy]]()
+    for name, own in names.parts.items():
+        parts[name] = [replace(part, source=saved_names[part.source]) for part in own]
+        saved = source.tensors[parts[name][0].source]
+        if saved.torch_dtype not in DTYPES:
+            raise CheckpointError(
+                f"{parts[name][0].source} cannot be exported.",
+                got=saved.dtype,
+                why="safetensors has no such dtype",
+            )
+        turned = dtype is not None and saved.torch_dtype.is_floating_point
+        chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
+        tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
+    # Wide dtypes come first, so that every tensor is aligned; then sorted by name.
+    order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
+    piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
+    return SafetensorsWriter(source, {n: tensors[n] for n in order}, parts, metadata, piece_bytes)
 
 
 def check_holds_no_weights(directory: Path) -> None:
