@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fullshard.parallel.materialize import materialize as materialize
     from fullshard.parallel.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.parallel.mesh import process_group as process_group
-    from fullshard.parallel.rank0_values import MissingWeightsWarning as MissingWeightsWarning
+    from fullshard.parallel.model_parameters import MissingWeightsWarning as MissingWeightsWarning
     from fullshard.planner.describe.describe import describe as describe
     from fullshard.planner.predict.memory import peak_bytes as peak_bytes
     from fullshard.planner.search.search import plan as plan
@@ -81,7 +81,7 @@ _HOMES = {
     "detect_hardware": "launch.detect",
     "shard": "training.shard",
     "describe": "planner.describe.describe",
-    "MissingWeightsWarning": "parallel.rank0_values",
+    "MissingWeightsWarning": "parallel.model_parameters",
     "materialize": "parallel.materialize",
     "parameters_on_meta": "parallel.materialize",
     "process_group": "parallel.mesh",

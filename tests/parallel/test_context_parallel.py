@@ -19,9 +19,9 @@ from fullshard.models.document_attention import (
     attend_within_documents,
 )
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.context_parallel import use_context_parallel
 from fullshard.parallel.materialize import materialize
 from fullshard.parallel.mesh import build_axis_group
+from fullshard.parallel.model_parallel import use_context_parallel
 from fullshard.spec.run import Run
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, batch_of, write_config
 from tests.fakes.families import STATE_SPACE

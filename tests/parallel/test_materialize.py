@@ -15,7 +15,7 @@ from fullshard.errors import ShardError
 from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
 from fullshard.observe.memory import measure_peak_memory, storage_bytes_of_tensors
 from fullshard.parallel.materialize import materialize, parameters_on_meta
-from fullshard.parallel.rank0_values import MissingWeightsWarning
+from fullshard.parallel.model_parameters import MissingWeightsWarning
 from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, Encoder, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of

@@ -13,13 +13,13 @@ from fullshard.checkpoint.manifest import Manifest, SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.continued_run import (
+from fullshard.training.loop import train
+from fullshard.training.resume import (
     changed_settings,
     check_can_continue,
     continue_run,
     result_settings,
 )
-from fullshard.training.loop import train
 from fullshard.training.state import rows_in_values
 from tests.training.runs import WIDTH, Regression, mean_square, meta, run_of, sharded
 

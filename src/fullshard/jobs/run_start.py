@@ -38,10 +38,11 @@ from fullshard.spec.records.measurement import MatmulPeak, Throughput, peak_toke
 from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
-from fullshard.training.continued_run import check_can_continue, continue_run
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.random_state import seed_generators
 from fullshard.training.resume import (
+    check_can_continue,
+    continue_run,
     find_pretrained_directory,
     make_checkpoint_location,
     restore_train_state,

@@ -68,10 +68,12 @@ from fullshard.training.gradients import (
     local_share_of_squared_norm,
     sum_gradients_over_tensor_axis,
     tensors_counted_here,
+    update_as_device_decides,
+    update_parameters,
+    waits_each_step,
 )
 from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.state import TrainState
-from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 
 _SUMS = 6  # loss sum, count, squared norm, tokens, trained tokens, stop requests
 

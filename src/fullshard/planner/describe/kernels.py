@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fullshard.distributed.row_exchange import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.distributed.sequence_parts import GATHER, REDUCE, REDUCE_ALL
 from fullshard.distributed.tensors import storage_key
+from fullshard.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.parallel.precision import TORCH_DTYPE
 from fullshard.spec.model import KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
