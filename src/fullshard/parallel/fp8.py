@@ -23,9 +23,6 @@ features, as fp8 matmuls need; with tensor parallelism, per rank. The others sta
 - embeddings and heads, whose errors harm the loss most;
 - experts: the kernels need a multiple of 16 tokens, and routing gives any number;
 - frozen matrices: torchao's backward computes the gradient of every weight, and so saves nothing.
-
-`_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are private names of FSDP2,
-unchanged from torch 2.11 to 2.15.
 """
 
 import warnings

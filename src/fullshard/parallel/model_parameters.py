@@ -261,6 +261,11 @@ class _TensorProperties:
     is_parameter: bool
     requires_grad: bool
 
+    def __str__(self) -> str:
+        """Returns what must be equal on all ranks. Trained parameters get the plan's master dtype anyway."""
+        kind = ", trained" if self.requires_grad else f", frozen, {self.dtype}"
+        return f"shape {self.shape}{kind if self.is_parameter else ''}"
+
 
 def collect_rank0_values(model: nn.Module) -> Rank0Values:
     """Returns rank 0's real parameters and buffers. Collective.
@@ -295,10 +300,11 @@ def _find_model_difference_error(
     first: Mapping[str, _TensorProperties], given: Mapping[str, _TensorProperties]
 ) -> ShardError | None:
     for name in {**first, **given}:
-        if difference := _tensor_difference_text(first.get(name), given.get(name)):
+        here, there = (str(one.get(name) or "nothing") for one in (given, first))
+        if here != there:
             return ShardError(
                 "another model than rank 0.",
-                got=f"{name}: {difference} on this rank",
+                got=f"{name}: {here} on this rank, {there} on rank 0",
                 why="every rank must shard the same parameters",
                 fix="build the same model on every rank",
             )
@@ -311,17 +317,3 @@ def _find_model_difference_error(
             fix="load the weights on rank 0, or on every rank",
         )
     return None
-
-
-def _tensor_difference_text(first: _TensorProperties | None, given: _TensorProperties | None) -> str | None:
-    if first is None or given is None:
-        return "nothing" if given is None else "not on rank 0, but"
-    if first.shape != given.shape:
-        return f"shape {given.shape}, not {first.shape},"
-    if not first.is_parameter:
-        return None
-    if first.requires_grad != given.requires_grad:
-        return "trainable" if given.requires_grad else "frozen"
-    # Trainable parameters get the plan's master dtype in any case.
-    frozen_apart = not first.requires_grad and first.dtype != given.dtype
-    return f"{given.dtype}, not {first.dtype}," if frozen_apart else None
