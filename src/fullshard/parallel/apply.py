@@ -37,13 +37,7 @@ from fullshard.parallel.fp8 import (
     gather_in_fp8,
 )
 from fullshard.parallel.materialize import replace_parameters_by_meta
-from fullshard.parallel.mesh import (
-    build_expert_mesh,
-    build_mesh,
-    build_unsharded_mesh,
-    share_post_forward_mesh,
-    split_inner_axis,
-)
+from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.precision import (
     cast_buffers,
@@ -85,17 +79,17 @@ class PreparedSharding:
     methods: Sequence[str]  # names of methods that compute with the parameters, besides `forward`
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
-    mesh: DeviceMesh  # of sharded units
-    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
+    meshes: Mapping[tuple[bool, bool], DeviceMesh]  # by whether units are of experts, and are sharded
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
     split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
-    expert_meshes: Mapping[bool, DeviceMesh]  # of experts with their own: by whether the unit is sharded
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
-        if unit.has_experts and self.expert_meshes:
-            return self.expert_meshes[unit.is_sharded]
-        return self.mesh if unit.is_sharded else self.unsharded_mesh
+        return self.meshes[_kind_of_mesh(unit, self.plan)]
+
+
+def _kind_of_mesh(unit: Unit, plan: Plan) -> tuple[bool, bool]:
+    return unit.has_experts and plan.has_expert_mesh, unit.is_sharded
 
 
 def prepare_sharding(
@@ -117,19 +111,13 @@ def prepare_sharding(
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
     repeated = find_recompute_blocks(model, section, units=found)
-    mesh = unsharded_mesh = build_mesh(plan)
-    if not all(unit.is_sharded for unit in found):
-        unsharded_mesh = build_unsharded_mesh(plan)
-    expert_meshes = dict[bool, DeviceMesh]()
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
-        kinds = sorted({unit.is_sharded for unit in found if unit.has_experts})
-        expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
+    kinds = sorted({_kind_of_mesh(unit, plan) for unit in found})  # all ranks build them in one order
+    meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
-    return PreparedSharding(
-        plan, plan.device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
-    )
+    return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
 
 def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
